@@ -120,13 +120,13 @@ def test_packed_matrices_stay_packed(kind: str, whole: bool) -> None:
     codes = rng.integers(-126, 127, (len(at), k)) + rng.uniform(-0.4, 0.4, (len(at), k))
     codes[:, ::32] = 127
     a = (codes * 0.01).astype(np.float32)
-    left = ORACLES["round_blocks"](a.astype(np.float64), block=storage.block) if matmuls(f)[0].layout.whole else a  # type: ignore[union-attr]
+    left = ORACLES["round_blocks"](a.astype(np.float64), block=storage.block) if matmuls(f)[0].layout.integer else a  # type: ignore[union-attr]
     wanted = product(left, numbers(stored).astype(np.float64).swapaxes(1, 2), at)
     (found,) = f.run({"x": a, "index": at})
     assert near(found, wanted)
     for rows in (slice(0, 1), slice(2, 6), slice(3, 20), slice(43, 48)):
         np.testing.assert_array_equal(f.run({"x": a[rows], "index": at[rows]})[0], found[rows])
-    assert matmuls(f)[0].layout.whole == (whole and kind != "iq4_nl")  # type: ignore[union-attr]
+    assert matmuls(f)[0].layout.integer == (whole and kind != "iq4_nl")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["f32", "q4_k"])
@@ -193,7 +193,7 @@ def test_a_loop_rounds_what_meets_packed_weights(length: int) -> None:
     for graph in (g, plain):
         f = rlx.compile(graph, profile=INT8)
         f.set_param("w", stored)
-        assert all(k.layout.whole for k in matmuls(f)) and matmuls(f)  # type: ignore[union-attr]
+        assert all(k.layout.integer for k in matmuls(f)) and matmuls(f)  # type: ignore[union-attr]
         found.append(f.run({"x": x})[0])
     np.testing.assert_array_equal(*found)
     value = x.astype(np.float64)

@@ -161,7 +161,7 @@ def test_threads_share_a_large_loop_and_agree_on_every_bit() -> None:
         f = rlx.compile(big_graph(), threads=count)
         f.set_param("w", w)
         runs.append(f.run(inputs))
-        (solo,) = f.executable.frame(()).solo  # type: ignore[attr-defined]
+        (solo,) = f.executable.size_plan(()).solo  # type: ignore[attr-defined]
         assert solo == (count == 1)
     for other in runs[1:]:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(runs[0], other, strict=True))
@@ -177,7 +177,7 @@ def test_threads_share_a_large_loop_and_agree_on_every_bit() -> None:
 def test_a_small_loop_is_left_to_one_thread() -> None:
     f = rlx.compile(scan_graph(10), threads=2)
     f.run({"x": np.zeros(8, f32)})
-    assert f.executable.frame(()).solo == [True, True]  # type: ignore[attr-defined]
+    assert f.executable.size_plan(()).solo == [True, True]  # type: ignore[attr-defined]
 
 
 def test_runs_of_one_loop_at_once_do_not_meet(threads: int) -> None:

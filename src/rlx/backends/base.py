@@ -1,7 +1,8 @@
-"""The backend protocol: what a device must answer so that the rest of rlx can compile, run and inspect programs on it.
+"""The backend protocol: the interface a device implements so that rlx can compile, run and inspect programs on it.
 
-A backend turns LIR programs into executables and owns the memory of its device. `backend(name)` finds one: those of
-rlx by the table below, others through the entry point group `rlx.backends`. Nothing is imported before it is asked for.
+A backend compiles LIR programs to executables and owns its device's memory. `backend(name)` returns one: built-in
+backends from the table below, third-party ones from the entry point group `rlx.backends`. Each is imported on first
+use.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from rlx.fork_safe_locks import Lock
 from rlx.operand_layouts import Layout
 from rlx.target import Target
 
-if TYPE_CHECKING:  # a process that only runs a graph needs none of these
+if TYPE_CHECKING:  # not needed by a process that only runs graphs
     from rlx.backends.reports import Ceilings, Code, RunMemory, Trace
     from rlx.ir.graph import Graph
     from rlx.lir.kernels import Kernel
     from rlx.lir.program import Program
 
-Key = tuple[int, ...]  # the sizes of a program's symbols, in the order of `Executable.symbols`
+Key = tuple[int, ...]  # values of a program's symbols, in the order of `Executable.symbols`
 ArrayType = tuple[tuple[int, ...], np.dtype[Any]]  # shape and element type
 MAX_THREADS = 4096  # a request for more is a typo
 ENTRY_POINTS = "rlx.backends"
@@ -42,13 +43,13 @@ BUILT_IN = {
 
 
 def bytes_of(types: Iterable[ArrayType]) -> int:
-    """Bytes of all these arrays."""
+    """Total bytes of these arrays."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 class Buffer(Protocol):
-    """Memory of a device with an element type and a shape: a NumPy array on the host, a `DeviceArray` elsewhere."""
+    """Device memory with an element type and a shape: a NumPy array on the host, a `DeviceArray` elsewhere."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -59,9 +60,9 @@ class Buffer(Protocol):
 
 
 class DeviceArray(ABC):
-    """An array in memory of a device, as users hold it. `np.asarray` downloads it; DLPack hands it to other libraries.
+    """An array in device memory, as users hold it. `np.asarray` downloads it; DLPack shares it with other libraries.
 
-    A subclass adds what holds the memory, and `__dlpack__` of the memory itself where other libraries can read it.
+    Subclasses add the memory itself, and a zero-copy `__dlpack__` where other libraries can read that memory.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -69,7 +70,7 @@ class DeviceArray(ABC):
 
     @abstractmethod
     def numpy(self) -> Array:
-        """A copy in host memory."""
+        """Returns a copy in host memory."""
 
     @property
     def ndim(self) -> int:
@@ -93,7 +94,7 @@ class DeviceArray(ABC):
         return self.numpy().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[Any, Any]:
-        return (1, 0)  # host memory: what `__dlpack__` gives
+        return (1, 0)  # host memory: `__dlpack__` returns a host copy
 
     def __len__(self) -> int:
         if not self.shape:
@@ -106,53 +107,53 @@ class DeviceArray(ABC):
 
 
 class Allocator(ABC):
-    """Memory of a device: allocates buffers, and copies between them and the host."""
+    """Allocates device memory and copies between it and the host."""
 
     is_host = False  # whether its buffers are NumPy arrays
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """A new buffer of zeros."""
+        """Allocates a buffer of zeros."""
 
     def reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any | None:
-        """A buffer of zeros that takes memory only where it is written; None where the device has no such memory."""
+        """Allocates zeros that take memory only where they are written; None if the device cannot do that."""
         return None
 
     @abstractmethod
     def upload(self, array: Array) -> Any:
-        """The array in memory of the device. Host devices give the array itself."""
+        """Copies an array to device memory. Host devices return the array itself."""
 
     @abstractmethod
     def download(self, buffer: Any) -> Array:
-        """The contents as a NumPy array. Host devices give the buffer itself."""
+        """Returns the contents as a NumPy array. Host devices return the buffer itself."""
 
     @abstractmethod
     def copy(self, source: Any, target: Any) -> None:
-        """Overwrite `target`, of equal shape and element type. Both may be buffers of this device or host arrays."""
+        """Overwrites `target`, of the same shape and element type. Both may be buffers of the device or host arrays."""
 
     @abstractmethod
     def part(self, buffer: Any, *index: int | slice) -> Any:
-        """A view of the elements that NumPy would select; the steps of slices are 1."""
+        """Returns a view of the elements that NumPy indexing would select; slices have step 1."""
 
     @abstractmethod
     def clear(self, buffer: Any) -> None:
-        """Fill a buffer with zeros."""
+        """Fills a buffer with zeros."""
 
     @abstractmethod
     def long_lived(self, types: Sequence[ArrayType]) -> list[Any]:
-        """Uninitialised buffers for weights, which are allocated together and read again and again."""
+        """Allocates uninitialised buffers for weights: allocated together, read by every run."""
 
     @abstractmethod
     def owns(self, value: object) -> bool:
-        """Whether a program of this device can read `value` where it is."""
+        """Whether programs of this device can read `value` in place."""
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be allocated; None where the device does not say."""
+        """Bytes that can still be allocated; None if the device does not report it."""
         return None
 
 
 class HostAllocator(Allocator):
-    """Host memory: buffers are NumPy arrays, and nothing is copied that need not be."""
+    """Host memory: buffers are NumPy arrays, copied only where necessary."""
 
     is_host = True
 
@@ -200,51 +201,51 @@ class InputSpec(NamedTuple):
 
 
 class Executable(ABC):
-    """A program ready to run on a device, from any number of threads at once. `bind` gives it weights."""
+    """A program ready to run on a device, from any number of threads at once. `bind` sets its weights."""
 
     target: Target
     threads: int
-    symbols: tuple[str, ...]  # whose sizes a run is given
+    symbols: tuple[str, ...]  # symbols whose sizes each run passes as its key
     reads: tuple[str, ...]  # names of the weights that the program reads
 
     @property
     @abstractmethod
     def program(self) -> Program:
-        """The LIR program. One that was loaded from an image may have to be planned again."""
+        """The LIR program. An executable loaded from an image may have to rebuild it."""
 
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, Any]:
-        """The buffers that are bound, by name."""
+        """The bound buffers, by name."""
 
     @abstractmethod
     def bind(self, weights: Mapping[str, Any]) -> None:
-        """Read these buffers as weights from the next run on; runs in progress keep theirs."""
+        """Sets the weights for all later runs; runs in progress keep theirs."""
 
     @property
-    def asks_program(self) -> bool:
-        """Whether runs need `program`, so that it is stored beside an image."""
+    def needs_program(self) -> bool:
+        """Whether runs need `program`, so that it must be stored with the image."""
         return False
 
     @abstractmethod
     def run(self, key: Key, inputs: Sequence[Any]) -> list[Any]:
-        """The outputs for inputs of the declared types, in order, all in memory of the device."""
+        """Runs on inputs of the declared types, in order. Inputs and outputs are in device memory."""
 
     def run_again(self, inputs: object) -> list[Any] | None:
-        """A shortcut: the outputs if `inputs` (a mapping) are like those of the last run; None if `run` must do it."""
+        """Fast path: the outputs if `inputs` (a mapping) have the types of the last run; None if `run` must be used."""
         return None
 
     def outputs(self, key: Key) -> list[ArrayType]:
-        """Shapes and element types of the outputs at these sizes; programs that pack weights are asked for it."""
+        """Shapes and element types of the outputs for these sizes; required of programs that pack weights."""
         device = self.target.device
-        raise CapabilityError(f"outputs: device {device!r} does not say their sizes", hint="compile for device cpu")
+        raise CapabilityError(f"outputs: device {device!r} does not report output sizes", hint="compile for device cpu")
 
     def units(self, key: Key) -> list[int]:
-        """How many parts each launch is cut into at these sizes, which may run at the same time."""
+        """Number of work units of each launch for these sizes; units may run in parallel."""
         raise CapabilityError(f"units: device {self.target.device!r} has no launches", hint="compile for device cpu")
 
     def trace(self, key: Key, inputs: Sequence[Any]) -> tuple[list[Any], Trace]:
-        """Like `run`, and says when each launch ran."""
+        """Like `run`, and also returns when each launch ran."""
         raise CapabilityError(f"trace: device {self.target.device!r} keeps no times", hint="compile for device cpu")
 
     def memory(self, key: Key) -> RunMemory:
@@ -252,11 +253,11 @@ class Executable(ABC):
         raise CapabilityError(f"memory: device {self.target.device!r} plans none", hint="compile for device cpu")
 
     def reserved_bytes(self) -> int:
-        """Memory held for the next runs: arenas and scratch."""
+        """Memory held for later runs: arenas and scratch."""
         return 0
 
     def image(self) -> Any | None:
-        """What `Backend.load` makes it from in another process: a record of `Backend.image_modules`; None without."""
+        """A record (of `Backend.image_modules`) from which `Backend.load` rebuilds it in another process, or None."""
         return None
 
 
@@ -265,32 +266,32 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 # -- backends --------------------------------------------------------------------------------------------------------
 class Backend(ABC):
-    """A kind of device. Subclass it, and name the subclass in the entry point group `rlx.backends`."""
+    """A kind of device. Subclass it, and register the subclass in the entry point group `rlx.backends`."""
 
     name: ClassVar[str]
-    options: ClassVar[Mapping[str, type]] = {}  # settings that it takes in `profile.backend`, and their types
+    options: ClassVar[Mapping[str, type]] = {}  # settings accepted in `profile.backend`, and their types
     allocator: Allocator = HOST
     interprets: ClassVar[bool] = False  # whether it runs MIR graphs (`interpret`) rather than LIR programs
 
     def __init__(self, index: int = 0) -> None:
-        """There is one for each device of a machine: `cuda:1` has index 1."""
+        """There is one instance per device: `cuda:1` has index 1."""
         self.index = index
 
     # -- targets
     @abstractmethod
     def targets(self) -> tuple[Target, ...]:
-        """The targets that this machine runs, the best first. Raises CapabilityError if there is no such device."""
+        """The targets that this machine runs, best first. Raises CapabilityError if there is no such device."""
 
     def known_targets(self) -> Mapping[str, Target]:
         """All targets that code can be generated for, by name."""
         return {target.name: target for target in self.targets()}
 
     def layouts(self) -> Mapping[str, type[Layout]]:
-        """The layouts of operands that its targets ask for, by name; graphs have them in their text."""
+        """The operand layouts that its targets use, by name; graphs mention them in their text."""
         return {}
 
     def target(self, name: str | None = None) -> Target:
-        """The target called `name`, or the one to use if nobody asks for one."""
+        """The target called `name`, or the default one."""
         if name is None:
             return self.targets()[0]
         known = self.known_targets()
@@ -302,23 +303,23 @@ class Backend(ABC):
         return known[name]
 
     def accepts(self, target: Target) -> bool:
-        """Whether programs for a target can be compiled here, also for one that is in no table."""
+        """Whether programs for a target can be compiled here, including targets that are in no table."""
         return target.device == self.name
 
     def device_count(self) -> int:
-        """How many devices of this kind the machine has."""
+        """Number of devices of this kind in the machine."""
         return 1
 
     @abstractmethod
     def identity(self, target: Target) -> str:
-        """What compiled code depends on besides program and sources, such as the compiler's version: a cache key."""
+        """Cache key of all that compiled code depends on besides program and sources, such as the compiler version."""
 
     def versions(self) -> Mapping[str, str]:
-        """Versions of what the backend is built on, for `rlx env` and the manifests of exports."""
+        """Versions of the libraries the backend builds on, for `rlx env` and export manifests."""
         return {}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuse settings of `profile.backend` that this backend does not have, or that have another type."""
+        """Rejects settings of `profile.backend` that are unknown or have the wrong type."""
         for name, value in options.items():
             place = f"profile: backend.{self.name}"
             if name not in self.options:
@@ -329,86 +330,86 @@ class Backend(ABC):
 
     # -- compiling
     def interpret(self, graph: Graph) -> Executable:
-        """An executable for a MIR graph, for a backend that does without LIR."""
+        """Returns an executable for a MIR graph, for backends that bypass LIR."""
         raise CapabilityError(
-            f"compile: device {self.name!r} runs no graphs as they are",
+            f"compile: device {self.name!r} does not run MIR graphs",
             hint="it compiles LIR (`Backend.compile`)",
         )
 
     def start_compiler(self, target: Target) -> None:  # noqa: B027
-        """A program will come soon: load compilers in the background."""
+        """Loads the compiler in the background: a program will be compiled soon."""
 
     def start_compiling(self, programs: Iterable[Program], target: Target) -> None:  # noqa: B027
-        """Compile the kernels of these programs in the background; `compile` waits for them."""
+        """Compiles the kernels of these programs in the background; `compile` waits for them."""
 
     @abstractmethod
     def compile(
         self, program: Program, target: Target, *, threads: int | None = None,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> Executable:  # fmt: skip
-        """An executable. `inputs` allows shortcuts in `run_again`; `long_lived`: outputs become weights."""
+        """Compiles a program. `inputs` enables the fast path of `run_again`; `long_lived`: outputs become weights."""
 
     @abstractmethod
     def kernel_text(self, kernels: Iterable[Kernel], target: Target, *, assembly: bool = False) -> str:
-        """What is generated for kernels, for people: source, or with `assembly` what the machine runs."""
+        """The code generated for kernels, for people: source, or with `assembly` what the machine runs."""
 
-    # -- what is stored
+    # -- images and exports
     def image_modules(self) -> Sequence[ModuleType]:
-        """The modules whose records (dataclasses) images are made of."""
+        """The modules that define the records (dataclasses) of images."""
         return ()
 
     def load(
         self, image: Any, program: Callable[[], Program], target: Target, *, threads: int | None = None,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> Executable | None:  # fmt: skip
-        """The executable of an image; None if its code is no longer in the cache. `program` is called by reports."""
+        """Loads an executable from an image; None if its code is no longer cached. Reports may call `program`."""
         return None
 
     def code(self, programs: Iterable[Program], target: Target) -> Code:
-        """Compiled kernels for an export."""
+        """Returns compiled kernels for an export."""
         raise CapabilityError(f"export: device {self.name!r} has no machine code", hint="compile for device cpu")
 
     def adopt(self, code: Code, target: Target) -> None:  # noqa: B027
-        """Load the kernels of an export, so that `compile` finds them."""
+        """Loads the kernels of an export, so that `compile` finds them."""
 
     def target_from(self, record: Mapping[str, Any]) -> Target:
-        """The target that `dataclasses.asdict` made a record of, maybe on another machine."""
+        """Rebuilds a target from its `dataclasses.asdict` record, possibly written on another machine."""
         kind = type(self.targets()[0])
         known = {f.name for f in fields(kind)}
         return kind(**{name: value for name, value in record.items() if name in known})
 
     def check_runs(self, target: Target, where: str) -> None:  # noqa: B027
-        """Raise CapabilityError unless this machine runs code for `target`; `where` is the file it came from."""
+        """Raises CapabilityError unless this machine runs code for `target`; `where` is the file it came from."""
 
-    # -- looking
+    # -- reports
     def describe(self) -> Mapping[str, str]:
-        """What the backend sees of this machine, for `rlx env`."""
+        """Facts about this machine for `rlx env`."""
         return {"runs": ", ".join(target.name for target in self.targets())}
 
     def ceilings(self, target: Target, threads: int) -> Ceilings | None:
-        """What the device can do at most; None where nobody has measured it."""
+        """Peak rates of the device; None if they have not been measured."""
         return None
 
     def kernels_compiled(self) -> int:
-        """How many kernels this process has compiled."""
+        """Number of kernels this process has compiled."""
         return 0
 
     def trim(self) -> None:  # noqa: B027
-        """Return memory to the system that only compiling needed."""
+        """Returns memory that only compiling needed to the system."""
 
     def catch_bus_errors(self, status: int, before: str, after: str, *, compiling: bool = True) -> None:  # noqa: B027
-        """End the process with `status` and a message that names the file when a mapped file is cut short.
+        """Installs a handler that ends the process with `status` and names the file when a mapped file was truncated.
 
-        For backends that read mapped files in code of their own. Without `compiling`, only if it takes no time.
+        For backends whose own code reads mapped files. Without `compiling`, installs it only if it is already compiled.
         """
 
 
-# -- finding them ----------------------------------------------------------------------------------------------------
+# -- lookup ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device of a backend: `cpu`, `cuda:1`."""
 
-    name: str  # of the backend
+    name: str  # name of the backend
     index: int = 0
 
     @property
@@ -419,17 +420,17 @@ class Device:
         return f"{self.name}:{self.index}" if self.index else self.name
 
 
-_found: dict[tuple[str, int], Backend] = {}
+_instances: dict[tuple[str, int], Backend] = {}
 _lock = Lock(reentrant=True)
 
 
 def backend(name: str, index: int = 0) -> Backend:
-    """The backend called `name`, for the device with this index; imported when it is first asked for."""
-    found = _found.get((name, index))
-    if found is None:
+    """Returns the backend called `name` for the device with this index, importing it on first use."""
+    instance = _instances.get((name, index))
+    if instance is None:
         with _lock:
-            found = _found.get((name, index)) or _found.setdefault((name, index), _class(name)(index))
-    return found
+            instance = _instances.get((name, index)) or _instances.setdefault((name, index), _class(name)(index))
+    return instance
 
 
 def backend_of(target: Target) -> Backend:
@@ -447,12 +448,12 @@ def _class(name: str) -> Callable[[int], Backend]:
         hint = nearest(name, known) or f"known: {', '.join(known)}"
         raise CapabilityError(f"device: {name!r} is not known", hint=hint)
     try:
-        found = point.load()
+        loaded = point.load()
     except Exception as error:
         raise CapabilityError(f"device: {name!r} of package {point.value!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Backend)):
+    if not (isinstance(loaded, type) and issubclass(loaded, Backend)):
         raise CapabilityError(f"device: {point.value!r} is not a subclass of rlx.backends.base.Backend")
-    return found
+    return loaded
 
 
 @functools.cache
@@ -463,26 +464,26 @@ def _entry_points() -> Mapping[str, Any]:
 
 
 def available() -> list[str]:
-    """Names of all backends, those of other packages last."""
+    """Names of all backends, built-in ones first."""
     return [*BUILT_IN, *sorted(set(_entry_points()) - set(BUILT_IN))]
 
 
 def device(text: str) -> Device:
-    """The device that a text names: `cpu`, `cuda`, `cuda:1`."""
+    """Parses a device name: `cpu`, `cuda`, `cuda:1`."""
     match = re.fullmatch(r"([^:]+)(?::(\d{1,4}))?", text) if isinstance(text, str) else None
     if match is None:
         raise CapabilityError(f"device: expected a name such as 'cpu' or 'cuda:1', found {text!r}")
-    found = Device(match[1], int(match[2] or 0))
-    if found.index:
-        count = backend(found.name).device_count()
-        if found.index >= count:
+    parsed = Device(match[1], int(match[2] or 0))
+    if parsed.index:
+        count = backend(parsed.name).device_count()
+        if parsed.index >= count:
             have = f"{count} device{'s' * (count != 1)}"
-            raise CapabilityError(f"device: {text!r} is asked for, {found.name!r} has {have} here, counted from 0")
-    elif found.name not in BUILT_IN:
-        backend(found.name)
-    return found
+            raise CapabilityError(f"device: {text!r} is asked for, {parsed.name!r} has {have} here, counted from 0")
+    elif parsed.name not in BUILT_IN:
+        backend(parsed.name)
+    return parsed
 
 
 def kernels_compiled() -> int:
-    """How many kernels this process has compiled, by all backends."""
-    return sum(found.kernels_compiled() for (_, index), found in _found.items() if not index)
+    """Number of kernels this process has compiled, over all backends."""
+    return sum(instance.kernels_compiled() for (_, index), instance in _instances.items() if not index)

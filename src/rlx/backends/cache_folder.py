@@ -1,9 +1,9 @@
-"""The cache folder: compiled programs and kernels on disk, and snapshots: models with packed weights, to be mapped.
+"""The cache folder: compiled programs and kernels on disk, and snapshots (models with packed weights, to be mapped).
 
-What lies there is executed, so the folder and those in it are ours alone (mode 0700, our owner), files are written to
-a temporary name and renamed, and every file carries a digest that is checked when it is read. `RLX_CACHE` is `off`,
-`readonly` or a folder; snapshots are as large as models, and `RLX_CACHE_LIMIT` says how many gigabytes they may take
-(8; 0: keep none).
+Cached code is executed, so the folder and its subfolders belong to the user alone (mode 0700), files are written under
+a temporary name and renamed, and every file carries a digest that is checked on reading. `RLX_CACHE` is `off`,
+`readonly` or a folder. Snapshots are as large as models; `RLX_CACHE_LIMIT` bounds them in gigabytes (default 8; 0: keep
+none).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from rlx.errors import CapabilityError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DIGEST = 32
-SNAPSHOTS = "starts"  # the folder of files that are mapped, not read; its name is that of older versions
+SNAPSHOTS = "starts"  # folder of mapped files; the name dates from older versions
 LIMIT_GB = 8.0  # of snapshots
-SHARE = 0.25  # of the free disk, at most, for one more
-LEFTOVER_S = 3600.0  # after which a temporary file belongs to nobody
+SHARE = 0.25  # of the free disk that one new snapshot may take
+LEFTOVER_S = 3600.0  # age after which a temporary file counts as abandoned
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A usable folder, or none and the reason."""
+    """A usable folder, or None and the reason."""
 
     folder: Path | None
     writable: bool
     why: str = ""
 
     def read(self, kind: str, key: str) -> bytes | None:
-        """The entry, or None where there is none or it is damaged (it is removed then)."""
+        """Returns an entry, or None if it is missing or damaged (a damaged one is removed)."""
         if self.folder is None:
             return None
         path = self.folder / kind / key
@@ -49,16 +49,16 @@ class Cache:
         payload = data[_DIGEST:]
         if hashlib.blake2b(payload, digest_size=_DIGEST).digest() != data[:_DIGEST]:
             if self.writable:
-                with contextlib.suppress(OSError):  # another process may have been faster, or the disk may refuse
+                with contextlib.suppress(OSError):  # another process may have removed it, or the disk may be read-only
                     path.unlink()
             return None
         return payload
 
     def write(self, kind: str, key: str, payload: bytes) -> None:
-        """Store an entry; a disk that cannot take it only costs the next start its time."""
+        """Stores an entry. Write failures are ignored: the next process just compiles again."""
         if self.folder is None or not self.writable:
             return
-        import tempfile  # a start that finds everything writes nothing
+        import tempfile  # a warm start writes nothing
 
         folder = self.folder / kind
         try:
@@ -75,20 +75,20 @@ class Cache:
 
     # -- snapshots --
     def snapshot(self, key: str) -> Path | None:
-        """Where a snapshot lies that is there."""
+        """Path of a snapshot, if it exists."""
         path = None if self.folder is None else self.folder / SNAPSHOTS / key
         return path if path is not None and path.is_file() else None
 
     def snapshots(self) -> list[Path]:
-        """All that are there."""
+        """Paths of all snapshots."""
         folder = None if self.folder is None else self.folder / SNAPSHOTS
         return sorted(p for p in folder.iterdir() if p.name[0] != ".") if folder is not None and folder.is_dir() else []
 
     def room(self, key: str, size: int) -> Path | None:
-        """Where a snapshot of so many bytes may be written, after older ones had to go; None where there is no room.
+        """Path where a snapshot of `size` bytes may be written, after evicting older ones; None if it does not fit.
 
-        A key is `whose-state`: of one owner, only the snapshot of the last state stays. One that is there already is
-        left alone: another process may have written it just now.
+        A key is `owner-state`: only the snapshot of an owner's last state is kept. A snapshot that exists already is
+        left alone: another process may just have written it.
         """
         limit = snapshot_limit()
         if self.folder is None or not self.writable or size > limit:
@@ -109,14 +109,14 @@ class Cache:
         return folder / key
 
     def used(self, path: Path) -> None:
-        """Note that a snapshot was used: those that were not are the first to go."""
+        """Marks a snapshot as used; the least recently used are evicted first."""
         if self.writable:
             with contextlib.suppress(OSError):
-                # Only the time of access: that of modification tells processes that have it mapped of a change.
+                # Only the access time: the modification time tells processes that have it mapped that it changed.
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def drop(self, path: Path, seen: str) -> bool:
-        """Whether a snapshot of no use could be removed. It stays if another process has written a new one since."""
+        """Removes a useless snapshot; returns whether it did. Keeps one that another process has replaced since."""
         if not self.writable or file_of(path) != seen:
             return False
         try:
@@ -127,31 +127,31 @@ class Cache:
 
     @staticmethod
     def _trim(folder: Path, limit: float) -> None:
-        """Remove the snapshots that were used longest ago, until the others have no more than `limit` bytes."""
-        found = sorted(((p, p.stat()) for p in folder.iterdir()), key=lambda x: -x[1].st_atime)
+        """Evicts the least recently used snapshots until the rest take at most `limit` bytes."""
+        entries = sorted(((p, p.stat()) for p in folder.iterdir()), key=lambda x: -x[1].st_atime)
         total = 0
-        for path, status in found:
+        for path, status in entries:
             total += status.st_size
             leftover = path.name.startswith(".") and time.time() - status.st_mtime > LEFTOVER_S
             if leftover or (total > limit and not path.name.startswith(".")):
                 path.unlink(missing_ok=True)
 
     def kinds(self) -> Iterator[tuple[str, int, int]]:
-        """Files and bytes of each kind of entry."""
+        """File count and bytes of each kind of entry."""
         folders = [] if self.folder is None else sorted(p for p in self.folder.iterdir() if p.is_dir())
         for folder in folders:
             sizes = [p.stat().st_size for p in folder.iterdir() if p.is_file()]
             yield folder.name, len(sizes), sum(sizes)
 
     def size(self) -> tuple[int, int]:
-        """Files and bytes in the folder."""
+        """File count and bytes of the folder."""
         if self.folder is None:
             return 0, 0
         files = [p for p in self.folder.rglob("*") if p.is_file()]
         return len(files), sum(p.stat().st_size for p in files)
 
     def clear(self) -> int:
-        """Remove all entries; gives how many."""
+        """Removes all entries; returns how many."""
         count = 0
         if self.folder is not None:
             for path in self.folder.rglob("*"):
@@ -187,7 +187,7 @@ def _open(setting: str) -> Cache:
         folder = Path(setting).expanduser().absolute() if setting and not readonly else _default_folder()
         if not readonly:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Folders that come later are made by this user, since nobody else may write to the outer one.
+        # Subfolders created later belong to this user, since nobody else may write to the outer folder.
         folders = [folder, *(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir())]
         shared = next(filter(None, map(_why_shared, folders)), None)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
@@ -198,31 +198,31 @@ def _open(setting: str) -> Cache:
 
 
 def _why_shared(folder: Path) -> str | None:
-    """Why code from a folder cannot be trusted: somebody else may write to it. None where nobody may."""
-    found = folder.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    if not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not mode & 0o022):
+    """Why code in a folder cannot be trusted: somebody else may write to it. None if nobody else may."""
+    status = folder.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not mode & 0o022):
         return None
     import shlex
 
-    remedy = "remove it" if found.st_uid != os.getuid() else f"run: chmod go-w {shlex.quote(str(folder))}"
-    return f"{folder} is not ours alone (owner {found.st_uid}, mode {mode:o}); {remedy}"
+    remedy = "remove it" if status.st_uid != os.getuid() else f"run: chmod go-w {shlex.quote(str(folder))}"
+    return f"{folder} is not ours alone (owner {status.st_uid}, mode {mode:o}); {remedy}"
 
 
 def _default_folder() -> Path:
     import platformdirs
 
     folder = Path(platformdirs.user_cache_dir("rlx", appauthor=False))
-    if not folder.is_absolute():  # a user without a home keeps "~", which is no folder of the working directory
+    if not folder.is_absolute():  # an unexpanded "~" must not become a folder in the working directory
         raise RuntimeError(f"no home folder, {folder} leads nowhere")
     return folder
 
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of the sources of rlx: what they make is good for them alone.
+    """A digest of rlx's sources: cached results are valid for exactly these sources.
 
-    Reading them all takes a tenth of a warm start, so it is looked up by what the file system says of them.
+    Reading all sources takes a tenth of a warm start, so the digest is cached under their file system state.
     """
     store, state = current(), _source_state()
     known = store.read("sources", state)
@@ -232,13 +232,13 @@ def source_digest() -> str:
     for path in sorted(entry.path for entry in _sources()):
         with open(path, "rb", buffering=0) as file:
             digest.update(file.read())
-    if state == _source_state():  # else somebody is editing them
+    if state == _source_state():  # otherwise somebody is editing them
         store.write("sources", state, digest.hexdigest().encode())
     return digest.hexdigest()
 
 
 def _source_state() -> str:
-    """Changes with every change of a source: no program can set back the time of change (ctime) of a file."""
+    """Changes whenever a source does: programs cannot reset a file's change time (ctime)."""
     digest = hashlib.blake2b(digest_size=16)
     for entry in _sources():
         digest.update(f"{entry.path}|{identity(entry.stat())}\n".encode())
@@ -257,7 +257,7 @@ def _sources() -> Iterator[os.DirEntry[str]]:
 
 
 def file_of(path: Path) -> str:
-    """Which file lies there: another one after it was replaced, the same where only its times change."""
+    """Identifies the file at a path: changes when it is replaced, not when only its times change."""
     try:
         status = path.stat()
     except OSError:
@@ -266,6 +266,6 @@ def file_of(path: Path) -> str:
 
 
 def identity(status: os.stat_result) -> str:
-    """What tells two states of a file apart."""
+    """Distinguishes two states of a file."""
     s = status
     return f"{s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}"

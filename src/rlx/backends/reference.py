@@ -1,4 +1,4 @@
-"""The reference backend: runs MIR in NumPy, one op at a time. It is the oracle of all others."""
+"""The reference backend: evaluates MIR graphs in NumPy, one op at a time. The oracle for every other backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFERENCE = Target("reference", device="reference")
 
 
 class ReferenceExecutable(Executable):
-    """Evaluates a graph."""
+    """Evaluates a MIR graph in NumPy."""
 
     threads = 1
 
@@ -51,16 +51,16 @@ class ReferenceExecutable(Executable):
         from rlx.ir import evaluate
 
         leaves = {**self._weights, **dict(zip(self._names, inputs, strict=True))}
-        found = evaluate.run(self._graph, leaves, dict(zip(self.symbols, key, strict=True)))
-        require(f"graph {self._graph.name!r}: its outputs", sum(a.nbytes for a in found), "smaller inputs")
-        return [np.array(a, order="C") for a in found]
+        outputs = evaluate.run(self._graph, leaves, dict(zip(self.symbols, key, strict=True)))
+        require(f"graph {self._graph.name!r}: its outputs", sum(a.nbytes for a in outputs), "smaller inputs")
+        return [np.array(a, order="C") for a in outputs]
 
     def trace(self, key: Key, inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
         raise CapabilityError("trace: the reference device has no launches to show", hint="compile for device cpu")
 
 
 class ReferenceBackend(Backend):
-    """NumPy, one op at a time."""
+    """Evaluates graphs in NumPy, one op at a time."""
 
     name = "reference"
     interprets = True
@@ -69,10 +69,10 @@ class ReferenceBackend(Backend):
         return (REFERENCE,)
 
     def target(self, name: str | None = None) -> Target:
-        return REFERENCE  # whatever a program is for
+        return REFERENCE  # whatever target a program was built for
 
     def accepts(self, target: Target) -> bool:
-        return True  # it is the oracle of every device
+        return True  # the oracle for every device
 
     def identity(self, target: Target) -> str:
         return f"numpy={np.__version__}"

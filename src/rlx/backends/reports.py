@@ -1,4 +1,4 @@
-"""What backends tell about runs and machines: times, memory, ceilings, and compiled code for exports."""
+"""Records that backends report about runs and machines: times, memory, ceilings, and compiled code for exports."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trace:
-    """Times of a run in seconds since some moment; one row per thread, stream or whatever the device runs on.
+    """Times of a run in seconds since an arbitrary origin; one row per thread, stream or other unit of execution.
 
-    For a launch inside a loop, `end` is its first start plus the sum of its run times. A loop or branch has the time
-    when it was first entered and that when it was last left; `steps` counts the steps of each loop, by its number.
+    For a launch inside a loop, `end` is its first start plus the sum of its run times. A loop or branch has the time it
+    was first entered and the time it was last left; `steps` counts the steps of each loop, by loop number.
     """
 
-    launches: Array  # [launches, rows, 2], 0 where a row had no part in it
+    launches: Array  # [launches, rows, 2], 0 for rows that took no part
     controls: Array  # [loops and branches, rows, 2]
     steps: Mapping[int, int]
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """The memory of a run: the sizes that it was planned for, the arena, and scratch bytes per thread."""
+    """The memory of a run: the sizes it was planned for, the arena, and scratch bytes per thread."""
 
     key: Key
     plan: Plan
@@ -45,17 +45,17 @@ class Ceilings:
 
     @property
     def gflops(self) -> float:
-        """Of f32."""
+        """Peak rate of f32."""
         return self.gops["f32"]
 
     def peak(self, arithmetic: str) -> float:
-        """Operations per second."""
+        """Peak operations per second."""
         return self.gops[arithmetic] * 1e9
 
 
 @dataclass(frozen=True)
 class Code:
-    """Compiled kernels as bytes for another machine: what they define, and sections that the backend understands."""
+    """Compiled kernels as bytes for another machine: the symbols they define, and sections the backend understands."""
 
     symbols: tuple[str, ...]
     sections: Mapping[str, bytes]

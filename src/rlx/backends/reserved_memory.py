@@ -1,4 +1,4 @@
-"""Reserved host memory: address space for all that a buffer may ever hold, which takes memory where it is written."""
+"""Reserved host memory: address space for a buffer's maximum size, backed by memory only where it is written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-# Python 3.11 and 3.12 have no name for it. Linux then does not weigh the mapping against free memory.
+# Python 3.11 and 3.12 do not define it. With this flag Linux does not count the mapping against free memory.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def reserved_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
-    """Zeros whose memory the system provides page by page at the first write.
+    """Returns zeros that the system backs with memory page by page, at the first write.
 
-    None where it does not: other systems than Linux, limits on address space, or strict accounting of memory.
+    Returns None where that is not possible: outside Linux, under address space limits or strict overcommit accounting.
     """
     size = math.prod(shape) * dtype.itemsize
     if not hasattr(mmap, "MADV_NOHUGEPAGE") or not size:
@@ -26,6 +26,6 @@ def reserved_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[A
     except (OSError, OverflowError):
         return None
     with contextlib.suppress(OSError):  # a kernel without huge pages
-        # A huge page would be provided for the first token of each head, and most of it stay unused.
+        # The first token of each head would allocate a huge page and leave most of it unused.
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Errors that kernels report at run time: the same text on every device."""
+"""Errors that kernels report at run time: the same messages on every device."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ TEXTS = {
 
 
 def fault(program: Program, launch: Launch | None, code: int, sizes: Mapping[str, int]) -> KernelError | BindError:
-    """The error for a fault code that a launch has reported; None if it is not known which."""
+    """The error for a fault code reported by a launch; `launch` is None if it is not known which."""
     if code >= UNFIT_SIZES:
-        return unfit(program.assertions[code - UNFIT_SIZES], sizes)
+        return assertion_error(program.assertions[code - UNFIT_SIZES], sizes)
     where = launch.kernel.symbol if launch is not None else "a kernel"
     notes = [f"built at: {launch.where}"] if launch is not None and launch.where else []
     return KernelError(f"{where}: {TEXTS.get(code, f'fault {code}')}", notes=notes)
 
 
-def unfit(assertion: Assertion, sizes: Mapping[str, int]) -> BindError:
-    """The error for an assertion that does not hold for these sizes."""
+def assertion_error(assertion: Assertion, sizes: Mapping[str, int]) -> BindError:
+    """The error for an assertion that these sizes violate."""
     a, b = evaluate(assertion.a, sizes), evaluate(assertion.b, sizes)
     return BindError(assertion.message(a, b), notes=[assertion.where])
 
 
 def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
-    """Raise unless every assertion holds that a run does not check itself."""
+    """Raises if the sizes violate an assertion that the run does not check itself."""
     for assertion in program.assertions:
         runs = not assertion.launched and all(evaluate(steps, sizes) > 0 for steps in assertion.steps)
         if runs and not assertion.holds(evaluate(assertion.a, sizes), evaluate(assertion.b, sizes)):
-            raise unfit(assertion, sizes)
+            raise assertion_error(assertion, sizes)

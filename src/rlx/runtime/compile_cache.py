@@ -76,7 +76,7 @@ def store(parts: Parts, keys: Keys, backend: Backend) -> None:
         return
     entry = Entry(main, bind, parts.derived)
     cache_folder.current().write(KIND, keys.code, program_cache.pack(entry, _classes(backend)))
-    if parts.executable.asks_program or (binder is not None and binder.asks_program):
+    if parts.executable.needs_program or (binder is not None and binder.needs_program):
         from rlx.runtime.plan import store_plan
 
         assert keys.plan is not None

@@ -48,8 +48,8 @@ def _function(name: str, arguments: list[str], body: str) -> list[str]:
             current.append(line.strip())
     numbers = {label: i for i, label in enumerate(blocks)}
     phis: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for label, found in blocks.items():
-        for line in found:
+    for label, instructions in blocks.items():
+        for line in instructions:
             if match := re.match(r"(%\S+) = phi \S+ (.*)", line):
                 for value, before in re.findall(r"\[ (\S+), %(\S+) \]", match[2]):
                     phis.setdefault((before, label), []).append((_value(match[1]), _value(value)))
@@ -60,9 +60,9 @@ def _function(name: str, arguments: list[str], body: str) -> list[str]:
         return f"{moved}b = {numbers[label]}; continue"
 
     out = [f"def {name}(m, t, {', '.join('v_' + a for a in arguments)}):", " b = 0", " while True:"]
-    for label, found in blocks.items():
+    for label, instructions in blocks.items():
         out.append(f"  if b == {numbers[label]}:")
-        for line in found:
+        for line in instructions:
             if " phi " in line:
                 continue
             if match := re.match(r"br i1 (\S+), label %(\S+), label %(\S+)", line):
@@ -84,50 +84,50 @@ def _instruction(line: str) -> list[str]:
     to, rest = (_value(match[1]) if match[1] else "_"), match[2]
     word = rest.split()[0]
     if word == "call":
-        given = [_value(a) for a in rest[rest.rindex("(") + 1 : -1].split(",") if a.strip()]
+        arguments = [_value(a) for a in rest[rest.rindex("(") + 1 : -1].split(",") if a.strip()]
         if "asm" in rest:
-            return ["yield", f"{to} = yield from m.system(t, {', '.join(given)})"]
+            return ["yield", f"{to} = yield from m.system(t, {', '.join(arguments)})"]
         callee = re.search(r"call \S+ ([@%][\w.]+)\(", rest)[1]  # type: ignore[index]
         if callee.startswith("@llvm"):
             return [f"{to} = m.now()"] if "cycle" in callee else ["yield"] if "pause" in callee else ["pass"]
         if callee.startswith("@"):
-            return [f"{to} = yield from {callee[1:]}(m, t, {', '.join(given)})"]
-        return [f"yield from m.kernels[{_value(callee)}](m, t, {', '.join(given)})"]
+            return [f"{to} = yield from {callee[1:]}(m, t, {', '.join(arguments)})"]
+        return [f"yield from m.kernels[{_value(callee)}](m, t, {', '.join(arguments)})"]
     if word == "getelementptr":
-        found = re.match(r"getelementptr (\S+), ptr (\S+), \S+ (\S+)", rest)
-        assert found is not None
-        return [f"{to} = {_value(found[2])} + {_value(found[3])} * {SIZES[found[1]]}"]
+        fields = re.match(r"getelementptr (\S+), ptr (\S+), \S+ (\S+)", rest)
+        assert fields is not None
+        return [f"{to} = {_value(fields[2])} + {_value(fields[3])} * {SIZES[fields[1]]}"]
     if word == "load":
-        found = re.match(r"load (?:atomic |volatile )?(\S+), ptr ([^,\s]+)", rest)
-        assert found is not None
-        return ["yield", f"{to} = m.load(t, {_value(found[2])}, {SIZES[found[1]]})"]
+        fields = re.match(r"load (?:atomic |volatile )?(\S+), ptr ([^,\s]+)", rest)
+        assert fields is not None
+        return ["yield", f"{to} = m.load(t, {_value(fields[2])}, {SIZES[fields[1]]})"]
     if word == "store":
-        found = re.match(r"store (?:atomic |volatile )?(\S+) (\S+), ptr ([^,\s]+)", rest)
-        assert found is not None
-        return ["yield", f"m.store(t, {_value(found[3])}, {SIZES[found[1]]}, {_value(found[2])})"]
+        fields = re.match(r"store (?:atomic |volatile )?(\S+) (\S+), ptr ([^,\s]+)", rest)
+        assert fields is not None
+        return ["yield", f"m.store(t, {_value(fields[3])}, {SIZES[fields[1]]}, {_value(fields[2])})"]
     if word == "atomicrmw":
-        found = re.match(r"atomicrmw (\S+) ptr (\S+), (\S+) (\S+) ", rest)
-        assert found is not None
-        place, size, value = _value(found[2]), SIZES[found[3]], _value(found[4])
-        new = value if found[1] == "xchg" else f"{to} {OPERATORS[found[1]]} {value}"
+        fields = re.match(r"atomicrmw (\S+) ptr (\S+), (\S+) (\S+) ", rest)
+        assert fields is not None
+        place, size, value = _value(fields[2]), SIZES[fields[3]], _value(fields[4])
+        new = value if fields[1] == "xchg" else f"{to} {OPERATORS[fields[1]]} {value}"
         return ["yield", f"{to} = m.load(t, {place}, {size})", f"m.store(t, {place}, {size}, {new})"]
     if word == "cmpxchg":
-        found = re.match(r"cmpxchg ptr (\S+), (\S+) (\S+), \S+ (\S+) ", rest)
-        assert found is not None
-        place, size = _value(found[1]), SIZES[found[2]]
-        same = f"m.load(t, {place}, {size}) == {_value(found[3])}"
-        return ["yield", f"{to} = {same}", f"if {to}: m.store(t, {place}, {size}, {_value(found[4])})"]
+        fields = re.match(r"cmpxchg ptr (\S+), (\S+) (\S+), \S+ (\S+) ", rest)
+        assert fields is not None
+        place, size = _value(fields[1]), SIZES[fields[2]]
+        same = f"m.load(t, {place}, {size}) == {_value(fields[3])}"
+        return ["yield", f"{to} = {same}", f"if {to}: m.store(t, {place}, {size}, {_value(fields[4])})"]
     if word == "extractvalue":
         return [f"{to} = {_value(rest.rpartition(',')[0])}"]
     if word == "alloca":
-        found = re.match(r"alloca (\S+), \S+ (\d+)", rest)
-        assert found is not None
-        return [f"{to} = m.reserve({SIZES[found[1]] * int(found[2])})"]
+        fields = re.match(r"alloca (\S+), \S+ (\d+)", rest)
+        assert fields is not None
+        return [f"{to} = m.reserve({SIZES[fields[1]] * int(fields[2])})"]
     if word == "icmp":
-        found = re.match(r"icmp (\S+) \S+ (\S+), (\S+)", rest)
-        assert found is not None
-        mask = " & U" if found[1][0] == "u" else ""
-        return [f"{to} = ({_value(found[2])}{mask}) {PREDICATES[found[1]]} ({_value(found[3])}{mask})"]
+        fields = re.match(r"icmp (\S+) \S+ (\S+), (\S+)", rest)
+        assert fields is not None
+        mask = " & U" if fields[1][0] == "u" else ""
+        return [f"{to} = ({_value(fields[2])}{mask}) {PREDICATES[fields[1]]} ({_value(fields[3])}{mask})"]
     if word == "select":
         condition, a, b = (_value(part) for part in rest[6:].split(","))
         return [f"{to} = {a} if {condition} else {b}"]

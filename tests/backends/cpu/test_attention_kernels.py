@@ -103,7 +103,7 @@ class Compiled:
 
     def words(self, operands: Operands, out: Array) -> Array:
         q, k, v, mask = operands.q, operands.k, operands.v, operands.mask
-        given = {
+        values = {
             "parts": self.parts.ctypes.data, "q": q.ctypes.data, "k": k.ctypes.data, "v": v.ctypes.data,
             "out": out.ctypes.data, "mask": 0 if mask is None else mask.ctypes.data, "batch": q.shape[0],
             "q_len": q.shape[1], "k_len": k.shape[1], "kv_heads": k.shape[2],
@@ -111,12 +111,12 @@ class Compiled:
         }  # fmt: skip
         for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
             for axis, stride in zip(("batch", "seq", "head"), array.strides, strict=False):
-                given[f"{name}_{axis}"] = stride // array.itemsize
+                values[f"{name}_{axis}"] = stride // array.itemsize
         if mask is not None:
             axes = ("mask_batch",) if mask.ndim == 2 else ("mask_batch", "mask_head", "mask_query")
             for axis, stride, size in zip(axes, mask.strides, mask.shape, strict=False):
-                given[axis] = stride // mask.itemsize if size > 1 else 0
-        return np.array([given[word] for word in attention.Plan(self.kernel, self.target).words], np.int64)
+                values[axis] = stride // mask.itemsize if size > 1 else 0
+        return np.array([values[word] for word in attention.Plan(self.kernel, self.target).words], np.int64)
 
     def units(self, operands: Operands) -> int:
         batch, q_len, kv_heads = operands.q.shape[0], operands.q.shape[1], operands.k.shape[2]
@@ -210,13 +210,13 @@ def example(kernel: AttentionKernel, q_len: int, k_len: int) -> tuple[Operands, 
     return operands, reference(kernel, operands)
 
 
-def assert_close(found: Array, expected: Array, dtype: DType) -> None:
+def assert_close(actual: Array, expected: Array, dtype: DType) -> None:
     relative, absolute = TOLERANCE[dtype]
-    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=relative, atol=absolute)
+    np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=relative, atol=absolute)
 
 
-def assert_same_bits(found: Array, expected: Array) -> None:
-    assert np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(expected).tobytes()
+def assert_same_bits(actual: Array, expected: Array) -> None:
+    assert np.ascontiguousarray(actual).tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -305,8 +305,8 @@ def test_one_bias_may_serve_all_heads_and_rows(target: Target) -> None:
     assert operands.mask is not None
     shared = np.ascontiguousarray(operands.mask[:, :1, :1])
     full = np.broadcast_to(shared, operands.mask.shape)
-    found = compiled(kernel, target)(replace(operands, mask=shared))
-    assert_same_bits(found, compiled(kernel, target)(replace(operands, mask=np.ascontiguousarray(full))))
+    output = compiled(kernel, target)(replace(operands, mask=shared))
+    assert_same_bits(output, compiled(kernel, target)(replace(operands, mask=np.ascontiguousarray(full))))
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
@@ -348,10 +348,10 @@ def test_chunks_of_a_prompt_have_the_bits_of_the_whole(kernel: AttentionKernel, 
     prompt = random(kernel, length, length, kv_heads=2)
     if prompt.mask is not None:  # a chunk has no keys after its last row, so no row may see any
         prompt.mask[..., np.triu(np.ones((length, length), np.bool_), 1)] = -np.inf
-    whole = run(prompt)
+    full_output = run(prompt)
     for size in (1, 7, 64):
         chunks = [run(prompt.chunk(i, min(i + size, length))) for i in range(0, length, size)]
-        assert_same_bits(np.concatenate(chunks, axis=1), whole)
+        assert_same_bits(np.concatenate(chunks, axis=1), full_output)
 
 
 @EVERY_TARGET
@@ -361,12 +361,12 @@ def test_bits_depend_on_neither_units_nor_neighbours(mask: str, group: int, q_le
     kernel = a_kernel(head_dim=20, value_dim=16, group=group, mask=mask)
     run = compiled(kernel, target)
     operands = random(kernel, q_len, 80, batch=3, kv_heads=2)
-    whole, units = run(operands), run.units(operands)
-    assert_same_bits(run(operands, calls=[(i, i + 1) for i in reversed(range(units))]), whole)
-    assert_same_bits(run(operands, calls=[(0, 5), (5, units)]), whole)
+    full_output, units = run(operands), run.units(operands)
+    assert_same_bits(run(operands, calls=[(i, i + 1) for i in reversed(range(units))]), full_output)
+    assert_same_bits(run(operands, calls=[(0, 5), (5, units)]), full_output)
     for i in range(3):
         alone = [None if x is None else x[i : i + 1] for x in (operands.q, operands.k, operands.v, operands.mask)]
-        assert_same_bits(run(Operands(*alone)), whole[i : i + 1])  # type: ignore[arg-type]
+        assert_same_bits(run(Operands(*alone)), full_output[i : i + 1])  # type: ignore[arg-type]
 
 
 @EVERY_TARGET
@@ -389,9 +389,9 @@ def test_zeros_have_no_sign(target: Target) -> None:
     assert operands.mask is not None
     operands.q[:], operands.mask[..., 0], operands.mask[..., 1:40], operands.mask[..., 40:] = 0, 0, -2, -np.inf
     operands.v[:, 0], operands.v[:, 1:40], operands.v[:, 40:] = 0, -np.finfo(np.float32).smallest_subnormal, 1
-    for given in (operands, operands.with_keys(40)):
-        found = compiled(kernel, target)(given)
-        assert_same_bits(found, np.zeros_like(found))
+    for case in (operands, operands.with_keys(40)):
+        output = compiled(kernel, target)(case)
+        assert_same_bits(output, np.zeros_like(output))
 
 
 @EVERY_TARGET
@@ -400,8 +400,8 @@ def test_equal_queries_of_different_heads_have_equal_bits(target: Target) -> Non
     kernel = a_kernel(head_dim=24, group=13)
     operands = random(kernel, 1, 100)
     operands.q[:] = operands.q[:, :, :1]
-    found = compiled(kernel, target)(operands)
-    assert_same_bits(found, np.broadcast_to(found[:, :, :1], found.shape))
+    output = compiled(kernel, target)(operands)
+    assert_same_bits(output, np.broadcast_to(output[:, :, :1], output.shape))
 
 
 # -- what a row must not see ------------------------------------------------------------------------------------------
@@ -421,12 +421,12 @@ def test_rows_do_not_notice_inf_and_nan_outside_their_range(mask: str, dtype: DT
         dirty = replace(clean, k=clean.k.copy(), v=clean.v.copy())
         for array in (dirty.k, dirty.v):
             spoil(array, np.arange(first, last))
-        found = run(dirty)
-        assert_same_bits(found[:, :first], expected[:, :first])
+        output = run(dirty)
+        assert_same_bits(output[:, :first], expected[:, :first])
         if mask == "sliding":
             after = last + kernel.window - 1
-            assert_same_bits(found[:, after:], expected[:, after:])
-        assert np.isnan(found[:, first : last + 10].astype(np.float64)).all()
+            assert_same_bits(output[:, after:], expected[:, after:])
+        assert np.isnan(output[:, first : last + 10].astype(np.float64)).all()
 
 
 @EVERY_TARGET
@@ -452,10 +452,10 @@ def test_keys_that_a_bias_hides_from_a_row_may_hold_anything(dtype: DType, targe
     for array in (operands.k, operands.v):
         spoil(array, [3, 100])
     hidden = (operands.mask[0][..., [3, 100]] == -np.inf).all(axis=-1).T  # [q_len, heads]
-    found = compiled(kernel, target)(operands)
+    output = compiled(kernel, target)(operands)
     assert hidden.any()
-    assert_same_bits(found[0][hidden], expected[0][hidden])
-    assert np.isnan(found[0][~hidden].astype(np.float64)).all()
+    assert_same_bits(output[0][hidden], expected[0][hidden])
+    assert np.isnan(output[0][~hidden].astype(np.float64)).all()
 
 
 @EVERY_TARGET
@@ -486,14 +486,14 @@ def test_nan_that_is_seen_comes_out(dtype: DType, target: Target) -> None:
         assert np.isnan(run(operands).astype(np.float64)).all()
         operands = random(kernel, 8, 100)
         operands.v[0, key, 0, 3] = np.nan
-        found = np.isnan(run(operands).astype(np.float64))
-        assert found[..., 3].all()
-        assert found.sum() == 8
+        is_nan = np.isnan(run(operands).astype(np.float64))
+        assert is_nan[..., 3].all()
+        assert is_nan.sum() == 8
     operands = random(kernel, 8, 100)
     operands.q[0, 5] = np.nan
-    found = np.isnan(run(operands).astype(np.float64))
-    assert found[0, 5].all()
-    assert found.sum() == 16
+    is_nan = np.isnan(run(operands).astype(np.float64))
+    assert is_nan[0, 5].all()
+    assert is_nan.sum() == 16
 
 
 @EVERY_TARGET
@@ -501,19 +501,19 @@ def test_nan_that_is_seen_comes_out(dtype: DType, target: Target) -> None:
 def test_a_row_that_sees_no_key_is_zero(dtype: DType, target: Target) -> None:
     kernels = {mask: a_kernel(dtype, 18, 32, group=2, mask=mask) for mask in attention.MASKS if mask != "none"}
     for kernel in (a_kernel(dtype, 16), *kernels.values()):
-        found = compiled(kernel, target)(random(kernel, 3, 0))
-        assert_same_bits(found, np.zeros_like(found))
+        output = compiled(kernel, target)(random(kernel, 3, 0))
+        assert_same_bits(output, np.zeros_like(output))
     for mask in ("causal", "sliding"):
-        found = compiled(kernels[mask], target)(random(kernels[mask], 100, 7))
-        assert not found[:, :93].any()  # these rows come before the first key
-        assert found[:, 93:].all()
+        output = compiled(kernels[mask], target)(random(kernels[mask], 100, 7))
+        assert not output[:, :93].any()  # these rows come before the first key
+        assert output[:, 93:].all()
     for mask, nothing in (("custom", 0), ("bias", -np.inf)):
         operands = random(kernels[mask], 5, 70)
         assert operands.mask is not None
         operands.mask[...] = nothing
         operands.q[:] = np.inf
-        found = compiled(kernels[mask], target)(operands)
-        assert_same_bits(found, np.zeros_like(found))
+        output = compiled(kernels[mask], target)(operands)
+        assert_same_bits(output, np.zeros_like(output))
 
 
 # -- extreme scores ---------------------------------------------------------------------------------------------------
@@ -540,9 +540,9 @@ def test_a_bias_of_the_lowest_number_is_no_mask(target: Target) -> None:
     operands = random(kernel, 4, 90)
     assert operands.mask is not None
     operands.mask[...] = np.finfo(np.float32).min
-    found = compiled(kernel, target)(operands)
+    output = compiled(kernel, target)(operands)
     average = operands.v.astype(np.float64).mean(axis=1, keepdims=True)
-    assert_close(found, np.broadcast_to(average, found.shape), F32)
+    assert_close(output, np.broadcast_to(average, output.shape), F32)
     operands.mask[..., 17] = operands.mask[..., 80] = 0
     assert_close(compiled(kernel, target)(operands), reference(kernel, operands), F32)
 

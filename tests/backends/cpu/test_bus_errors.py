@@ -34,14 +34,14 @@ def look_and_cut(self):
 Model._check_usable = look_and_cut
 code = main(["embed", "-m", model, "bal bam"])
 from rlx.backends.cpu import bus_errors
-print("llvmlite" in sys.modules, bool(faults._installed), file=sys.stderr)
+print("llvmlite" in sys.modules, bool(bus_errors._installed), file=sys.stderr)
 sys.exit(code)
 """
 ELSEWHERE = """
 import ctypes, faulthandler, mmap, os, signal, sys, tempfile
 from rlx.backends.cpu import bus_errors
 {before}
-assert faults.install(4, "before ", " after") and faults.install(4, "", "")
+assert bus_errors.install(4, "before ", " after") and bus_errors.install(4, "", "")
 def fault():
     with tempfile.TemporaryFile() as file:
         file.write(bytes(10000))
@@ -134,13 +134,13 @@ with tempfile.NamedTemporaryFile() as file:
 
 
 def test_a_library_leaves_signals_alone(model: Path) -> None:
-    code = f"import rlx; rlx.load({str(model)!r}).embed('bal'); from rlx.backends.cpu import faults"
-    done = python(code + "; print(faults._installed)")
+    code = f"import rlx; rlx.load({str(model)!r}).embed('bal'); from rlx.backends.cpu import bus_errors"
+    done = python(code + "; print(bus_errors._installed)")
     assert done.stdout == "[]\n", done.stderr
 
 
 def test_without_the_code_in_the_cache_nothing_is_compiled() -> None:
-    code = "import sys; from rlx.backends.cpu import faults; print(faults.install(4, '', '', compiling=False))"
+    code = "import sys; from rlx.backends.cpu import bus_errors; print(bus_errors.install(4, '', '', compiling=False))"
     assert python(code + "; print('llvmlite' in sys.modules)", cache="off").stdout == "False\nFalse\n"
 
 

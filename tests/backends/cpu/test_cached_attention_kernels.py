@@ -62,7 +62,7 @@ class CompiledCached(Compiled):
     def words(self, operands: Cached, out: Array) -> Array:  # type: ignore[override]
         q, keys, values, positions = operands.q, operands.keys, operands.values, operands.positions
         assert positions.dtype == np.int32 and positions.strides[1] == 4
-        given = {
+        words = {
             "parts": self.parts.ctypes.data, "q": q.ctypes.data, "k": keys.ctypes.data, "v": values.ctypes.data,
             "out": out.ctypes.data, "positions": positions.ctypes.data, "batch": q.shape[0], "q_len": q.shape[1],
             "capacity": 64 * operands.table.shape[1], "kv_heads": keys.shape[1], "pages": len(keys),
@@ -74,8 +74,8 @@ class CompiledCached(Compiled):
             ("v", values, ("page", "head", "seq")),
         ):  # fmt: skip
             for axis, stride in zip(axes, array.strides, strict=False):
-                given[f"{name}_{axis}"] = stride // (2 if array.dtype.names else array.itemsize)
-        return np.array([given[word] for word in attention.Plan(self.kernel, self.target).words], np.int64)
+                words[f"{name}_{axis}"] = stride // (2 if array.dtype.names else array.itemsize)
+        return np.array([words[word] for word in attention.Plan(self.kernel, self.target).words], np.int64)
 
     def units(self, operands: Cached) -> int:  # type: ignore[override]
         batch, q_len = operands.q.shape[:2]
@@ -227,7 +227,7 @@ def test_a_cache_gives_the_bits_of_plain_keys_whatever_the_chunks(kernel: Attent
     length = 150
     prompt = random(kernel, length, length, kv_heads=1 if kernel.group > 4 else 2)
     expected, run = compiled(kernel, target)(prompt), compiled_cached(over_cache(kernel), target)
-    whole = cached(kernel, prompt, capacity=200)
+    full_output = cached(kernel, prompt, capacity=200)
     for size in (1, 7, 64, length):
         chunks = []
         for begin in range(0, length, size):
@@ -236,7 +236,7 @@ def test_a_cache_gives_the_bits_of_plain_keys_whatever_the_chunks(kernel: Attent
             past = cached(kernel, Operands(prompt.q[:, :end], prompt.k[:, :end], prompt.v[:, :end]), capacity=200)
             chunks.append(run(past.rows(slice(begin, end))))
         assert_same_bits(np.concatenate(chunks, axis=1), expected)
-    assert_same_bits(run(whole), expected)
+    assert_same_bits(run(full_output), expected)
 
 
 @EVERY_TARGET
@@ -276,13 +276,13 @@ def test_bits_depend_on_neither_units_nor_neighbours(mask: str, target: Target) 
     kernel = over_cache(a_kernel(head_dim=20, value_dim=16, group=5, mask=mask))
     run = compiled_cached(kernel, target)
     operands = filled(kernel, (range(45), range(80, 125), [*range(30), *[-1] * 15]))
-    whole, units = run(operands), run.units(operands)
-    assert_same_bits(run(operands, calls=[(i, i + 1) for i in reversed(range(units))]), whole)
-    assert_same_bits(run(operands, calls=[(0, 5), (5, units)]), whole)
+    full_output, units = run(operands), run.units(operands)
+    assert_same_bits(run(operands, calls=[(i, i + 1) for i in reversed(range(units))]), full_output)
+    assert_same_bits(run(operands, calls=[(0, 5), (5, units)]), full_output)
     for i in range(3):
         own = slice(i, i + 1)
         alone = Cached(operands.q[own], operands.keys, operands.values, operands.positions[own], operands.table[own])
-        assert_same_bits(run(alone), whole[own])
+        assert_same_bits(run(alone), full_output[own])
 
 
 # -- padding and what a row must not see ------------------------------------------------------------------------------
@@ -295,9 +295,9 @@ def test_padding_is_zeros_and_changes_nothing_else(target: Target) -> None:
     for share in (0.1, 0.5, 0.95):
         padding = rng.random(130) < share
         positions = np.where(padding, -1 - rng.integers(0, 2**31, 130), operands.positions).astype(np.int32)
-        found = run(replace(operands, positions=positions))
-        assert_same_bits(found[:, ~padding], expected[:, ~padding])
-        assert_same_bits(found[:, padding], np.zeros_like(found[:, padding]))
+        output = run(replace(operands, positions=positions))
+        assert_same_bits(output[:, ~padding], expected[:, ~padding])
+        assert_same_bits(output[:, padding], np.zeros_like(output[:, padding]))
 
 
 @EVERY_TARGET
@@ -310,8 +310,8 @@ def test_a_unit_of_padding_reads_nothing(target: Target) -> None:
         for x in (operands.q, operands.keys, operands.values)
     )
     table = np.lib.stride_tricks.as_strided(nowhere.view(np.int32), (1, 1), (4, 4))
-    found = compiled_cached(kernel, target)(Cached(q, keys, values, np.full((1, 7), -1, np.int32), table))
-    assert_same_bits(found, np.zeros_like(found))
+    output = compiled_cached(kernel, target)(Cached(q, keys, values, np.full((1, 7), -1, np.int32), table))
+    assert_same_bits(output, np.zeros_like(output))
 
 
 @EVERY_TARGET
@@ -328,12 +328,12 @@ def test_rows_do_not_notice_inf_and_nan_outside_their_range(mask: str, cache_dty
             page = dirty.table[0, p // 64]
             for place in (dirty.keys[page, :, :, p % 64], dirty.values[page, :, p % 64]):
                 place[...] = spoiled(*place.shape, dtype=place.dtype)
-        found = run(dirty)
-        assert_same_bits(found[:, :first], expected[:, :first])
+        output = run(dirty)
+        assert_same_bits(output[:, :first], expected[:, :first])
         if mask == "sliding":
             after = last + kernel.window - 1
-            assert_same_bits(found[:, after:], expected[:, after:])
-        assert np.isnan(found[:, first : last + 10]).all()
+            assert_same_bits(output[:, after:], expected[:, after:])
+        assert np.isnan(output[:, first : last + 10]).all()
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------
@@ -373,11 +373,11 @@ def test_nothing_outside_a_packed_cache_is_touched(at_end: bool, target: Target)
         x["d"], x["qs"] = rng.uniform(0, 0.01, x.shape), rng.integers(-127, 128, x["qs"].shape)
     ring_keys, ring_values = keys[[2]], values[[2]]  # one page: positions 128 .. 192
     tables = np.arange(3, dtype=np.int32)[None], np.zeros((1, 1), np.int32)
-    whole, ring = compiled_cached(kernel, target), compiled_cached(replace(kernel, ring=True), target)
+    full, ring = compiled_cached(kernel, target), compiled_cached(replace(kernel, ring=True), target)
     for first in (177, 187):
         positions = np.arange(first, first + 5, dtype=np.int32)[None]
         arrays = (guarded_copy(np.ascontiguousarray(x), at_end=at_end) for x in (q, keys, values, positions, tables[0]))
-        expected = whole(Cached(*arrays))
+        expected = full(Cached(*arrays))
         assert np.isfinite(expected).all() and expected.any()
         operands = q, ring_keys, ring_values, positions, tables[1]
         arrays = (guarded_copy(np.ascontiguousarray(x), at_end=at_end) for x in operands)
@@ -465,7 +465,7 @@ def test_a_cache_makes_another_kernel() -> None:
         (replace(a_kernel(), cache_dtype=F16), "without a cache, there is none of f16"),
         (over_cache(a_kernel(F64, mask="causal"), Q8), "queries of f64 over a cache of q8_0"),
         (over_cache(a_kernel(mask="causal"), BY_NAME["q4_0"]), "queries of f32 over a cache of q4_0"),
-        (over_cache(a_kernel(head_dim=80, mask="causal"), Q8), "heads of 80 and 80 are no whole blocks"),
+        (over_cache(a_kernel(head_dim=80, mask="causal"), Q8), "heads of 80 and 80 are not multiples of 32"),
         (replace(a_kernel(mask="causal"), page=16), "a cache has pages of 64 positions, not of 16"),
         (replace(over_cache(a_kernel(mask="causal")), ring=True), "a sliding window, not with mask 'causal'"),
     ),

@@ -10,17 +10,17 @@ from rlx.target import Target
 
 
 def test_ceilings_are_those_of_a_machine() -> None:
-    found = ceilings(host(), 1)
-    assert 1 < found.gflops < 1000
-    assert 1 < found.memory_gb_per_second < 2000 and found.cache_gb_per_second < 5000
-    assert ceilings(host(), 1) is found
+    measured = ceilings(host(), 1)
+    assert 1 < measured.gflops < 1000
+    assert 1 < measured.memory_gb_per_second < 2000 and measured.cache_gb_per_second < 5000
+    assert ceilings(host(), 1) is measured
 
 
 @pytest.mark.parametrize("target", supported(), ids=lambda t: t.name)
 def test_integers_have_a_ceiling_of_their_own(target: Target) -> None:
-    found = ceilings(target, 1)  # how they relate depends on what else the machine did meanwhile
-    assert list(found.gops) == list(PRODUCTS) and min(found.gops.values()) > 0
-    assert [found.peak(kind) / 1e9 for kind in PRODUCTS] == pytest.approx(list(found.gops.values()))
+    measured = ceilings(target, 1)  # how they relate depends on what else the machine did meanwhile
+    assert list(measured.gops) == list(PRODUCTS) and min(measured.gops.values()) > 0
+    assert [measured.peak(kind) / 1e9 for kind in PRODUCTS] == pytest.approx(list(measured.gops.values()))
 
 
 def test_the_counter_of_traces_runs_at_a_sane_rate() -> None:

@@ -17,7 +17,7 @@ from limits import LONGEST_S
 from targets import supported
 
 import rlx
-from rlx.backends.cpu.memory import PAGE, Guarded, aligned, guarded_scratch, guarded_stride
+from rlx.backends.cpu.memory import PAGE, Guarded, alloc_aligned, guarded_scratch, guarded_stride
 from rlx.dtypes import BY_NAME
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
@@ -74,14 +74,14 @@ def test_products_of_packed_weights_stay_inside_their_arrays(storage: str, monke
 
 def test_a_language_model_stays_inside_its_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_llama.write(tmp_path)
-    prompt, found = list(range(1, 40)), []
+    prompt, outputs = list(range(1, 40)), []
     for check in ("0", "1"):
         monkeypatch.setenv("RLX_CHECK", check)
         with load(tmp_path, threads=2) as model:
             assert isinstance(model, LanguageModel)
             done = model.generate(prompt, max_tokens=8, temperature=0.0)
-            found.append((done.tokens, model.logits([*prompt, *done.tokens]).tobytes()))
-    assert found[0] == found[1]
+            outputs.append((done.tokens, model.logits([*prompt, *done.tokens]).tobytes()))
+    assert outputs[0] == outputs[1]
 
 
 def test_training_stays_inside_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,15 +90,15 @@ def test_training_stays_inside_its_arrays(monkeypatch: pytest.MonkeyPatch) -> No
     g.set_outputs([((x @ w).tanh() @ v).softmax().log().mean()])
     rng = np.random.default_rng(0)
     start = {n: rng.standard_normal(s).astype(np.float32) for n, s in {"w": (5, 41), "v": (41, 3)}.items()}
-    batch, found = {"x": rng.standard_normal((17, 5)).astype(np.float32)}, []
+    batch, trained = {"x": rng.standard_normal((17, 5)).astype(np.float32)}, []
     for check in ("0", "1"):
         monkeypatch.setenv("RLX_CHECK", check)
-        made = step(g, adamw(0.01), clip=1.0)
-        made.set_params(start)
+        training_step = step(g, adamw(0.01), clip=1.0)
+        training_step.set_params(start)
         for _ in range(3):
-            made.run(batch)
-        found.append({name: array.tobytes() for name, array in made.params.items()})
-    assert found[0] == found[1] and found[0]["w"] != start["w"].tobytes()
+            training_step.run(batch)
+        trained.append({name: array.tobytes() for name, array in training_step.params.items()})
+    assert trained[0] == trained[1] and trained[0]["w"] != start["w"].tobytes()
 
 
 # -- programs that stray ----------------------------------------------------------------------------------------------
@@ -110,19 +110,19 @@ from rlx.backends.cpu.executable import CpuExecutable
 from rlx.errors import KernelError
 
 kind, which, by = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-make_frame = CpuExecutable._make_frame
+make_size_plan = CpuExecutable._make_size_plan
 
 def tampered(self, key):
     if self.layout.name == "chain" and kind == "scratch":
         object.__setattr__(self.layout, "scratch", self.layout.scratch + by)
-    frame = make_frame(self, key)
+    size_plan = make_size_plan(self, key)
     if self.layout.name == "chain" and kind == "units":
-        frame.units[which] += by
+        size_plan.units[which] += by
     elif self.layout.name == "chain" and kind != "scratch":
-        frame.words[self.layout.pointers[kind].positions[which]] += by
-    return frame
+        size_plan.words[self.layout.pointers[kind].positions[which]] += by
+    return size_plan
 
-CpuExecutable._make_frame = tampered
+CpuExecutable._make_size_plan = tampered
 g = rlx.Graph("chain")
 x, w, v = g.input("x", ("rows", 40)), g.param("w", (40, 64)), g.input("v", (64, 30))
 g.set_outputs([(x @ w).tanh() @ v])
@@ -182,11 +182,11 @@ def test_what_was_never_written_is_not_a_number() -> None:
 @pytest.mark.parametrize(("scratch", "private"), [(64, 0), (4096, 8), (65600, 5000)])
 def test_guarded_scratch_ends_at_a_page(scratch: int, private: int) -> None:
     stride = guarded_stride(scratch, private)
-    found = guarded_scratch(scratch, private, 2)
+    memory = guarded_scratch(scratch, private, 2)
     for thread in (0, stride):
-        assert (found.ctypes.data + thread + scratch) % PAGE == 0
+        assert (memory.ctypes.data + thread + scratch) % PAGE == 0
         for first, size in ((thread, scratch), (thread + scratch + PAGE, private)):
-            assert (found[first : first + size] == 0xFF).all()
+            assert (memory[first : first + size] == 0xFF).all()
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 4096, 5000])
@@ -198,5 +198,5 @@ def test_guarded_memory_is_not_a_number(nbytes: int) -> None:
 
 def test_aligned_memory_is_aligned() -> None:
     for nbytes in (1, 64, 1000):
-        assert aligned(nbytes).ctypes.data % 64 == 0 and aligned(nbytes).nbytes == nbytes
-    assert aligned(8).dtype == np.uint8
+        assert alloc_aligned(nbytes).ctypes.data % 64 == 0 and alloc_aligned(nbytes).nbytes == nbytes
+    assert alloc_aligned(8).dtype == np.uint8

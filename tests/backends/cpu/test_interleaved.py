@@ -123,32 +123,32 @@ class Program:
         self.rows.append([0, block, 0, d.ENTER | solo])
         waits = outer is None and self.random.random() < 0.5
         test = self.test() if waits else None
-        found = []
+        launches = []
         for i in range(count):
             flags = d.BARRIER_AFTER if test and i == count - 1 else self.sometimes()
             least = int(test is not None and i == count - 1)
             if outer is None:
-                found.append((self.launch(flags, home + 8 + 8 * i, steps, least), flags))
+                launches.append((self.launch(flags, home + 8 + 8 * i, steps, least), flags))
             else:
                 self.rows.append([KERNEL, home + 8, self.units[outer], d.LAUNCH | d.PRIVATE | flags])
         if test:
-            self.ends[found[-1][0] + steps - 1] = test[1]
+            self.ends[launches[-1][0] + steps - 1] = test[1]
             self.rows[test[0]][0] = len(self.rows) + 1
         self.rows.append([0, block, 0, d.NEXT | d.BARRIER_AFTER])
         leave = len(self.rows)
         meets = d.BARRIER_AFTER if solo or outer is not None else self.sometimes()
         self.rows.append([enter, 0, 0, d.LEAVE | solo | meets])
-        source = HOME + 8 if outer is not None else self.words(*(number for number, _ in found))
-        moves = self.words(*(word for i in range(len(found)) for word in (8 + 8 * i, 1)))
+        source = HOME + 8 if outer is not None else self.words(*(number for number, _ in launches))
+        moves = self.words(*(word for i in range(len(launches)) for word in (8 + 8 * i, 1)))
         times = 1 if outer is not None else ENDLESS if test else steps
-        private, moved = int(outer is not None), len(found)
+        private, moved = int(outer is not None), len(launches)
         self.machine.write(block, times, source, private, home, count, moves, moved, 0, enter + 1, leave, leave)
         for step in range(steps):
-            for number, flags in found:
+            for number, flags in launches:
                 self.meet(number + step, flags)
-            if found and step < steps - 1:
+            if launches and step < steps - 1:
                 self.count += 1
-        self.count += bool(found and meets)
+        self.count += bool(launches and meets)
 
     def nested(self) -> None:
         """A loop in a loop; a fault in the inner one ends an outer one that has no other end."""

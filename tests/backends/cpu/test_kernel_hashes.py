@@ -39,7 +39,7 @@ def digests() -> dict[tuple[Target, str], str]:
 
 
 def generate(name: str, folder: Path, known: dict[tuple[Target, str], str]) -> Routines:
-    made: Routines = {}
+    by_target: Routines = {}
     for target in (AVX512, AVX2):
         path = folder / target.name
         path.mkdir()
@@ -49,12 +49,12 @@ def generate(name: str, folder: Path, known: dict[tuple[Target, str], str]) -> R
         for symbol, routine in routines.items():
             if (target, symbol) not in known:
                 known[target, symbol] = routine_digest(routine)
-        made[target.name] = sorted(known[target, symbol] for symbol in routines)
-    return made
+        by_target[target.name] = sorted(known[target, symbol] for symbol in routines)
+    return by_target
 
 
-def changes(name: str, found: Routines, wanted: Routines) -> Iterator[str]:
-    for target, now in found.items():
+def changes(name: str, actual: Routines, wanted: Routines) -> Iterator[str]:
+    for target, now in actual.items():
         before = wanted.get(target, [])
         gone, new = Counter(before) - Counter(now), Counter(now) - Counter(before)
         if gone or new:
@@ -67,10 +67,10 @@ def changes(name: str, found: Routines, wanted: Routines) -> Iterator[str]:
 def test_kernels_of_a_program_are_as_recorded(
     tmp_path: Path, name: str, digests: dict[tuple[Target, str], str], update: bool
 ) -> None:
-    found = generate(name, tmp_path, digests)
+    routines = generate(name, tmp_path, digests)
     recorded: dict[str, Routines] = json.loads(HASHES.read_text()) if HASHES.exists() else {}
     if update:
-        HASHES.write_text(json.dumps(dict(sorted({**recorded, name: found}.items())), indent=1) + "\n")
+        HASHES.write_text(json.dumps(dict(sorted({**recorded, name: routines}.items())), indent=1) + "\n")
         return
-    different = "\n".join(changes(name, found, recorded.get(name, {})))
+    different = "\n".join(changes(name, routines, recorded.get(name, {})))
     assert not different, different

@@ -31,8 +31,8 @@ def kernels() -> list[Kernel]:
 
 def test_what_is_begun_is_linked_once(code: kernel_library.KernelLibrary) -> None:
     wanted = kernels()
-    code.begin(wanted)
-    code.begin(wanted)
+    code.start_compiling(wanted)
+    code.start_compiling(wanted)
     entries = code.link(wanted)
     routines = {r.symbol for e in entries.values() for r in e.routines()}
     assert code.compiled == len(routines) > 3
@@ -62,7 +62,7 @@ def test_a_driver_that_was_begun_is_the_driver(code: kernel_library.KernelLibrar
 def test_a_child_compiles_what_its_parent_has_begun(code: kernel_library.KernelLibrary) -> None:
     wanted = kernels()
     code.prepare()
-    code.begin(wanted)
+    code.start_compiling(wanted)
     child = os.fork()
     if child == 0:
         is_whole = len(code.link(wanted)) == len(wanted) and all(code.driver().values())

@@ -107,15 +107,15 @@ def undefined_symbols(elf: bytes) -> list[str]:
     (table,) = struct.unpack_from("<Q", elf, 40)
     size, count = struct.unpack_from("<HH", elf, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", elf, table + size * i) for i in range(count)]
-    found = []
+    symbols = []
     for _, kind, _, _, offset, length, link, _, _, _ in sections:
         if kind == 2:  # SHT_SYMTAB
             names = sections[link][4]
             for at in range(offset, offset + length, 24):
                 name, _, _, section = struct.unpack_from("<IBBH", elf, at)
                 if section == 0 and name:
-                    found.append(elf[names + name : elf.index(0, names + name)].decode())
-    return found
+                    symbols.append(elf[names + name : elf.index(0, names + name)].decode())
+    return symbols
 
 
 # -- errors -------------------------------------------------------------------------------------------------------
@@ -341,10 +341,10 @@ def test_large_angles_do_not_change_their_neighbours(name: str, scalar: str, tar
     mixed[::3] = 1e30
     mixed[1::30], mixed[4::30], mixed[7::30] = INF, -INF, NAN
     function = unary(name, scalar, full(target, scalar), target)
-    found = function(mixed)
+    results = function(mixed)
     plain = mixed == ordinary
-    assert same_bits(found[plain], function(ordinary)[plain])
-    assert np.isnan(found[~np.isfinite(mixed)]).all() and np.isfinite(found[np.isfinite(mixed)]).all()
+    assert same_bits(results[plain], function(ordinary)[plain])
+    assert np.isnan(results[~np.isfinite(mixed)]).all() and np.isfinite(results[np.isfinite(mixed)]).all()
 
 
 # -- special values -----------------------------------------------------------------------------------------------
@@ -405,12 +405,12 @@ def test_gelu_is_near_everywhere_and_exact_where_it_is_trivial(target: Target) -
 
 @on_every_target
 def test_results_underflow_gradually_and_overflow_to_infinity(target: Target) -> None:
-    whole = np.arange(-1080, 1030, dtype=np.float64)
+    integers = np.arange(-1080, 1030, dtype=np.float64)
     with np.errstate(all="ignore"):
-        double = unary("exp2", "double", full(target, "double"), target)(whole)
-        assert same_bits(double, np.exp2(whole))
-        single = unary("exp2", "float", full(target, "float"), target)(whole.astype(np.float32))
-        assert same_bits(single, np.exp2(whole).astype(np.float32))
+        double = unary("exp2", "double", full(target, "double"), target)(integers)
+        assert same_bits(double, np.exp2(integers))
+        single = unary("exp2", "float", full(target, "float"), target)(integers.astype(np.float32))
+        assert same_bits(single, np.exp2(integers).astype(np.float32))
 
 
 @on_every_target

@@ -225,9 +225,9 @@ def test_narrow_panels_give_the_bits_of_the_same_numbers_in_f32(target: Target, 
     for m, n, k in SHAPES:
         a, b = random((m, k), F32), random((k, n), F32, 1).astype(stored.numpy)
         wide = b.astype(np.float32)
-        found = multiply(plain(F32, True, target, stored=stored), a, b)
-        assert np.array_equal(found, multiply(plain(F32, True, target), a, wide))
-        assert_product(found, a, wide)
+        product = multiply(plain(F32, True, target, stored=stored), a, b)
+        assert np.array_equal(product, multiply(plain(F32, True, target), a, wide))
+        assert_product(product, a, wide)
 
 
 @EVERY_TARGET
@@ -237,8 +237,8 @@ def test_every_narrow_number_is_widened_exactly(target: Target, stored: DType) -
     every = np.arange(1 << 16, dtype=np.uint16).view(stored.numpy).reshape(1, -1)
     wide = every.astype(np.float32)
     for m in (1, 60):
-        found = multiply(plain(F32, True, target, stored=stored), np.ones((m, 1), np.float32), every)
-        assert np.array_equal(found, np.repeat(wide, m, axis=0), equal_nan=True)
+        product = multiply(plain(F32, True, target, stored=stored), np.ones((m, 1), np.float32), every)
+        assert np.array_equal(product, np.repeat(wide, m, axis=0), equal_nan=True)
 
 
 @EVERY_TARGET
@@ -369,13 +369,13 @@ def test_bits_do_not_depend_on_the_split(target: Target, dtype: DType, packed: b
     for m, n, k in ((3, 400, 600), (64, 193, 100), (400, 193, 530)):
         a, b = random((m, k), dtype), random((k, n), dtype, 1)
         compiled = plain(dtype, packed, target)
-        whole = multiply(compiled, a, b)
+        full = multiply(compiled, a, b)
         blocks = -(-m // ROW_BLOCK)
         for row_blocks in {blocks, blocks + 1, 2 * blocks + 1}:
-            assert np.array_equal(whole, multiply(compiled, a, b, row_blocks=row_blocks))
+            assert np.array_equal(full, multiply(compiled, a, b, row_blocks=row_blocks))
             for splits in (range(1, compiled.units), [compiled.units // 2], range(2, compiled.units, 5)):
                 cuts = sorted(set(splits) - {0, compiled.units})
-                assert np.array_equal(whole, multiply(compiled, a, b, row_blocks=row_blocks, splits=cuts))
+                assert np.array_equal(full, multiply(compiled, a, b, row_blocks=row_blocks, splits=cuts))
 
 
 @EVERY_TARGET
@@ -404,9 +404,9 @@ def test_a_call_writes_its_own_units_only(target: Target, packed: bool) -> None:
 def test_bits_of_a_row_do_not_depend_on_the_others(target: Target, dtype: DType, packed: bool) -> None:
     a, b = random((400, 1100), dtype), random((1100, 300), dtype, 1)
     compiled = plain(dtype, packed, target)
-    whole = multiply(compiled, a, b)
+    full = multiply(compiled, a, b)
     for first, last in ((0, 1), (399, 400), (10, 12), (0, 6), (50, 57), (100, 293)):
-        assert np.array_equal(multiply(compiled, a[first:last], b), whole[first:last])
+        assert np.array_equal(multiply(compiled, a[first:last], b), full[first:last])
 
 
 @EVERY_TARGET

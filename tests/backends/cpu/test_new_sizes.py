@@ -42,12 +42,12 @@ SLACK = 5
 
 def triples() -> list[tuple[int, int, int]]:
     """Different (batch, seq, past): the extreme ones, then random ones of a size that the oracle can follow."""
-    rng, found = random.Random(0), dict.fromkeys([(0, 0, 0), *LONG])
-    while len(found) < TRIPLES:
+    rng, sizes = random.Random(0), dict.fromkeys([(0, 0, 0), *LONG])
+    while len(sizes) < TRIPLES:
         batch, seq, past = (rng.choice(LENGTHS) for _ in range(3))
         if batch * max(seq, 8) * (seq + past) <= WORK // 20:
-            found[batch, seq, past] = None
-    return list(found)
+            sizes[batch, seq, past] = None
+    return list(sizes)
 
 
 def cpu(f: rlx.CompiledGraph) -> CompiledGraph:
@@ -86,7 +86,7 @@ def test_planning_for_a_new_size_is_quick(sizes: Bert | Llama, capsys: pytest.Ca
         for batch, seq, past in triples():
             key = {"batch": batch, "seq": seq, "past": past}
             begin = time.thread_time()  # other programs on this machine do not count
-            executable.frame(tuple(key[s] for s in executable.layout.symbols))
+            executable.size_plan(tuple(key[s] for s in executable.layout.symbols))
             taken.append(time.thread_time() - begin)
     finally:
         gc.enable()
@@ -107,13 +107,13 @@ def test_a_new_size_asks_no_weight_where_it_is(monkeypatch: pytest.MonkeyPatch) 
         return asked[-1]
 
     monkeypatch.setattr("rlx.backends.cpu.executable.address", counting)
-    for given in (params, others):
-        encoder.set_params(given)
+    for bound in (params, others):
+        encoder.set_params(bound)
         counts = []
         for seq in (5, 9, 5):
             asked.clear()
             inputs = bert_inputs(TINY_BERT, 2, seq)
-            assert relative(encoder.run(inputs)[0], bert_numpy(TINY_BERT, given, **inputs)[0]) <= 1e-5
+            assert relative(encoder.run(inputs)[0], bert_numpy(TINY_BERT, bound, **inputs)[0]) <= 1e-5
             held = {address(array) for array in cpu(encoder).executable.weights.values()}
             counts.append(len(held.intersection(asked)))
         assert counts == [len(held), 0, 0]

@@ -92,9 +92,9 @@ def test_a_wrong_kernel_of_packed_weights_is_found(
 @pytest.mark.parametrize("storage", CODES)
 def test_a_layout_names_the_arithmetic_of_its_kernels(storage: str) -> None:
     target = BY_NAME["avx512vnni"]
-    found = {kernel.arithmetic() for kernel in quantised_dots.block_kernels(dtype(storage), target).kernels}
-    layouts = [Interleaved(dtype(storage), 64, 16, whole) for whole in (True, False)]
-    assert [x.arithmetic() for x in layouts] == [next(dot for dot in INTEGER_DOTS if dot in found), None]
+    arithmetic = {kernel.arithmetic() for kernel in quantised_dots.block_kernels(dtype(storage), target).kernels}
+    layouts = [Interleaved(dtype(storage), 64, 16, integer) for integer in (True, False)]
+    assert [x.arithmetic() for x in layouts] == [next(dot for dot in INTEGER_DOTS if dot in arithmetic), None]
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ def test_packed_plain_weights_multiply_as_they_did_before(layout: WeightLayout) 
     integers = isinstance(layout, Quads)
     x = rng.integers(0, 255, (5, 24)).astype(np.uint8 if integers else np.float32)
     w = rng.integers(-128, 127, (24, 21)).astype(np.int8 if integers else np.float32)
-    (found,) = layout.products(x, layout.pack(w), 21, 1)
-    np.testing.assert_array_equal(found, x.astype(np.int64) @ w.astype(np.int64))
+    (product,) = layout.products(x, layout.pack(w), 21, 1)
+    np.testing.assert_array_equal(product, x.astype(np.int64) @ w.astype(np.int64))
 
 
 @pytest.mark.parametrize("storage", ["q8_0", "q6_k"])
@@ -157,8 +157,8 @@ def test_interleaved_weights_multiply_as_gguf_says(storage: str) -> None:
     x, rows = rng.normal(size=(3, 512)).astype(np.float32), packed(storage, 10, 512).array(rng)
     layout = Interleaved(kind, 16, 4, False)
     numbers = gguf.quants.dequantize(rows.view(np.uint8), gguf.GGMLQuantizationType[storage.upper()]).reshape(10, 512)
-    (found,) = layout.products(x, layout.pack(rows), 10, 1)
-    np.testing.assert_allclose(found, x.astype(np.float64) @ numbers.T.astype(np.float64), rtol=2e-5, atol=2e-4)
+    (product,) = layout.products(x, layout.pack(rows), 10, 1)
+    np.testing.assert_allclose(product, x.astype(np.float64) @ numbers.T.astype(np.float64), rtol=2e-5, atol=2e-4)
 
 
 def test_a_target_without_layouts_reads_weights_as_they_are() -> None:

@@ -46,13 +46,13 @@ def test_pieces_have_the_bits_of_the_whole(threads: int, precision: str, monkeyp
     f = encoder(threads, precision)
     for batch in (1, 2, 5, 9):
         inputs = bert_inputs(SIZES, batch, 7)
-        (found,) = f.run(inputs)
+        (output,) = f.run(inputs)
         monkeypatch.setattr(executable, "PIECE_ROWS", 10_000)
-        (whole,) = encoder(1, precision).run(inputs)
+        (unsplit,) = encoder(1, precision).run(inputs)
         monkeypatch.setattr(executable, "PIECE_ROWS", 20)
-        assert found.tobytes() == whole.tobytes()
+        assert output.tobytes() == unsplit.tobytes()
     (exact,) = bert_numpy(SIZES, weights(SIZES), **inputs)
-    assert relative(found, exact) < (1e-5 if precision == "f32" else 0.1)
+    assert relative(output, exact) < (1e-5 if precision == "f32" else 0.1)
 
 
 def test_pieces_are_equally_long_and_large_enough() -> None:
@@ -72,8 +72,8 @@ def test_memory_is_that_of_a_piece() -> None:
 def test_a_trace_has_the_time_of_all_pieces(tmp_path: Path) -> None:
     f = encoder(1)
     inputs = bert_inputs(SIZES, 9, 7)
-    found = f.run(inputs, trace=tmp_path / "t.json")[0]
-    assert found.tobytes() == f.run(inputs)[0].tobytes()
+    output = f.run(inputs, trace=tmp_path / "t.json")[0]
+    assert output.tobytes() == f.run(inputs)[0].tobytes()
     events = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert len(events) == len(f.plan.main.launches)
 

@@ -198,8 +198,8 @@ def records_of(*rows: tuple[str, Words, int, int]) -> Words:
 
 def request_of(records: Words, scratch: npt.NDArray[np.uint8]) -> Words:
     """What `execute` takes, for two threads: the driver's notes in it stay from run to run."""
-    given = [records.ctypes.data, len(records), scratch.ctypes.data, STRIDE, 0, 2]
-    return np.array(given + [0] * (driver.REQUEST_WORDS - len(given)), np.int64)
+    words = [records.ctypes.data, len(records), scratch.ctypes.data, STRIDE, 0, 2]
+    return np.array(words + [0] * (driver.REQUEST_WORDS - len(words)), np.int64)
 
 
 class Mirror:
@@ -321,7 +321,7 @@ def test_runs_are_shared_where_one_alone_would_take_as_long() -> None:
     request = request_of(records, scratch)
     while own.execute(request.ctypes.data) == 2:  # until workers count as late
         pass
-    request[driver.TOGETHER // 8] = 1  # tick, so that runs alone are no faster, whatever this machine was doing
+    request[driver.SHARED_AVERAGE // 8] = 1  # tick, so that runs alone are no faster, whatever this machine was doing
     assert 2 in [own.execute(request.ctypes.data) for _ in range(3)]
     assert request[driver.TRUSTED // 8] > 0
 
@@ -332,7 +332,7 @@ def test_runs_stay_on_their_caller_where_one_alone_was_faster() -> None:
     long = np.array([0, 4_000_000], np.int64)
     records, scratch = records_of(("delay", long, 1, 0)), scratch_for(2)
     request = request_of(records, scratch)
-    request[driver.APART // 8] = 1  # tick
+    request[driver.BEST_ALONE // 8] = 1  # tick
     assert [own.execute(request.ctypes.data) for _ in range(2)] == [2, 1]
 
 

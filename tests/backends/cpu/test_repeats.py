@@ -152,11 +152,11 @@ OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", OTHER)
 def test_other_good_inputs_take_the_long_way(table: CompiledGraph, kind: str) -> None:
-    given = OTHER[kind]
+    inputs = OTHER[kind]
     for _ in range(2):
-        assert table.executable.run_again(given) is None
+        assert table.executable.run_again(inputs) is None
         assert good(table.run({"hidden": X, "ids": IDS}))
-        assert good(table.run(given), np.asarray(given["hidden"], f32))
+        assert good(table.run(inputs), np.asarray(inputs["hidden"], f32))
         assert good(table.run({"hidden": X, "ids": IDS}))
 
 
@@ -211,15 +211,15 @@ class Trap(str):
 def test_names_may_change_the_mapping_while_it_is_read(table: CompiledGraph) -> None:
     """The array that was found first is let go of by everybody else, and its memory is asked for again."""
     trap = Trap("ids")
-    given: dict[str, Any] = {"hidden": np.ones((2, 4), f32), trap: IDS}
+    inputs: dict[str, Any] = {"hidden": np.ones((2, 4), f32), trap: IDS}
     spoiled = []
 
     def action() -> None:
-        given["hidden"] = None
+        inputs["hidden"] = None
         spoiled.extend(np.full((2, 4), np.nan, f32) for _ in range(50))
 
     trap.action = action
-    assert np.array_equal(table.executable.run_again(given)[0], np.ones((2, 4), f32) @ W)  # type: ignore[index]
+    assert np.array_equal(table.executable.run_again(inputs)[0], np.ones((2, 4), f32) @ W)  # type: ignore[index]
     assert spoiled
 
 
@@ -254,17 +254,17 @@ def test_outputs_that_somebody_holds_are_left_alone(table: CompiledGraph, hold: 
 
 def test_an_output_may_be_the_next_input() -> None:
     f = compiled(lambda g: [g.input("x", (4, 4)) + 1.0])
-    given = {"x": np.zeros((4, 4), f32)}
+    inputs = {"x": np.zeros((4, 4), f32)}
     for i in range(6):
-        given["x"] = f.run(given)[0]
-        assert (given["x"] == i + 1).all()
+        inputs["x"] = f.run(inputs)[0]
+        assert (inputs["x"] == i + 1).all()
 
 
 def test_outputs_that_nobody_holds_are_used_again(table: CompiledGraph) -> None:
     places = {place(table.run({"hidden": X + i, "ids": IDS})[0]) for i in range(1, 50)}
     table.run({"hidden": X, "ids": IDS})
-    kept = table.executable._instances[-1].results
-    assert len(places) == 1 and kept is not None and all(isinstance(a, np.ndarray) for a in kept.kept)
+    results = table.executable._contexts[-1].results
+    assert len(places) == 1 and results is not None and all(isinstance(a, np.ndarray) for a in results.reused)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -300,8 +300,8 @@ def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     twice(f, {"x": x})
     forbid(f, monkeypatch)
     assert (f.run({"x": x})[0] == 2).all()
-    (instance,) = f.executable._instances
-    assert instance.results is not None and instance.results.kept == [None]
+    (context,) = f.executable._contexts
+    assert context.results is not None and context.results.reused == [None]
 
 
 def test_without_memory_for_an_output_nothing_has_happened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,11 +319,11 @@ def test_without_memory_for_an_output_nothing_has_happened(monkeypatch: pytest.M
     f = twice(compiled(lambda g: [g.input("x", ("n", 4)) + 1.0, g.named("x") * 2.0]), {"x": X})
     for enough in (2, 0, 1, 1, 0, 2):  # of the two outputs, neither or the first finds memory
         left = enough
-        made = f.executable.run_again({"x": X.copy()})
-        assert (made is not None) == (enough == 2)
-        f.executable._instances[-1].results.kept[:] = [None, None]  # type: ignore[union-attr]
-        if made is not None:
-            assert np.array_equal(made[0], X + 1) and np.array_equal(made[1], X * 2)
+        outputs = f.executable.run_again({"x": X.copy()})
+        assert (outputs is not None) == (enough == 2)
+        f.executable._contexts[-1].results.reused[:] = [None, None]  # type: ignore[union-attr]
+        if outputs is not None:
+            assert np.array_equal(outputs[0], X + 1) and np.array_equal(outputs[1], X * 2)
 
 
 def test_no_reference_is_lost_or_kept(table: CompiledGraph) -> None:
@@ -339,8 +339,8 @@ def test_no_reference_is_lost_or_kept(table: CompiledGraph) -> None:
 
     def use() -> None:
         assert good(twice(table, {"hidden": x, "ids": ids}).run({"hidden": x, "ids": ids}))
-        for given in others:
-            assert table.executable.run_again(given) is None
+        for inputs in others:
+            assert table.executable.run_again(inputs) is None
         with pytest.raises(KernelError):
             table.run({"hidden": x, "ids": bad})
         assert good(table.run({"hidden": x, "ids": ids}))
@@ -375,14 +375,14 @@ def test_a_fault_is_raised_by_the_run_that_has_it(table: CompiledGraph) -> None:
 def test_other_threads_go_on_while_a_repeat_runs() -> None:
     """A thread does not let go of the GIL on its own here, only where the code between says so."""
     f = compiled(lambda g: [(g.input("x", (1024, 1024)) @ g.input("y", (1024, 1024))).sum(axis=1)])
-    given = {"x": np.ones((1024, 1024), f32), "y": np.ones((1024, 1024), f32)}
-    twice(f, given)
+    inputs = {"x": np.ones((1024, 1024), f32), "y": np.ones((1024, 1024), f32)}
+    twice(f, inputs)
     begun, seen, over = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
         begun.set()
         for _ in range(50):  # a busy machine may wake the other one late
-            f.executable.run_again(given)
+            f.executable.run_again(inputs)
             if seen.is_set():
                 break
         over.set()

@@ -109,8 +109,8 @@ def test_every_launch_is_native_and_nothing_missed_a_fusion(sizes: Bert | Llama)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("sizes", [ENCODER, DECODER], ids=["bert", "llama"])
 def test_objects_need_nothing_but_memcpy_and_memset(sizes: Bert | Llama, target: str) -> None:
-    made = plan(sizes, isinstance(sizes, Llama), target)
-    kernels = made.main.kernels() | made.bind.kernels()
+    program = plan(sizes, isinstance(sizes, Llama), target)
+    kernels = program.main.kernels() | program.bind.kernels()
     text = kernel_text(kernels.values(), BY_NAME[target], level="llvm")
     assert set(undefined_symbols(compile_text(text, BY_NAME[target]))) <= LIBC
 
@@ -165,10 +165,10 @@ def test_the_arena_is_as_small_as_lifetimes_allow() -> None:
 
 def test_what_is_read_ahead_is_what_the_next_product_reads() -> None:
     sizes = DECODER
-    given = compiled(llama_graph(sizes), weights(sizes))
-    given.run(llama_inputs(sizes, 1, 1))
-    executable = given.executable
-    (instance,) = executable._instances
+    graph = compiled(llama_graph(sizes), weights(sizes))
+    graph.run(llama_inputs(sizes, 1, 1))
+    executable = graph.executable
+    (context,) = executable._contexts
     walk, program = executable.records.walk, executable.program
     products = [n for n, launch in enumerate(program.launches) if launch.kernel.kind == "matmul"]
     told = [(record, mark.number) for record, mark in enumerate(walk) if mark.kind == AHEAD]
@@ -180,9 +180,9 @@ def test_what_is_read_ahead_is_what_the_next_product_reads() -> None:
         view = launch.words[launch.kernel.words.index("b")]
         assert isinstance(view, View)
         array = executable._weights[view.buffer]
-        address, size, units, _ = instance.records[record].tolist()
+        address, size, units, _ = context.records[record].tolist()
         assert address == array.ctypes.data
         assert size * units == array.nbytes
 
-    given.run(llama_inputs(sizes, 1, 9))  # rows enough to keep the processor busy
-    assert not any(instance.records[record, 2] for record, _ in told)
+    graph.run(llama_inputs(sizes, 1, 9))  # rows enough to keep the processor busy
+    assert not any(context.records[record, 2] for record, _ in told)

@@ -51,22 +51,22 @@ def test_a_symbol_with_dots_loads_and_runs(target: Target) -> None:
 
 def code_in_memory() -> int:
     """Kilobytes of LLVM's code."""
-    found, inside = 0, False
+    kilobytes, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0] and not line.split()[0].endswith(":"):
             inside = " r-xp " in line and line.endswith(str(os.path.realpath(llvm.library())))
         elif inside and line.startswith("Rss:"):
-            found += int(line.split()[1])
-    return found
+            kilobytes += int(line.split()[1])
+    return kilobytes
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say what is in memory")
 def test_what_only_compiling_needed_is_put_away_and_comes_back() -> None:
-    made = toolchain.compile_text(constant_text("f", 1), host())
+    obj = toolchain.compile_text(constant_text("f", 1), host())
     before = code_in_memory()
     toolchain.trim_compiler_memory()
     assert code_in_memory() < before / 4 and before > 4096
-    assert toolchain.compile_text(constant_text("f", 1), host()) == made
+    assert toolchain.compile_text(constant_text("f", 1), host()) == obj
 
 
 def test_constants_of_a_loaded_object_are_found() -> None:
@@ -169,36 +169,36 @@ def test_a_library_survives_a_refused_object() -> None:
 
 
 def test_many_threads_may_compile_and_load() -> None:
-    library, found = toolchain.CodeLibrary(), dict[int, int]()
+    library, addresses = toolchain.CodeLibrary(), dict[int, int]()
 
     def work(start: int) -> None:
         for value in range(start, start + 10):
             obj = toolchain.compile_text(constant_text("f", value), host())
-            found[value] = value_at(library.load(obj, ["f"])["f"])
+            addresses[value] = value_at(library.load(obj, ["f"])["f"])
 
     threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {value: value for i in range(4) for value in range(100 * i, 100 * i + 10)}
+    assert addresses == {value: value for i in range(4) for value in range(100 * i, 100 * i + 10)}
 
 
-def test_modules_compiled_beside_python_come_in_order() -> None:
-    made = toolchain.Compilation(host())
+def test_modules_compiled_in_the_background_come_in_order() -> None:
+    compilation = toolchain.Compilation(host())
     for value in range(12):
-        made.add(constant_text("f", value))
+        compilation.add(constant_text("f", value))
     library = toolchain.CodeLibrary()
-    assert [value_at(library.load(obj, ["f"])["f"]) for obj in made.objects()] == list(range(12))
-    assert made.objects() == [toolchain.compile_text(constant_text("f", value), host()) for value in range(12)]
+    assert [value_at(library.load(obj, ["f"])["f"]) for obj in compilation.objects()] == list(range(12))
+    assert compilation.objects() == [toolchain.compile_text(constant_text("f", value), host()) for value in range(12)]
 
 
-def test_what_is_wrong_with_a_module_compiled_beside_python_is_told() -> None:
-    made = toolchain.Compilation(host())
+def test_what_is_wrong_with_a_module_compiled_in_the_background_is_told() -> None:
+    compilation = toolchain.Compilation(host())
     for text in (constant_text("f", 1), "define void @f() {\n  %x = add i64 1, float 2.0\n  ret void\n}\n"):
-        made.add(text)
+        compilation.add(text)
     with pytest.raises(LowerError, match=r"add i64 1, float 2\.0"):
-        made.objects()
+        compilation.objects()
 
 
 def test_without_threads_modules_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +206,9 @@ def test_without_threads_modules_are_compiled_at_once(monkeypatch: pytest.Monkey
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    made = toolchain.Compilation(host())
-    made.add(constant_text("f", 1))
-    assert made.objects() == [toolchain.compile_text(constant_text("f", 1), host())]
+    compilation = toolchain.Compilation(host())
+    compilation.add(constant_text("f", 1))
+    assert compilation.objects() == [toolchain.compile_text(constant_text("f", 1), host())]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -39,9 +39,9 @@ def test_much_memory_begins_with_a_huge_page() -> None:
 
 
 def test_memory_outlives_the_other_arrays() -> None:
-    kept = alloc_packed(LARGE)[-1]
-    kept[...] = 7
-    assert (kept == 7).all()
+    last = alloc_packed(LARGE)[-1]
+    last[...] = 7
+    assert (last == 7).all()
 
 
 def resident() -> int:
@@ -69,20 +69,20 @@ def test_arrays_in_files_can_be_let_go_of(tmp_path: Path) -> None:
     path.write_bytes(np.arange(1 << 20, dtype=np.int32).tobytes())
     with open(path, "rb") as file:
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    whole = np.frombuffer(view, np.int32)
-    part = whole[100_001:900_001]
-    expected = int(whole.sum(dtype=np.int64))
+    mapped = np.frombuffer(view, np.int32)
+    part = mapped[100_001:900_001]
+    expected = int(mapped.sum(dtype=np.int64))
 
     def in_memory() -> int:
         """Kilobytes of the file."""
-        found = re.search(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+)", Path("/proc/self/smaps").read_text())
-        assert found is not None
-        return int(found[1])
+        match = re.search(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+)", Path("/proc/self/smaps").read_text())
+        assert match is not None
+        return int(match[1])
 
     before = in_memory()
     release(part)
     assert before == 4096 and in_memory() <= before - part.nbytes // 1024 + 8
-    assert part[0] == 100_001 and int(whole.sum(dtype=np.int64)) == expected and in_memory() == before
+    assert part[0] == 100_001 and int(mapped.sum(dtype=np.int64)) == expected and in_memory() == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems let go of locked pages, or have no mlock")

@@ -145,16 +145,16 @@ def test_integers_wrap_and_shift_as_signed_numbers() -> None:
 def test_floats_saturate_as_integers(have: DType, want: DType) -> None:
     limits = np.iinfo(want.numpy)
     x = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 2.9, -2.9, 0.0, float(limits.max)], have.numpy)
-    found = computed(element(0, have).cast(want), want, x)
+    result = computed(element(0, have).cast(want), want, x)
     wanted = [0, limits.max, limits.min, limits.max, limits.min, 2, max(-2, limits.min), 0, limits.max]
-    assert found.tolist() == wanted
+    assert result.tolist() == wanted
 
 
 def test_a_wide_float_is_rounded_once() -> None:
     """1 + 2^-8 + 2^-40 lies above the middle of two bf16 numbers, but its f32 is the middle."""
     x = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 1 + 2.0**-8 - 2.0**-40, -1 - 2.0**-8 - 2.0**-40, np.inf, np.nan])
-    found = computed(element(0, F64).cast(BF16), BF16, x).astype(np.float64)
-    assert found[:5].tolist() == [1 + 2.0**-7, 1, 1, -1 - 2.0**-7, np.inf] and np.isnan(found[5])
+    result = computed(element(0, F64).cast(BF16), BF16, x).astype(np.float64)
+    assert result[:5].tolist() == [1 + 2.0**-7, 1, 1, -1 - 2.0**-7, np.inf] and np.isnan(result[5])
 
 
 def test_functions_of_bits() -> None:

@@ -55,7 +55,7 @@ def test_an_epilogue_has_no_shape_of_tile(target: Target, gated: bool) -> None:
     factor = rng.normal(size=(ROWS, COLUMNS if gated else 1)).astype(np.float32)
     out = np.zeros((ROWS, COLUMNS), np.float32)
     memory = (first.T.reshape(-1), factor.T.reshape(-1), out.reshape(-1))
-    given = [part for array in memory for part in (array, 0)]
-    emitter.function(by_columns(kernel))(COLUMNS, [], *given, ROWS, COLUMNS)
+    arguments = [part for array in memory for part in (array, 0)]
+    emitter.function(by_columns(kernel))(COLUMNS, [], *arguments, ROWS, COLUMNS)
     erf = np.vectorize(math.erf)(first.astype(np.float64) / math.sqrt(2))
     np.testing.assert_allclose(out, 0.5 * first * (1 + erf) * factor, rtol=2e-6, atol=1e-7)

@@ -98,8 +98,8 @@ def test_random_loops_and_branches(graph: rlx.Graph) -> None:
     arrays = {name: np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4) for name in ("x0", "x1", "w")}
     toy = rlx.compile(graph, "toy")
     toy.set_params({"w": arrays["w"]})
-    found = run(toy, {name: arrays[name] for name in ("x0", "x1")})
-    for a, b in zip(found, evaluate.run(graph, arrays, {}), strict=True):
+    outputs = run(toy, {name: arrays[name] for name in ("x0", "x1")})
+    for a, b in zip(outputs, evaluate.run(graph, arrays, {}), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -161,8 +161,8 @@ def test_gate_and_up_are_one_launch_over_both_weights(kind: str, grouped: bool) 
     toy.set_params(dict(zip(("gate", "up"), stored, strict=True)))
     left, right = (np.einsum("rk,rnk->rn", a, w[at] if grouped else w[None].repeat(rows, 0)) for w in wide)
     wanted = left / (1 + np.exp(-left)) * right
-    (found,) = run(toy, {"x": a, "index": at})
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+    (output,) = run(toy, {"x": a, "index": at})
+    np.testing.assert_allclose(output, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -191,13 +191,13 @@ def test_a_llama_with_caches_equals_its_forward_pass_in_numpy(kind: str | None) 
             caches[f"{of}.{i}"] = zeros(spec.pool_shape(of, 3), np.dtype(np.float32))
     caches["table"] = np.int32([[2, 0]])
     tokens = [7, 1, 42, 63, 0, 9, 9, 30]
-    found = []
+    logits = []
     for first, last in ((0, 5), (5, 6), (6, 8)):  # prefill, then decode
         rows = np.int32([tokens[first:last]])
-        given = {"tokens": rows, "positions": np.arange(first, last, dtype=np.int32)[None]}
-        given |= {"last_token_idx": np.arange(last - first, dtype=np.int32)}
-        found.append(run(toy, {**given, **caches})[0])
-    assert difference(np.concatenate(found), forward(settings, plain, tokens)) < 1e-4
+        inputs = {"tokens": rows, "positions": np.arange(first, last, dtype=np.int32)[None]}
+        inputs |= {"last_token_idx": np.arange(last - first, dtype=np.int32)}
+        logits.append(run(toy, {**inputs, **caches})[0])
+    assert difference(np.concatenate(logits), forward(settings, plain, tokens)) < 1e-4
 
 
 def test_gradients_of_attention_are_those_of_finite_differences() -> None:
@@ -207,13 +207,13 @@ def test_gradients_of_attention_are_those_of_finite_differences() -> None:
     g.set_outputs([(y * y).sum()])
     backward, loss = rlx.compile(grad(g, ["q", "k", "v"]), "toy"), rlx.compile(g, "toy")
     arrays = {n: rng.standard_normal((1, 5, h, 4)) for n, h in (("q", 4), ("k", 2), ("v", 2))}
-    for name, found in zip("qkv", run(backward, arrays), strict=True):
+    for name, gradient in zip("qkv", run(backward, arrays), strict=True):
         step = np.zeros_like(arrays[name])
         for at in ((0, 1, 0, 2), (0, 4, 1, 3)):
             step[...] = 0
             step[at] = 1e-5
             up, down = (run(loss, arrays | {name: arrays[name] + s})[0] for s in (step, -step))
-            np.testing.assert_allclose(found[at], (up - down) / 2e-5, rtol=1e-6, atol=1e-8)
+            np.testing.assert_allclose(gradient[at], (up - down) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
 def test_masked_keys_have_no_part_in_attention_or_its_gradients() -> None:
@@ -249,5 +249,5 @@ def test_a_ring_gives_the_bits_of_a_cache_of_everything() -> None:
     for first in range(0, 300, 60):
         inputs = {"q": numbers(1, 60, 2, 8), "new_k": numbers(1, 60, 1, 8), "new_v": numbers(1, 60, 1, 8)}
         positions = np.arange(first, first + 60, dtype=np.int32)[None]
-        found = [run(g, {**inputs, **c, "p": positions})[0] for g, c in zip(graphs, caches, strict=True)]
-        assert found[0].tobytes() == found[1].tobytes() and np.isfinite(found[0]).all()
+        outputs = [run(g, {**inputs, **c, "p": positions})[0] for g, c in zip(graphs, caches, strict=True)]
+        assert outputs[0].tobytes() == outputs[1].tobytes() and np.isfinite(outputs[0]).all()

@@ -107,10 +107,10 @@ def test_a_model_generates_the_same_tokens_from_caches_on_the_device(
     for device in ("cpu", "toy", "toy"):  # the last one may start from a snapshot
         model = rlx.load(folder, device=device)
         assert isinstance(model, LanguageModel)
-        found = [c.tokens for c in model.generate(prompts, max_tokens=6)]
-        found.append(model.generate(prompts[0] + found[0], max_tokens=4).tokens)  # goes on from a cached prefix
-        expected = expected or found
-        assert found == expected
+        tokens = [c.tokens for c in model.generate(prompts, max_tokens=6)]
+        tokens.append(model.generate(prompts[0] + tokens[0], max_tokens=4).tokens)  # goes on from a cached prefix
+        expected = expected or tokens
+        assert tokens == expected
         assert model.memory().weights + model.memory().mapped > 0
         model.close()
 

@@ -1,4 +1,4 @@
-"""The CPU backend: machine code for this processor, generated through LLVM, on all its cores."""
+"""The CPU backend: machine code for this processor, generated through LLVM, run on all its cores."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class CpuBackend(Backend):
-    """Runs machine code on the cores of this machine."""
+    """Compiles programs to machine code and runs them on this machine's cores."""
 
     name = "cpu"
     allocator = CpuAllocator()
-    options: ClassVar[Mapping[str, type]] = {"unfuse_regions": bool}  # elementwise ops do not join in one kernel
+    options: ClassVar[Mapping[str, type]] = {"unfuse_regions": bool}  # keeps elementwise ops in separate kernels
 
     # -- targets -------------------------------------------------------------------------------------------------------
     def targets(self) -> tuple[targets.CpuTarget, ...]:
@@ -70,7 +70,7 @@ class CpuBackend(Backend):
             raise CapabilityError(
                 f"{where}: its code is for {target.name} ({target.arch} {target.features}), this machine runs "
                 + ", ".join(t.name for t in runs),
-                hint=f"export it on this machine, or with RLX_TARGET={runs[0].name} where it was made",
+                hint=f"export it on this machine, or with RLX_TARGET={runs[0].name} on the machine that made it",
             )
 
     # -- compiling -----------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class CpuBackend(Backend):
 
     def start_compiling(self, programs: Iterable[Program], target: Target) -> None:
         for program in programs:
-            library(cpu_target(target)).begin(program.kernels().values())
+            library(cpu_target(target)).start_compiling(program.kernels().values())
 
     def compile(
         self, program: Program, target: Target, *, threads: int | None = None,
@@ -92,7 +92,8 @@ class CpuBackend(Backend):
 
         return kernel_text(kernels, cpu_target(target), level="asm" if assembly else "llvm")
 
-    # -- what is stored ------------------------------------------------------------------------------------------------
+    # -- images and exports
+    # ----------------------------------------------------------------------------------------------
     def image_modules(self) -> Sequence[ModuleType]:
         from rlx import dims, types
         from rlx.backends.cpu import executable_image, launch_records, program_layout
@@ -105,7 +106,7 @@ class CpuBackend(Backend):
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> CpuExecutable | None:  # fmt: skip
         assert isinstance(image, Image)
-        if not library(cpu_target(target)).load(image.homes):
+        if not library(cpu_target(target)).load(image.locations):
             return None
         return CpuExecutable(image.layout, program, cpu_target(target), threads, inputs=inputs, long_lived=long_lived)
 
@@ -115,7 +116,8 @@ class CpuBackend(Backend):
     def adopt(self, code: Code, target: Target) -> None:
         library(cpu_target(target)).adopt(code)
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- reports
+    # ---------------------------------------------------------------------------------------------------------
     def describe(self) -> Mapping[str, str]:
         from importlib.metadata import version
 

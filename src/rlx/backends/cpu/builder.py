@@ -1,7 +1,7 @@
 """A small typed builder of LLVM IR text: the language in which the generators write kernels.
 
-Values know their LLVM type, Python numbers fold into constants, loops and branches are Python callables.
-Nothing here knows about graphs, ops or kernels.
+Values know their LLVM type, Python numbers fold into constants, loops and branches take Python callables as bodies. The
+builder knows nothing about graphs, ops or kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Value:
 
     @property
     def constant(self) -> int | None:
-        """The integer this value is, where that is known while building."""
+        """The integer value, if it is known at build time."""
         if self.type[0] == "i" and (self.text.isdigit() or (self.text[0] == "-" and self.text[1:].isdigit())):
             return int(self.text)
         return None
@@ -35,12 +35,12 @@ Int = Value | int
 
 
 def vector(lanes: int, scalar: str) -> str:
-    """The LLVM type of `lanes` scalars; one lane is still a vector, so generators need no second path."""
+    """The LLVM type of a vector of `lanes` scalars; one lane is still a vector, so generators need no second path."""
     return f"<{lanes} x {scalar}>"
 
 
 def scalar_of(type_: str) -> str:
-    """The element type of a vector type; a scalar type is its own."""
+    """The element type of a vector type; a scalar type itself."""
     return type_.split(" x ", 1)[1][:-1] if type_.startswith("<") else type_
 
 
@@ -50,7 +50,7 @@ def lanes_of(type_: str) -> int:
 
 
 def float_text(value: float, scalar: str) -> str:
-    """An LLVM literal that is exactly `value` rounded to the type."""
+    """The LLVM literal of `value` rounded to the type, exactly."""
     if scalar == "float":
         value = struct.unpack("f", struct.pack("f", value))[0]
     elif scalar == "half":
@@ -83,13 +83,13 @@ _SUFFIX = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16"}
 
 
 def intrinsic_suffix(type_: str) -> str:
-    """How LLVM intrinsics name a type: `<16 x float>` is `v16f32`."""
+    """The type suffix of LLVM intrinsics: `<16 x float>` is `v16f32`."""
     scalar = _SUFFIX.get(scalar_of(type_), scalar_of(type_))
     return f"v{lanes_of(type_)}{scalar}" if type_.startswith("<") else scalar
 
 
 class Module:
-    """Functions and declarations that become one object file."""
+    """Functions and declarations that are compiled to one object file."""
 
     def __init__(self) -> None:
         self.functions: dict[str, str] = {}
@@ -98,14 +98,14 @@ class Module:
         self.words: set[str] = set()
 
     def table(self, name: str, scalar: str, values: Sequence[int]) -> Value:
-        """Constants in memory, once a module; the name tells equal ones."""
+        """A table of constants in memory, one per name and module."""
         if name not in self.tables:
             numbers = ", ".join(f"{scalar} {v}" for v in values)
             self.tables[name] = f"private unnamed_addr constant [{len(values)} x {scalar}] [{numbers}], align 64"
         return Value("ptr", f"@table.{name}")
 
     def word(self, name: str) -> Value:
-        """A word of constant memory that is set in the object file (`elf.with_word`), when a process loads it."""
+        """A word of constant memory whose value is patched into the object file at load time (`elf.with_word`)."""
         self.words.add(name)
         return Value("ptr", f"@{name}")
 
@@ -122,10 +122,10 @@ class Module:
         internal: bool = False,
         noinline: bool = False,
     ) -> None:
-        """Add a function; `emit(builder, *arguments)` writes its body and returns the result value."""
+        """Adds a function; `emit(builder, *arguments)` writes its body and returns the result value."""
         if name in self.functions:
             return
-        self.functions[name] = ""  # reserves the name, so a body may mention itself
+        self.functions[name] = ""  # reserves the name, so a body may refer to itself
         b = Builder(self)
         returned = emit(b, *(Value(t.split()[0] if not t.startswith("<") else t, f"%{n}") for t, n in arguments))
         b.line(f"ret {returned}" if returned is not None else "ret void")
@@ -137,7 +137,7 @@ class Module:
         )
 
     def __len__(self) -> int:
-        """Characters of the functions that it has."""
+        """Number of characters in its functions."""
         return sum(map(len, self.functions.values()))
 
     def text(self) -> str:
@@ -238,14 +238,14 @@ class Builder:
 
     # -- any instruction ------------------------------------------------------------------------------------------
     def op(self, name: str, a: Value, b: Value) -> Value:
-        """A two-operand instruction of one type: fadd, fmul, and, shl, ..."""
+        """A binary instruction on operands of one type: fadd, fmul, and, shl, ..."""
         return self.assign(a.type, f"{name} {a}, {b.text}")
 
     def fneg(self, a: Value) -> Value:
         return self.assign(a.type, f"fneg {a}")
 
     def convert(self, name: str, a: Value, type_: str) -> Value:
-        """A conversion instruction: sitofp, fpext, trunc, bitcast, ... (none where the type already is `type_`)."""
+        """A conversion instruction: sitofp, fpext, trunc, bitcast, ... (a no-op if the type already is `type_`)."""
         return a if a.type == type_ else self.assign(type_, f"{name} {a} to {type_}")
 
     def icmp(self, predicate: str, a: Int, b: Int) -> Value:
@@ -263,7 +263,7 @@ class Builder:
         return vector(lanes_of(type_), "i1") if type_.startswith("<") else "i1"
 
     def call(self, result: str, name: str, *arguments: Value, cold: bool = False) -> Value:
-        """Call a function of the module or an intrinsic, which gets declared; a branch to a `cold` call is rare."""
+        """Calls a function of the module or an intrinsic, declaring it; branches to a `cold` call are unlikely."""
         self.module.declare(name, result, [a.type for a in arguments])
         text = f"call {result} @{name}({', '.join(map(str, arguments))}){' cold' if cold else ''}"
         if result == "void":
@@ -272,17 +272,17 @@ class Builder:
         return self.assign(result, text)
 
     def call_pointer(self, function: Value, *arguments: Value) -> None:
-        """Call a void function by its address."""
+        """Calls a void function by its address."""
         self.line(f"call void {function.text}({', '.join(map(str, arguments))})")
 
     def intrinsic(self, name: str, *arguments: Value) -> Value:
-        """An LLVM intrinsic overloaded on its first argument, which gives that type: `fma`, `sqrt`, `fabs`, ..."""
+        """An LLVM intrinsic overloaded on its first argument, whose type it returns: `fma`, `sqrt`, `fabs`, ..."""
         type_ = arguments[0].type
         return self.call(type_, f"llvm.{name}.{intrinsic_suffix(type_)}", *arguments)
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def offset(self, pointer: Value, index: Int, unit: str = "i8") -> Value:
-        """`pointer` moved by `index` elements of type `unit`."""
+        """`pointer` advanced by `index` elements of type `unit`."""
         n = i64(index)
         return pointer if n.constant == 0 else self.assign("ptr", f"getelementptr {unit}, {pointer}, {n}")
 
@@ -293,7 +293,7 @@ class Builder:
         self.line(f"store {value}, {pointer}, align {align}")
 
     def stack(self, type_: str, count: int = 1, *, align: int = 64) -> Value:
-        """Memory in the frame; call it before any loop."""
+        """Allocates memory in the stack frame; call it before any loop."""
         return self.assign("ptr", f"alloca {type_}, i64 {count}, align {align}")
 
     def prefetch(self, pointer: Value, *, locality: int = 3) -> None:
@@ -326,28 +326,28 @@ class Builder:
         return Value(vector(lanes, scalar), "<" + ", ".join(f"{scalar} {i}" for i in range(lanes)) + ">")
 
     def lane_mask(self, count: Value, lanes: int) -> Value:
-        """A mask of the first `count` lanes (an i64; may exceed the width)."""
+        """A mask of the first `count` lanes (an i64 that may exceed the width)."""
         return self.icmp("slt", self.iota(lanes), self.splat(count, lanes))
 
     def opaque(self, value: Value) -> Value:
-        """An i64 whose value LLVM cannot know; only constants need it."""
+        """Hides an i64 constant from LLVM's optimiser."""
         if value.constant is None:
             return value
         return self.assign("i64", f'call i64 asm "", "=r,0"({value})')
 
     def fold(self, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """All lanes combined to a scalar by halving: one fixed order for every caller."""
+        """Reduces all lanes to a scalar by halving: one fixed order for every caller."""
         return self.extract(self.narrow(value, combine, 1), 0)
 
     def narrow(self, value: Value, combine: Callable[[Value, Value], Value], lanes: int) -> Value:
-        """All lanes combined to a vector of `lanes` by halving."""
+        """Reduces all lanes to a vector of `lanes` by halving."""
         while (width := lanes_of(value.type)) > lanes:
             low, high = (self.shuffle(value, value, part) for part in (range(width // 2), range(width // 2, width)))
             value = combine(low, high)
         return value
 
     def any(self, mask: Value) -> Value:
-        """Whether a lane of a mask is set."""
+        """Whether any lane of a mask is set."""
         return self.icmp("ne", self.convert("bitcast", mask, f"i{lanes_of(mask.type)}"), 0)
 
     # -- control --------------------------------------------------------------------------------------------------
@@ -359,9 +359,9 @@ class Builder:
         body: Body,
         carry: Sequence[Value] = (),
     ) -> list[Value]:
-        """`for i in range(low, high, step)` with carried values; zero trips are fine.
+        """`for i in range(low, high, step)` with carried values; zero trips are allowed.
 
-        `body(i, *carried)` returns the next carried values; the result is the carried values after the loop.
+        `body(i, *carried)` returns the next carried values; the loop returns those after the last trip.
         """
         tag = self.fresh("loop")
         before = self.block
@@ -388,7 +388,7 @@ class Builder:
         return carried
 
     def when(self, condition: Value, then: Body, otherwise: Body | None = None) -> list[Value]:
-        """A branch; both sides return equally many values, which are merged."""
+        """A branch; both sides return the same number of values, which are merged."""
         tag = self.fresh("if")
         other = f"{tag}.else" if otherwise else f"{tag}.end"
         self.line(f"br {condition}, label %{tag}.then, label %{other}")
@@ -403,7 +403,7 @@ class Builder:
             second = list(otherwise() or ())
             second_end = self.block
             self.line(f"br label %{tag}.end")
-        assert len(first) == len(second), "both sides of a branch return equally many values"
+        assert len(first) == len(second), "both sides of a branch return the same number of values"
         self.label(f"{tag}.end")
         return [
             self.assign(a.type, f"phi {a.type} [ {a.text}, %{first_end} ], [ {b.text}, %{second_end} ]")

@@ -1,9 +1,9 @@
-"""Bus errors: a signal handler in machine code that names the file whose map could not be read, and ends the process.
+"""Bus errors: a signal handler in machine code that names the mapped file that could not be read, and exits.
 
-A file that is truncated while it is mapped raises SIGBUS in whatever thread reads it, mostly in a kernel. The handler
-looks the address up in the table of maps (`formats.mapped.TABLE`), writes a message and exits; other faults go to the
-handler that was there before. It calls nothing that POSIX does not allow in a handler. Only programs install it, never
-a library: `import rlx` leaves signals alone.
+Truncating a mapped file raises SIGBUS in whichever thread reads it, usually inside a kernel. The handler looks the
+address up in the table of maps (`formats.mapped.TABLE`), writes a message and exits; other faults go to the previous
+handler. It is async-signal-safe: it calls only what POSIX allows in a handler. Only programs install it, never the
+library: `import rlx` leaves signals alone.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rlx.backends.cpu.targets import cpu_target
 from rlx.backends.cpu.toolchain import CodeLibrary
 from rlx.formats.mapped_file import TABLE
 
-HANDLER, BLOCK = "bus_error", "bus_block"  # the function of the object, and the constant that has the block's address
+HANDLER, BLOCK = "bus_error", "bus_block"  # the handler's symbol, and the constant that holds the block's address
 
-# The block that the handler reads, in bytes: functions of the C library, the handler that was there before (its
-# address, whether it takes the details of a signal, and the record that installs it again), and what to do.
+# The block that the handler reads, as byte offsets: C library functions, the previous handler (its address, whether it
+# takes siginfo, and the record that reinstalls it), the exit code, the map table and the texts.
 FUNCTIONS = ("write", "_exit", "sigaction", "raise")
 WRITE, EXIT, SIGACTION, RAISE, OLD, OLD_IS_DETAILED, OLD_ACTION, CODE, MAPS = range(0, 72, 8)
 BEFORE, BEFORE_LENGTH, AFTER, AFTER_LENGTH = range(72, 104, 8)
 BLOCK_WORDS = 13
 
-# siginfo_t of Linux on machines of 64 bits, and struct sigaction of its C libraries
+# Offsets in Linux's 64-bit siginfo_t, and the signal set size in struct sigaction of its C libraries
 SI_CODE, SI_ADDRESS = 8, 16
 _SIGNAL_SET_BYTES = 128
-_DETAILED, _ON_STACK = 0x4, 0x08000000  # SA_SIGINFO; SA_ONSTACK: on the alternative stack, where a thread has one
+_DETAILED, _ON_STACK = 0x4, 0x08000000  # SA_SIGINFO; SA_ONSTACK: on the alternate stack, if the thread has one
 
 
 class _Action(ctypes.Structure):
@@ -51,27 +51,27 @@ class _Action(ctypes.Structure):
 
 def handler_text() -> str:
     """The handler's LLVM IR."""
-    from rlx.backends.cpu.bus_errors_code import emitted  # a handler that was compiled before needs no generator
+    from rlx.backends.cpu.bus_errors_code import handler_ir  # a cached handler needs no generator
 
-    return emitted()
+    return handler_ir()
 
 
 def install(code: int, before: str, after: str, *, compiling: bool = True) -> bool:
-    """End the process with exit code `code` where a mapped file cannot be read; says on stderr: before, file, after.
+    """Exits with status `code` when a mapped file cannot be read, writing `before`, the file and `after` to stderr.
 
-    Returns False where there is no handler: on systems other than Linux, and, without `compiling`, where the machine
-    code is not in the cache. Does nothing if it is installed already.
+    Returns False if no handler was installed: outside Linux, and, without `compiling`, if the machine code is not
+    cached. Does nothing if it is installed already.
     """
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return False
     if not _installed:
-        known = library(cpu_target(backend("cpu").target())).kept(HANDLER, handler_text, compiling=compiling)
+        known = library(cpu_target(backend("cpu").target())).cached_object(HANDLER, handler_text, compiling=compiling)
         if known is not None:
             _install(known, code, before.encode(), after.encode())
     return bool(_installed)
 
 
-_installed: list[Any] = []  # what the handler reads, so that it stays
+_installed: list[Any] = []  # keeps alive what the handler reads
 
 
 def _install(machine_code: bytes, code: int, before: bytes, after: bytes) -> None:
@@ -88,12 +88,12 @@ def _install(machine_code: bytes, code: int, before: bytes, after: bytes) -> Non
         *(word for text in texts for word in (text.ctypes.data, text.size)),
     ]  # fmt: skip
     _installed.extend((old, texts, block, TABLE))
-    for kept in _installed:  # the end of the interpreter must not free it: a daemon thread may fault later
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for item in _installed:  # must outlive the interpreter: a daemon thread may fault during shutdown
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
     _call(libc.sigaction, new, None)
 
 
 def _call(sigaction: Callable[..., int], new: _Action | None, old: _Action | None) -> None:
-    given = (None if action is None else ctypes.byref(action) for action in (new, old))
-    failed = sigaction(int(signal.SIGBUS), *given)
+    pointers = (None if action is None else ctypes.byref(action) for action in (new, old))
+    failed = sigaction(int(signal.SIGBUS), *pointers)
     assert not failed, "SIGBUS is a signal that may be handled"

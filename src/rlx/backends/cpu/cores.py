@@ -1,4 +1,4 @@
-"""How many cores this process may use: by its affinity mask, and by the CPU quota of the cgroups it is in."""
+"""The number of cores this process may use: limited by its affinity mask and the CPU quota of its cgroups."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROOT = Path("/")
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on at once; a quota of 1.5 cores counts as two."""
+    """Number of cores that this process may use at once; a quota of 1.5 cores counts as two."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(cores, quota(ROOT))))
 
 
 @functools.cache
 def quota(root: Path) -> float:
-    """The smallest CPU quota of the process's cgroups and their parents, in cores; infinite where there is none."""
+    """The smallest CPU quota of the process's cgroups and their parents, in cores; infinity if there is none."""
     return min((_quota_of(folder, version) for folder, version in groups(root, "cpu")), default=math.inf)
 
 

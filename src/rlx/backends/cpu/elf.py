@@ -1,7 +1,7 @@
-"""ELF objects without LLVM: their tables read, and their code put into memory, ready to be called.
+"""An ELF loader without LLVM: reads object tables and places code in memory, ready to be called.
 
-Objects are those that the tool chain makes: position-independent, of the small code model, with nothing undefined but
-a few functions of the C library. Memory is written first and made executable afterwards, never both at once.
+Objects come from our tool chain: position-independent, small code model, nothing undefined but a few C library
+functions. Memory is written first and made executable afterwards, never both at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rlx.errors import CapabilityError, FormatError
 
-# What LLVM may call on its own account and every C library has; anything else undefined is a generator's mistake.
+# C library functions that LLVM may call on its own; anything else undefined is a generator bug.
 LIBC = frozenset({"memcpy", "memmove", "memset"})
 
 _HEADER, _SECTION, _SYMBOL = (
@@ -27,16 +27,16 @@ _HEADER, _SECTION, _SYMBOL = (
 )
 _RELOCATION = struct.Struct("<QIIq")
 _X86_64 = 62
-_PROGRAM, _SYMBOL_TABLE, _RELOCATIONS = 1, 2, 4  # kinds of sections
-_WRITTEN, _LOADED, _EXECUTED = 1, 2, 4  # flags of sections
-_ABSOLUTE, _RELATIVE, _CALL = 1, 2, 4  # kinds of relocations: S + A in 64 bits, S + A - P in 32
-_READ, _EXECUTE = 1, 4  # for mprotect
+_PROGRAM, _SYMBOL_TABLE, _RELOCATIONS = 1, 2, 4  # section kinds
+_WRITTEN, _LOADED, _EXECUTED = 1, 2, 4  # section flags
+_ABSOLUTE, _RELATIVE, _CALL = 1, 2, 4  # relocation kinds: S + A in 64 bits, S + A - P in 32
+_READ, _EXECUTE = 1, 4  # mprotect rights
 _JUMP = bytes.fromhex("ff25020000000f0b")  # jmp [rip + 2], then the address: a call reaches 2 GiB, libc may be farther
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of an object; `link` and `info` name other sections, by kind."""
+    """A section of an object; the meaning of `link` and `info` depends on the kind."""
 
     kind: int
     flags: int
@@ -49,7 +49,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A name, and the place it stands for: an offset in a section; section 0 means that it is not defined here."""
+    """A name and its place: an offset in a section; section 0 means undefined."""
 
     name: str
     section: int
@@ -67,11 +67,11 @@ class Object:
     data: bytes
     machine: int
     sections: list[Section]
-    symbols: list[Symbol]  # as relocations number them; some have no name
+    symbols: list[Symbol]  # in relocation order; some have no name
 
     @classmethod
     def read(cls, data: bytes) -> Object:
-        """The tables of a 64-bit little-endian ELF object."""
+        """Reads the tables of a 64-bit little-endian ELF object."""
         if data[:6] != b"\x7fELF\x02\x01":
             raise FormatError(f"object: expected a 64-bit ELF file, found {data[:6]!r} in {len(data)} bytes")
         try:
@@ -90,33 +90,33 @@ class Object:
 
     def loaded(self, *, executed: bool) -> list[int]:
         """The numbers of the sections with code, or of those with constants."""
-        found = []
+        numbers = []
         for number, section in enumerate(self.sections):
             if section.flags & _LOADED and section.size:
                 if section.flags & _WRITTEN:
-                    raise FormatError(f"object: section {number} is variables, which no generator makes")
+                    raise FormatError(f"object: section {number} is writable, but generators emit no variables")
                 if section.kind == _PROGRAM and bool(section.flags & _EXECUTED) == executed:
-                    found.append(number)
-        return found
+                    numbers.append(number)
+        return numbers
 
 
 def with_word(data: bytes, name: str, value: int) -> bytes:
-    """A copy of an object in which the constant word of this name has a value."""
+    """A copy of an object in which the constant word `name` has this value."""
     obj = Object.read(data)
-    found = next((s for s in obj.symbols if s.defined and s.name == name), None)
-    if found is None:
+    symbol = next((s for s in obj.symbols if s.defined and s.name == name), None)
+    if symbol is None:
         raise FormatError(f"object: it does not define {name}")
-    place = obj.sections[found.section].offset + found.value
+    place = obj.sections[symbol.section].offset + symbol.value
     return data[:place] + struct.pack("<q", value) + data[place + 8 :]
 
 
 def can_load() -> bool:
-    """Whether `load` works on this machine: it knows the relocations of x86-64 and the system calls of Linux."""
+    """Whether `load` works on this machine: it supports x86-64 relocations and Linux system calls only."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 def load(data: bytes, names: Sequence[str]) -> dict[str, int]:
-    """The addresses of functions of an object, put into memory for good."""
+    """Loads an object into memory for good and returns the addresses of its functions."""
     obj = Object.read(data)
     if obj.machine != _X86_64:
         raise CapabilityError(f"object: expected code for machine {_X86_64} (x86-64), found {obj.machine}")
@@ -130,11 +130,11 @@ def load(data: bytes, names: Sequence[str]) -> dict[str, int]:
 
 
 class _Image:
-    """An object in memory: code and the jumps to the C library on pages that are executed, constants on others."""
+    """An object in memory: code and jumps to the C library on executable pages, constants on others."""
 
     def __init__(self, obj: Object, libc: Sequence[str]) -> None:
         self.obj = obj
-        self.places: dict[int, int] = {}  # of sections
+        self.places: dict[int, int] = {}  # by section
         jumps = self._place(obj.loaded(executed=True), 0)
         self.jumps = {name: _round_up(jumps, 16) + 16 * i for i, name in enumerate(libc)}
         constants = _round_up(max(jumps, *(at + 16 for at in self.jumps.values()), 1), mmap.PAGESIZE)
@@ -144,8 +144,8 @@ class _Image:
         self._write()
         _protect(self.base, constants, _READ | _EXECUTE)
         _protect(self.base + constants, size - constants, _READ)
-        # Addresses become plain numbers, so nobody knows when the last user is gone. Not even the end of the
-        # interpreter may free the memory: a daemon thread can be inside it.
+        # Addresses become plain numbers, so nothing tracks the last user. Not even interpreter exit may free the
+        # memory: a daemon thread can be executing it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.memory))
 
     def functions(self, names: Iterable[str]) -> dict[str, int]:
@@ -156,7 +156,7 @@ class _Image:
         return {name: self.base + self._offset(known[name]) for name in names}
 
     def _place(self, numbers: Sequence[int], end: int) -> int:
-        """Give sections their places from `end` on; the result is where the last one ends."""
+        """Assigns offsets to sections from `end` on; returns the new end."""
         for number in numbers:
             section = self.obj.sections[number]
             if section.alignment > mmap.PAGESIZE or section.offset + section.size > len(self.obj.data):
@@ -178,7 +178,7 @@ class _Image:
                     self._relocate(section.info, *_RELOCATION.unpack_from(self.obj.data, at))
 
     def _relocate(self, number: int, offset: int, kind: int, symbol: int, addend: int) -> None:
-        """Write an address, or the distance to it, into a section."""
+        """Writes an absolute address or a relative distance into a section."""
         width = 8 if kind == _ABSOLUTE else 4
         if offset + width > self.obj.sections[number].size:
             raise FormatError(f"object: a relocation at byte {offset} lies outside section {number}")
@@ -191,10 +191,10 @@ class _Image:
             raise FormatError(f"object: relocation kind {kind} is not among {_ABSOLUTE}, {_RELATIVE} and {_CALL}")
 
     def _offset(self, symbol: Symbol) -> int:
-        """Where a symbol lies, counted from the start of the memory."""
+        """Offset of a symbol from the start of the memory."""
         if not symbol.defined:
             if symbol.name not in self.jumps:
-                raise FormatError(f"object: a relocation goes to symbol {symbol.name!r}, which is nowhere")
+                raise FormatError(f"object: a relocation goes to symbol {symbol.name!r}, which is undefined")
             return self.jumps[symbol.name]
         if symbol.section not in self.places:
             raise FormatError(f"object: symbol {symbol.name!r} lies in section {symbol.section}, which is not loaded")

@@ -1,8 +1,8 @@
-"""An executable: a program, its machine code and its memory. Runs from any number of threads at once.
+"""The CPU executable: a program, its machine code and its memory. Runs from any number of threads at once.
 
-Sizes are evaluated once for each binding of the symbols (a frame); argument blocks, arena and scratch belong to an
-instance that a run checks out. A run with known sizes only writes the addresses of its inputs and outputs; one with the
-sizes of the run before does so in machine code (`again`).
+Sizes are evaluated once per binding of the symbols (`SizePlan`); argument blocks, arena and scratch belong to a
+`RunContext` that a run checks out. A run with known sizes only writes the addresses of its inputs and outputs; one with
+the sizes of the previous run does even that in machine code (`fast_run`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlx.backends.cpu.launch_records import ARGUMENTS, FUNCTION, UNITS
 from rlx.backends.cpu.memory import (
     Bytes,
     Guarded,
-    aligned,
+    alloc_aligned,
     alloc_packed,
     checking,
     guarded_scratch,
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
     from rlx.backends.reports import RunMemory, Trace
     from rlx.lir.program import Program
 
-KEPT_BYTES = 1 << 16  # outputs up to this size may be kept for the next run
-FRAMES = 256  # bindings whose sizes are remembered
-FEW_ROWS = 8  # of a product that waits for its weights rather than for arithmetic
-# Rows that each thread takes through a whole program before the next ones: what they become stays in its cache.
-# Fewer would read weights too often. Measured on encoders of width 384: 1.02 to 1.12 times as fast.
+REUSED_BYTES = 1 << 16  # outputs up to this size may be reused by the next run
+MAX_SIZE_PLANS = 256  # size plans cached per executable
+FEW_ROWS = 8  # of a matmul that is bound by reading weights, not by arithmetic
+# Rows that each thread takes through the complete program before the next ones, so that activations stay in its cache.
+# Fewer rows would read weights too often. Measured on encoders of width 384: 1.02 to 1.12 times as fast.
 PIECE_ROWS = 256
-CACHE_BYTES = 1 << 20  # of a thread: where all of a run's arena fits in, there is nothing to gain
+CACHE_BYTES = 1 << 20  # per thread: if the arena of a run fits, splitting gains nothing
 
 
 @dataclass
 class SizePlan:
-    """Everything that depends on the sizes of the symbols alone."""
+    """Everything that depends only on the symbols' sizes."""
 
-    key: tuple[int, ...]  # the values of the symbols
+    key: tuple[int, ...]  # values of the symbols
     words: np.ndarray[Any, np.dtype[np.int64]]
     units: np.ndarray[Any, np.dtype[np.int64]]
-    steps: list[int]  # of each loop
-    solo: list[bool]  # whether one thread runs it
+    steps: list[int]  # per loop
+    solo: list[bool]  # per loop: whether a single thread runs it
     plan: Plan
-    scratch: int  # bytes of a thread, of which those from `private` belong to loops
+    scratch: int  # bytes per thread; from `private` on they belong to loops
     private: int
-    outputs: list[ArrayType]  # shape and element type of each
+    outputs: list[ArrayType]  # shape and element type of each output
     values: tuple[int, ...]
 
     @cached_property
@@ -78,7 +78,7 @@ class SizePlan:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A run along whose batch others are made instead: [start, stop) of each and its sizes, the largest first."""
+    """A run split along its batch: [start, stop) and sizes of each part, largest first."""
 
     parts: list[tuple[int, int, tuple[int, ...]]]
     outputs: list[ArrayType]
@@ -95,27 +95,26 @@ class RunContext:
         self.records[plan.launches, FUNCTION] = executable.entries
         self.records[plan.shared, ARGUMENTS] += self.words.ctypes.data
         self.loops = np.zeros(plan.block_words(), np.int64)
-        self.arena: Bytes = aligned(0)
-        self.scratch: Bytes = aligned(0)
-        self.guards: dict[str, Guarded] = {}  # of arena buffers
-        self.frame: SizePlan | None = None
-        self.read: Mapping[str, Array] = {}  # weights and constants: the words hold their addresses
-        self.fixed: dict[str, list[int]] = {}  # addresses of those, by kind of buffer
+        self.arena: Bytes = alloc_aligned(0)
+        self.scratch: Bytes = alloc_aligned(0)
+        self.guards: dict[str, Guarded] = {}  # guarded arena buffers
+        self.size_plan: SizePlan | None = None
+        self.read: Mapping[str, Array] = {}  # weights and constants whose addresses the words hold
+        self.fixed: dict[str, list[int]] = {}  # their addresses, by kind of buffer
         self.inputs: list[tuple[int, int, int]] = []
         self.outputs: list[tuple[int, int, int]] = []
         self.results: Results | None = None
         self.status = memoryview(b"")
         self.headers: list[int] = []
-        self.request = np.zeros(0, np.int64)  # what the driver reads
-        self.call = 0  # its address
-        self.again: Repeat = _never
+        self.request = np.zeros(0, np.int64)  # read by the driver
+        self.call = 0  # address of `request`
+        self.fast_run: Repeat = _no_fast_run
 
 
 class CpuExecutable(base.Executable):
-    """A linked program, whose machine code is loaded.
+    """A linked program with its machine code loaded.
 
-    `program` is only asked for by reports, for the words of an error, and for scratch that depends on sizes: a layout
-    from a cache has all else.
+    `program` is needed only by reports, error messages and size-dependent scratch; a cached layout has everything else.
     """
 
     target: CpuTarget
@@ -124,9 +123,9 @@ class CpuExecutable(base.Executable):
         self, layout: Layout, program: Callable[[], Program], target: CpuTarget, threads: int | None = None, *,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> None:  # fmt: skip
-        # Weights that kernels read again and again are worth starting on a cache line: NumPy's memory does not, and a
-        # vector that straddles two lines is read twice.
-        self._allocate = alloc_packed if long_lived else _each_new
+        # Weights that every run reads start on a cache line: NumPy's memory does not, and a vector that straddles two
+        # lines is read twice.
+        self._allocate = alloc_packed if long_lived else _alloc_outputs
         self._inputs = inputs
         self.symbols, self.reads = layout.symbols, layout.names[WEIGHT]
         self._make_program = program
@@ -136,22 +135,23 @@ class CpuExecutable(base.Executable):
         self.pool = pools.shared(threads, code.driver)
         self.threads = self.pool.threads
         self.entries = [code.address([symbol]) for symbol in layout.entries]
-        # Replaced, never changed: a run that has begun keeps its own. Kernels read what is in the second.
+        # Swapped atomically, never mutated, so running calls keep a consistent set. `_read` is what kernels see:
+        # weights and constants.
         self._weights: Mapping[str, Array] = {}
         self._read: Mapping[str, Array] = {}
-        self._instances: list[RunContext] = []
-        self._frames: dict[tuple[int, ...], SizePlan] = {}
+        self._contexts: list[RunContext] = []
+        self._size_plans: dict[tuple[int, ...], SizePlan] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._pieces: dict[tuple[int, ...], BatchSplit | None] = {}
         self._check = checking()
         self.bind({})
-        self._template = np.zeros(layout.records.word_count, np.int64)  # the words that no size changes
+        self._template = np.zeros(layout.records.word_count, np.int64)  # words that do not depend on sizes
         for position, symbols in layout.tables:
             self._template[position] = code.address(symbols)
-        everywhere = compile_sizes((*layout.symbols, *layout.loop_symbols), layout.sizes)
-        start = (0,) * len(layout.loop_symbols)
-        # All sizes of the layout for values of the symbols.
-        self.sizes: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda key: everywhere(*key, *start)
+        evaluate_sizes = compile_sizes((*layout.symbols, *layout.loop_symbols), layout.sizes)
+        zeros = (0,) * len(layout.loop_symbols)
+        # All sizes of the layout for the symbols' values.
+        self.sizes: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda key: evaluate_sizes(*key, *zeros)
         self._output_types = [dtype.numpy for dtype in layout.output_types]
 
     @classmethod
@@ -159,7 +159,7 @@ class CpuExecutable(base.Executable):
         cls, program: Program, target: CpuTarget, threads: int | None = None, *,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> CpuExecutable:  # fmt: skip
-        """Compile and link a program."""
+        """Compiles and links a program."""
         entries = library(target).link(program.kernels().values())
         layout = lay_out(program, entries, target)
         return cls(layout, lambda: program, target, threads, inputs=inputs, long_lived=long_lived)
@@ -169,12 +169,12 @@ class CpuExecutable(base.Executable):
         return self._make_program()
 
     @property
-    def asks_program(self) -> bool:
+    def needs_program(self) -> bool:
         return bool(self.layout.scratch_of)
 
     def image(self) -> Image | None:
-        homes = library(self.target).homes(self.layout.routines())
-        return None if homes is None else Image(self.layout, homes)
+        locations = library(self.target).locations(self.layout.routines())
+        return None if locations is None else Image(self.layout, locations)
 
     # -- weights -------------------------------------------------------------------------------------------------------
     @property
@@ -185,66 +185,67 @@ class CpuExecutable(base.Executable):
         self._weights = dict(weights)
         read = {**self.layout.constants, **weights}
         self._read = {name: Guarded.copy(array).bytes for name, array in read.items()} if self._check else read
-        self._instances = []  # after the weights: who finds this list has seen them
+        self._contexts = []  # after the weights: whoever sees this list sees them too
 
-    # -- frames --------------------------------------------------------------------------------------------------------
-    def frame(self, key: tuple[int, ...]) -> SizePlan:
-        """The sizes of everything for these values of the symbols."""
-        found = self._frames.get(key)
-        if found is None:
-            found = self._make_frame(key)
-            if len(self._frames) >= FRAMES:
-                self._frames.clear()
-            self._frames[key] = found
-        return found
+    # -- size plans
+    # ------------------------------------------------------------------------------------------------------
+    def size_plan(self, key: tuple[int, ...]) -> SizePlan:
+        """The size plan for these values of the symbols, cached."""
+        plan = self._size_plans.get(key)
+        if plan is None:
+            plan = self._make_size_plan(key)
+            if len(self._size_plans) >= MAX_SIZE_PLANS:
+                self._size_plans.clear()
+            self._size_plans[key] = plan
+        return plan
 
     def outputs(self, key: tuple[int, ...]) -> list[ArrayType]:
-        return self.frame(key).outputs
+        return self.size_plan(key).outputs
 
     def units(self, key: tuple[int, ...]) -> list[int]:
-        found: list[int] = self.frame(key).units.tolist()
-        return found
+        units: list[int] = self.size_plan(key).units.tolist()
+        return units
 
     def memory(self, key: tuple[int, ...]) -> RunMemory:
         from rlx.backends.reports import RunMemory
 
         largest = self.largest(key)
-        frame = self.frame(largest)
-        return RunMemory(largest, frame.plan, frame.scratch)
+        size_plan = self.size_plan(largest)
+        return RunMemory(largest, size_plan.plan, size_plan.scratch)
 
     def reserved_bytes(self) -> int:
-        return sum(instance.arena.nbytes + instance.scratch.nbytes for instance in self._instances)
+        return sum(context.arena.nbytes + context.scratch.nbytes for context in self._contexts)
 
     def plan_memory(self, key: tuple[int, ...]) -> Plan:
-        """The arena for a size class: each symbol rounded up to a power of two, where sizes can only grow with it."""
+        """The arena for a size class: each symbol rounded up to a power of two, if sizes only grow with it."""
         rounded = tuple(round_up_power_of_two(v) for v in key) if self.layout.rounds else key
-        found = self._plans.get(rounded)
-        if found is None:
-            found = self._plan(rounded)
-            if len(self._plans) >= FRAMES:
+        plan = self._plans.get(rounded)
+        if plan is None:
+            plan = self._plan(rounded)
+            if len(self._plans) >= MAX_SIZE_PLANS:
                 self._plans.clear()
-            self._plans[rounded] = found
-        return found
+            self._plans[rounded] = plan
+        return plan
 
     def _plan(self, key: tuple[int, ...]) -> Plan:
         values, lives = self.sizes(key), self.layout.lives
         return plan(lives, {x.name: values[i] for x, i in zip(lives, self.layout.arena_bytes, strict=True)})
 
     def _plan_that_fits(self, key: tuple[int, ...]) -> Plan:
-        """The arena of the size class, or where there is no memory for that, of exactly these sizes."""
-        found = self.plan_memory(key)
-        return found if fits(found.size) else self._plan(key)
+        """The arena of the size class or, if memory is too short for it, of exactly these sizes."""
+        plan = self.plan_memory(key)
+        return plan if fits(plan.size) else self._plan(key)
 
-    def _make_frame(self, key: tuple[int, ...]) -> SizePlan:
+    def _make_size_plan(self, key: tuple[int, ...]) -> SizePlan:
         layout = self.layout
         values = self.sizes(key)
         for asserted in layout.assertions:
             if not asserted.holds(values):
-                raise self._unfit(asserted.assertion, key)
+                raise self._assertion_error(asserted.assertion, key)
         shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
         for i, shape in enumerate(shapes):
             if min(shape, default=0) < 0:
-                raise BindError(f"output {i}: its shape is {shape}", hint="sizes are differences that went below 0")
+                raise BindError(f"output {i}: its shape is {shape}", hint="a symbolic size came out negative")
         memory = self._plan_that_fits(key)
         outputs = list(zip(shapes, self._output_types, strict=True))
         if max(values, default=0) >= ADDRESSES:
@@ -252,19 +253,19 @@ class CpuExecutable(base.Executable):
         numbers = np.array(values, np.int64)
         words = self._template.copy()
         words[layout.number_words] = numbers[layout.number_sizes]
-        for found in layout.pointers.values():
-            words[found.positions] = numbers[found.offsets]
+        for pointers in layout.pointers.values():
+            words[pointers.positions] = numbers[pointers.offsets]
         scratch = max([layout.scratch, *self._scratch_by_size(values)])
         private = -(-scratch // 64) * 64
-        whole = private + -(-self.records.private_bytes // 64) * 64
+        stride = private + -(-self.records.private_bytes // 64) * 64
         if self._check:
-            private, whole = private + PAGE, guarded_stride(private, self.records.private_bytes)
+            private, stride = private + PAGE, guarded_stride(private, self.records.private_bytes)
         steps = [values[i] for i in layout.steps]
         solo = self.records.solo(values, steps, self.threads) if steps else []
-        return SizePlan(key, words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
+        return SizePlan(key, words, numbers[layout.units], steps, solo, memory, stride, private, outputs, values)
 
     def _scratch_by_size(self, values: Sequence[int]) -> Iterator[int]:
-        """What the kernels need whose scratch depends on run-time sizes."""
+        """Scratch of the kernels whose scratch depends on run-time sizes."""
         if self.layout.scratch_of:
             from rlx.backends.cpu.kernel_generators import scratch_bytes
 
@@ -277,48 +278,48 @@ class CpuExecutable(base.Executable):
         self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None,
         into: Sequence[Array] | None = None,
     ) -> list[Array]:  # fmt: skip
-        """The outputs for contiguous inputs of the declared types, with symbol values `key`: new arrays, or `into`."""
-        frame = self._frames.get(key)
-        if frame is None:
+        """Runs on contiguous inputs of the declared types with symbol values `key`; returns new arrays, or `into`."""
+        size_plan = self._size_plans.get(key)
+        if size_plan is None:
             pieces = None if into is not None else self.pieces(key)
             if pieces is not None:
                 return self._run_pieces(pieces, inputs, trace)
-            frame = self.frame(key)
-        instances = self._instances
+            size_plan = self.size_plan(key)
+        contexts = self._contexts
         try:
-            instance = instances.pop()
+            context = contexts.pop()
         except IndexError:
-            instance = RunContext(self)
-        if instance.frame is not frame or self._check:
-            self._make_room(instance, frame, frame.output_bytes if into is None else 0)
-            self._fill(instance, frame)
+            context = RunContext(self)
+        if context.size_plan is not size_plan or self._check:
+            self._make_room(context, size_plan, size_plan.output_bytes if into is None else 0)
+            self._fill(context, size_plan)
         elif (
-            instance.again is _never and self._inputs is not None and fast_call.usable()
+            context.fast_run is _no_fast_run and self._inputs is not None and fast_call.usable()
         ):  # the second run of these sizes
-            self._prepare_repeat(instance, frame, inputs)
-        outputs = self._allocate(frame.outputs) if into is None else list(into)
+            self._prepare_fast_run(context, size_plan, inputs)
+        outputs = self._allocate(size_plan.outputs) if into is None else list(into)
         if self._check:
-            self._run_checked(instance, inputs, outputs, trace)
+            self._run_checked(context, inputs, outputs, trace)
         else:
-            self._point_outputs(instance, outputs)
-            self._execute(instance, inputs, trace)
-        status = instance.status
-        for header in instance.headers:
+            self._point_outputs(context, outputs)
+            self._execute(context, inputs, trace)
+        status = context.status
+        for header in context.headers:
             if status[header]:
-                raise self._fault(instance)
-        instances.append(instance)  # where it was: with new weights there is another list
+                raise self._fault(context)
+        contexts.append(context)  # the same list: `bind` replaces it
         return outputs
 
     def run_again(self, inputs: object) -> list[Array] | None:
-        instances = self._instances
+        contexts = self._contexts
         try:
-            instance = instances.pop()
+            context = contexts.pop()
         except IndexError:
             return None
-        outputs = instance.again(inputs)
+        outputs = context.fast_run(inputs)
         if outputs is False:
-            raise self._fault(instance)
-        instances.append(instance)
+            raise self._fault(context)
+        contexts.append(context)
         return outputs
 
     def _run_pieces(
@@ -330,12 +331,12 @@ class CpuExecutable(base.Executable):
         return outputs
 
     def pieces(self, key: tuple[int, ...]) -> BatchSplit | None:
-        """How a run with these sizes is cut along the batch; None where it runs as a whole."""
+        """How a run with these sizes is split along the batch; None if it is not."""
         if self.layout.batch is None:
             return None
-        known = self._pieces  # other threads may begin a new one at any time
+        known = self._pieces  # other threads may replace it at any time
         if key not in known:
-            if len(known) >= FRAMES:
+            if len(known) >= MAX_SIZE_PLANS:
                 self._pieces = known = {}
             known[key] = self._split_batch(key)
         return known[key]
@@ -344,14 +345,14 @@ class CpuExecutable(base.Executable):
         layout = self.layout
         assert layout.batch is not None
         values, batch = self.sizes(key), key[layout.batch]
-        most = max(1, PIECE_ROWS * self.threads * batch // max(1, values[layout.rows]))
-        if batch <= most or not values[layout.rows] or self.plan_memory(key).size <= CACHE_BYTES * self.threads:
+        max_batch = max(1, PIECE_ROWS * self.threads * batch // max(1, values[layout.rows]))
+        if batch <= max_batch or not values[layout.rows] or self.plan_memory(key).size <= CACHE_BYTES * self.threads:
             return None
-        count = -(-batch // most)
+        count = -(-batch // max_batch)
         ends = [-(-batch * i // count) for i in range(count + 1)]
         sizes = [stop - start for start, stop in itertools.pairwise(ends)]
         parts, start = [], 0
-        for size in sorted(sizes, reverse=True):  # those of one size follow each other: only addresses change
+        for size in sorted(sizes, reverse=True):  # equal sizes are adjacent, so only addresses change
             parts.append((start, start + size, (*key[: layout.batch], size, *key[layout.batch + 1 :])))
             start += size
         shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
@@ -362,155 +363,156 @@ class CpuExecutable(base.Executable):
         return BatchSplit(parts, outputs)
 
     def largest(self, key: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the largest piece of a run, which decide its memory."""
+        """The sizes of the largest part of a run, which determine its memory."""
         pieces = self.pieces(key)
         return key if pieces is None else pieces.parts[0][2]
 
     @staticmethod
-    def _point_outputs(instance: RunContext, outputs: Sequence[Array]) -> None:
+    def _point_outputs(context: RunContext, outputs: Sequence[Array]) -> None:
         places = [address(array) for array in outputs]
-        for position, buffer, offset in instance.outputs:
-            instance.view[position] = places[buffer] + offset
+        for position, buffer, offset in context.outputs:
+            context.view[position] = places[buffer] + offset
 
     def _execute(
-        self, instance: RunContext, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        self, context: RunContext, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
     ) -> None:
-        words, places = instance.view, [address(array) for array in inputs]
-        for position, buffer, offset in instance.inputs:
+        words, places = context.view, [address(array) for array in inputs]
+        for position, buffer, offset in context.inputs:
             words[position] = places[buffer] + offset
         if trace is None:
-            self.pool.execute(instance.call)
+            self.pool.execute(context.call)
             return
-        instance.request[driver.TRACE // 8] = address(trace)
+        context.request[driver.TRACE // 8] = address(trace)
         try:
-            self.pool.execute(instance.call)
+            self.pool.execute(context.call)
         finally:
-            instance.request[driver.TRACE // 8] = 0
+            context.request[driver.TRACE // 8] = 0
 
-    def _make_room(self, instance: RunContext, frame: SizePlan, outputs: int) -> None:
-        """Allocate what a run needs beside `outputs` bytes for its outputs, if there is memory for both."""
-        grows = instance.arena.nbytes < frame.plan.size
-        scratch = frame.scratch * self.threads
-        if not fits(outputs + (frame.plan.size - instance.arena.nbytes if grows else 0) + scratch):
-            raise out_of_memory(self, frame.key, frame.plan, frame.outputs)
+    def _make_room(self, context: RunContext, size_plan: SizePlan, outputs: int) -> None:
+        """Allocates arena and scratch, provided that `outputs` bytes of outputs fit as well."""
+        grows = context.arena.nbytes < size_plan.plan.size
+        scratch = size_plan.scratch * self.threads
+        if not fits(outputs + (size_plan.plan.size - context.arena.nbytes if grows else 0) + scratch):
+            raise out_of_memory(self, size_plan.key, size_plan.plan, size_plan.outputs)
         if self._check:
-            self._guard(instance, frame)
+            self._guard(context, size_plan)
             return
         if grows:
-            instance.arena = aligned(0)  # the old one goes first
-            instance.arena = aligned(frame.plan.size)
-        if instance.scratch.nbytes != scratch:
-            instance.scratch = aligned(scratch)
+            context.arena = alloc_aligned(0)  # release the old one first
+            context.arena = alloc_aligned(size_plan.plan.size)
+        if context.scratch.nbytes != scratch:
+            context.scratch = alloc_aligned(scratch)
 
-    def _fill(self, instance: RunContext, frame: SizePlan) -> None:
-        """Write all words that do not change from run to run."""
+    def _fill(self, context: RunContext, size_plan: SizePlan) -> None:
+        """Writes all words that stay the same from run to run."""
         read = self._read
-        instance.words[:] = frame.words
-        instance.records[self.records.launches, UNITS] = frame.units
+        context.words[:] = size_plan.words
+        context.records[self.records.launches, UNITS] = size_plan.units
         self.records.fill(
-            instance.records, instance.loops, address(instance.words), frame.private, frame.values, frame.steps,
-            frame.solo,
+            context.records, context.loops, address(context.words), size_plan.private, size_plan.values,
+            size_plan.steps, size_plan.solo,
         )  # fmt: skip
         names = self.layout.names
-        bases = self._arena_bases(instance, frame)
-        self._add(instance, ARENA, [bases.get(n, 0) for n in names[ARENA]])
-        if instance.read is not read:
-            instance.fixed = {kind: [address(read[n]) for n in names[kind]] for kind in (CONST, WEIGHT)}
-        for kind, addresses in instance.fixed.items():
-            self._add(instance, kind, addresses)
-        self._read_ahead(instance, frame)
-        instance.inputs = self._moving(INPUT, frame)
-        instance.outputs = self._moving(OUTPUT, frame)
-        instance.status = memoryview(instance.scratch.view(np.int64))  # type: ignore[arg-type]
-        instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
-        for header in instance.headers:
-            instance.status[header] = instance.status[header + 1] = 0
-        records, scratch = address(instance.records), address(instance.scratch)
-        request = [records, len(instance.records), scratch, frame.scratch, 0, self.threads]
-        instance.request = np.array(request + [0] * (driver.REQUEST_WORDS - len(request)), np.int64)
-        instance.call, instance.again = address(instance.request), _never
-        instance.frame, instance.read = frame, read
+        bases = self._arena_bases(context, size_plan)
+        self._add(context, ARENA, [bases.get(n, 0) for n in names[ARENA]])
+        if context.read is not read:
+            context.fixed = {kind: [address(read[n]) for n in names[kind]] for kind in (CONST, WEIGHT)}
+        for kind, addresses in context.fixed.items():
+            self._add(context, kind, addresses)
+        self._read_ahead(context, size_plan)
+        context.inputs = self._address_words(INPUT, size_plan)
+        context.outputs = self._address_words(OUTPUT, size_plan)
+        context.status = memoryview(context.scratch.view(np.int64))  # type: ignore[arg-type]
+        context.headers = [t * size_plan.scratch // 8 for t in range(self.threads)]
+        for header in context.headers:
+            context.status[header] = context.status[header + 1] = 0
+        records, scratch = address(context.records), address(context.scratch)
+        request = [records, len(context.records), scratch, size_plan.scratch, 0, self.threads]
+        context.request = np.array(request + [0] * (driver.REQUEST_WORDS - len(request)), np.int64)
+        context.call, context.fast_run = address(context.request), _no_fast_run
+        context.size_plan, context.read = size_plan, read
 
-    def _prepare_repeat(self, instance: RunContext, frame: SizePlan, inputs: Sequence[Array]) -> None:
+    def _prepare_fast_run(self, context: RunContext, size_plan: SizePlan, inputs: Sequence[Array]) -> None:
         assert self._inputs is not None
-        results = Results(frame.outputs, [None] * len(frame.outputs), frame.output_bytes <= KEPT_BYTES)
-        moved = instance.inputs + [(at, len(inputs) + buffer, offset) for at, buffer, offset in instance.outputs]
-        instance.results = results
-        instance.request = fast_call.block(
-            instance.request, address(self.pool.job), address(instance.words), self._inputs, inputs, results, moved
+        results = Results(size_plan.outputs, [None] * len(size_plan.outputs), size_plan.output_bytes <= REUSED_BYTES)
+        moved = context.inputs + [(at, len(inputs) + buffer, offset) for at, buffer, offset in context.outputs]
+        context.results = results
+        context.request = fast_call.block(
+            context.request, address(self.pool.job), address(context.words), self._inputs, inputs, results, moved
         )
-        instance.call = address(instance.request)
-        instance.again = fast_call.function(self.pool.repeat, instance.request)
+        context.call = address(context.request)
+        context.fast_run = fast_call.function(self.pool.repeat, context.request)
 
-    def _read_ahead(self, instance: RunContext, frame: SizePlan) -> None:
-        """What threads read while they wait: nothing for a launch that multiplies much or reads it more than once."""
-        ahead, sizes = self.layout.ahead, np.array(frame.values, np.int64)
-        whole, units = sizes[ahead.bytes], sizes[ahead.units]
+    def _read_ahead(self, context: RunContext, size_plan: SizePlan) -> None:
+        """Fills the prefetch records, except for launches that are compute-bound or read weights repeatedly."""
+        ahead, sizes = self.layout.ahead, np.array(size_plan.values, np.int64)
+        nbytes, units = sizes[ahead.bytes], sizes[ahead.units]
         units = np.where((sizes[ahead.rows] <= FEW_ROWS) & (sizes[ahead.rounds] == 1), units, 0)
-        columns = (instance.words[ahead.words], whole // np.maximum(units, 1), units)
-        instance.records[ahead.records, : UNITS + 1] = np.stack(columns, axis=1)
+        columns = (context.words[ahead.words], nbytes // np.maximum(units, 1), units)
+        context.records[ahead.records, : UNITS + 1] = np.stack(columns, axis=1)
 
-    def _moving(self, kind: str, frame: SizePlan) -> list[tuple[int, int, int]]:
-        """Position, buffer number and byte offset of the words that hold addresses of inputs or outputs."""
-        found = self.layout.pointers[kind]
-        positions, offsets = found.positions.tolist(), frame.words[found.positions].tolist()
-        return list(zip(positions, found.buffers.tolist(), offsets, strict=True))
+    def _address_words(self, kind: str, size_plan: SizePlan) -> list[tuple[int, int, int]]:
+        """Position, buffer number and byte offset of the words that hold input or output addresses."""
+        pointers = self.layout.pointers[kind]
+        positions, offsets = pointers.positions.tolist(), size_plan.words[pointers.positions].tolist()
+        return list(zip(positions, pointers.buffers.tolist(), offsets, strict=True))
 
-    def _add(self, instance: RunContext, kind: str, addresses: Sequence[int]) -> None:
-        found = self.layout.pointers[kind]
-        if len(found.positions):
-            instance.words[found.positions] += np.array(addresses, np.int64)[found.buffers]
+    def _add(self, context: RunContext, kind: str, addresses: Sequence[int]) -> None:
+        pointers = self.layout.pointers[kind]
+        if len(pointers.positions):
+            context.words[pointers.positions] += np.array(addresses, np.int64)[pointers.buffers]
 
-    def _arena_bases(self, instance: RunContext, frame: SizePlan) -> dict[str, int]:
+    def _arena_bases(self, context: RunContext, size_plan: SizePlan) -> dict[str, int]:
         if not self._check:
-            base = address(instance.arena)
-            return {name: base + offset for name, offset in frame.plan.offsets.items()}
-        return {name: guard.address for name, guard in instance.guards.items()}
+            base = address(context.arena)
+            return {name: base + offset for name, offset in size_plan.plan.offsets.items()}
+        return {name: guard.address for name, guard in context.guards.items()}
 
-    def _guard(self, instance: RunContext, frame: SizePlan) -> None:
-        """New memory of NaN: each arena buffer has its own, and scratch ends for each thread, between guard pages."""
-        sizes = (max(0, frame.values[i]) for i in self.layout.arena_bytes)
-        instance.guards = {x.name: Guarded(size) for x, size in zip(self.layout.lives, sizes, strict=True)}
-        instance.scratch = guarded_scratch(frame.private - PAGE, self.records.private_bytes, self.threads)
+    def _guard(self, context: RunContext, size_plan: SizePlan) -> None:
+        """Allocates memory filled with NaN: each arena buffer and each thread's scratch lie between guard pages."""
+        sizes = (max(0, size_plan.values[i]) for i in self.layout.arena_bytes)
+        context.guards = {x.name: Guarded(size) for x, size in zip(self.layout.lives, sizes, strict=True)}
+        context.scratch = guarded_scratch(size_plan.private - PAGE, self.records.private_bytes, self.threads)
 
     def _run_checked(
         self,
-        instance: RunContext,
+        context: RunContext,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None,
     ) -> None:
-        """A run on guarded copies: what is only read is read-only, and a write just before an array is found."""
+        """Runs on guarded copies: read-only data is write-protected, and writes just before an array are detected."""
         names = self.layout.names
-        taken, given = dict(zip(names[INPUT], inputs, strict=True)), dict(zip(names[OUTPUT], outputs, strict=True))
+        input_arrays = dict(zip(names[INPUT], inputs, strict=True))
+        output_arrays = dict(zip(names[OUTPUT], outputs, strict=True))
         states = {leaf.name for leaf in self._inputs or () if leaf.written}
-        read = {name: Guarded.copy(array, written=name in states) for name, array in taken.items()}
-        made = {name: Guarded(array.nbytes) for name, array in given.items()}
-        self._point_outputs(instance, [guard.bytes for guard in made.values()])
-        self._execute(instance, [guard.bytes for guard in read.values()], trace)
-        for name, guard in {**read, **made, **instance.guards}.items():
+        input_guards = {name: Guarded.copy(array, written=name in states) for name, array in input_arrays.items()}
+        output_guards = {name: Guarded(array.nbytes) for name, array in output_arrays.items()}
+        self._point_outputs(context, [guard.bytes for guard in output_guards.values()])
+        self._execute(context, [guard.bytes for guard in input_guards.values()], trace)
+        for name, guard in {**input_guards, **output_guards, **context.guards}.items():
             if not guard.intact:
                 raise KernelError(f"{self.layout.name}: a kernel has written before the beginning of {name!r}")
-        arrays = {**taken, **given}
-        for name, guard in {**{n: read[n] for n in states}, **made}.items():
+        arrays = {**input_arrays, **output_arrays}
+        for name, guard in {**{n: input_guards[n] for n in states}, **output_guards}.items():
             arrays[name].reshape(-1).view(np.uint8)[:] = guard.bytes
 
-    def _unfit(self, assertion: Assertion, key: tuple[int, ...]) -> BindError:
-        """What to say of an assertion that does not hold."""
-        from rlx.backends.run_time_errors import unfit
+    def _assertion_error(self, assertion: Assertion, key: tuple[int, ...]) -> BindError:
+        """The error for an assertion that these sizes violate."""
+        from rlx.backends.run_time_errors import assertion_error
 
-        return unfit(assertion, dict(zip(self.layout.symbols, key, strict=True)))
+        return assertion_error(assertion, dict(zip(self.layout.symbols, key, strict=True)))
 
-    def _fault(self, instance: RunContext) -> KernelError | BindError:
-        """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
+    def _fault(self, context: RunContext) -> KernelError | BindError:
+        """The error for a failed run, from the scratch headers: a fault code, and the first record that failed."""
         from rlx.backends.run_time_errors import fault
 
-        status = instance.status
-        record, code = min((status[at + 1], status[at]) for at in instance.headers if status[at])
-        assert instance.frame is not None
+        status = context.status
+        record, code = min((status[at + 1], status[at]) for at in context.headers if status[at])
+        assert context.size_plan is not None
         step = self.records.walk[record - 1] if 0 < record <= len(self.records.walk) else None
         launch = self.program.launches[step.number] if step is not None else None
-        return fault(self.program, launch, code, dict(zip(self.layout.symbols, instance.frame.key, strict=True)))
+        return fault(self.program, launch, code, dict(zip(self.layout.symbols, context.size_plan.key, strict=True)))
 
     def trace(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
         from rlx.backends.cpu.ceilings import ticks_per_second
@@ -529,9 +531,9 @@ class CpuExecutable(base.Executable):
         return outputs, Trace(seconds[self.records.launches], seconds[list(entered.values())], steps)
 
 
-def _never(inputs: object) -> None:
-    """A run cannot be repeated."""
+def _no_fast_run(inputs: object) -> None:
+    """No fast path: the next run is a full one."""
 
 
-def _each_new(types: Sequence[ArrayType]) -> list[Array]:
+def _alloc_outputs(types: Sequence[ArrayType]) -> list[Array]:
     return [np.empty(shape, dtype) for shape, dtype in types]

@@ -1,4 +1,4 @@
-"""Executables as they are stored: a layout, and where its machine code lies in the cache folder."""
+"""Stored executables: a layout, and where its machine code is in the cache folder."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rlx.backends.cpu.program_layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class CodeLocations:
-    """Where machine code lies in the cache folder: the object of each routine, and that of the driver."""
+    """Cache keys of machine code: the object of each routine, and that of the driver."""
 
-    objects: Mapping[str, tuple[str, ...]]  # the routines of an object
+    objects: Mapping[str, tuple[str, ...]]  # the routines in each object
     driver: str
 
 
 @dataclass(frozen=True)
 class Image:
-    """What an executable is made from in another process."""
+    """The record from which another process rebuilds an executable."""
 
     layout: Layout
-    homes: CodeLocations
+    locations: CodeLocations

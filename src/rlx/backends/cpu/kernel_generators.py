@@ -1,4 +1,4 @@
-"""The generators by kind of kernel: the routines of a kernel, how launches call them, their scratch, their text."""
+"""Dispatches on the kind of kernel: its routines, how launches call them, their scratch, their text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def call(launch: Launch, target: CpuTarget) -> Call:
 
 
 def scratch_bytes(kernel: Kernel, target: CpuTarget, k: int) -> int:
-    """Bytes of scratch a thread needs for a kernel; `k` is the inner size of a matmul."""
+    """Scratch bytes per thread for a kernel; `k` is the inner size of a matmul."""
     match kernel:
         case MatmulKernel():
             return matmul.scratch_bytes(kernel, target, k)
@@ -52,7 +52,7 @@ def scratch_bytes(kernel: Kernel, target: CpuTarget, k: int) -> int:
 
 
 def inner_size(kernel: Kernel, words: Sequence[object]) -> Size:
-    """The run-time word that scratch depends on: k of a matmul, 0 for others."""
+    """The run-time word that scratch depends on: k of a matmul, 0 for other kernels."""
     if isinstance(kernel, MatmulKernel):
         return words[kernel.words.index("k")]  # type: ignore[return-value]
     return 0

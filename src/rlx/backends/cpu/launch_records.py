@@ -1,7 +1,7 @@
-"""The records of a program: what the driver walks, as memory.
+"""The launch records of a program: the memory that the driver walks.
 
-`Records` has the steps of a program and the words of their arguments, numbered once (`layout.py`). `fill` writes what
-depends on sizes and addresses: how often loops run, and how far the addresses in them move.
+`Records` has the steps of a program and the words of their arguments, numbered once (`program_layout.py`). `fill`
+writes what depends on sizes and addresses: trip counts of loops, and how far the addresses in them move.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rlx.backends.cpu import driver
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 ENDLESS = 1 << 62  # steps of a loop that only its predicate ends
-GUESSED_STEPS = 16  # of such a loop, where it is weighed against others
-# What decides whether threads share a loop: what a barrier costs them, and how fast one of them works, in nanoseconds.
-# Measured 80 ns on a quiet machine; a busy one takes longer, while a loop on one thread is never slow for that.
+GUESSED_STEPS = 16  # assumed steps of such a loop in cost estimates
+# Costs that decide whether threads share a loop, in nanoseconds: of a barrier, and of work on one thread. A barrier
+# measured 80 ns on a quiet machine; a busy one takes longer, but that never slows down a loop on one thread.
 BARRIER, FLOP, BYTE = 200.0, 1 / 50, 1 / 90
 FUNCTION, ARGUMENTS, UNITS, FLAGS = range(driver.RECORD_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A step of the walk: its kind as the driver has it, the launch or control that it is of, and the loops around."""
+    """A step of the walk: its kind in the driver's encoding, its launch or control, and the enclosing loops."""
 
     kind: int
     number: int
@@ -34,7 +34,7 @@ class Mark:
 
 @dataclass
 class Moves:
-    """Words that a loop moves: their positions, and how far, as numbers in the size table."""
+    """Words that a loop moves: their positions, and the distance as an index in the size table."""
 
     positions: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -42,17 +42,17 @@ class Moves:
 
 @dataclass
 class LoopPlan:
-    """A loop in the records: its edges, the words that a thread copies, and those of them that move."""
+    """A loop in the records: its edges, the words that each thread copies, and those of them that move."""
 
-    number: int  # among the loops
+    number: int  # index among the loops
     outer: LoopPlan | None
     low: int  # the words of its launches are [low, high)
-    enter: int  # records
+    enter: int  # record numbers
     high: int = 0
     exit: int = 0
     leave: int = 0
     home: int = 0  # where its words are copied to, from the start of the private part of a thread's scratch
-    inside: tuple[int, ...] = ()  # the loops around it
+    inside: tuple[int, ...] = ()  # the enclosing loops
     linear: Moves = field(default_factory=Moves)
     alternating: Moves = field(default_factory=Moves)
 
@@ -63,21 +63,21 @@ class LoopPlan:
 
 @dataclass
 class Records:
-    """The walk through a program, numbered: records, and the position of the first word of each."""
+    """The walk through a program, numbered: records, and the position of each one's first word."""
 
     walk: list[Mark]
-    starts: list[int]
+    first_words: list[int]
     word_count: int
-    loops: dict[int, LoopPlan]  # by number of the control
-    private_bytes: int  # of a thread's scratch
-    template: Words  # what depends on nothing: kinds, flags, where branches go
-    shared: list[int]  # records whose arguments are places in the words
-    private: list[int]  # records whose arguments are places in a thread's copy
-    work: dict[int, tuple[int, int, int]]  # flops, bytes, units of launches in loops: size numbers
-    launches: list[int]  # the records that are launches
+    loops: dict[int, LoopPlan]  # by control number
+    private_bytes: int  # per thread, in scratch
+    template: Words  # what depends on neither sizes nor addresses: kinds, flags, branch targets
+    shared: list[int]  # records whose arguments are in the shared words
+    private: list[int]  # records whose arguments are in a thread's copy
+    work: dict[int, tuple[int, int, int]]  # flops, bytes, units of launches in loops, as indices of sizes
+    launches: list[int]  # records that are launches
 
     def solo(self, values: Sequence[int], steps: Sequence[int], threads: int) -> list[bool]:
-        """Which loops one thread runs alone, because barriers would cost more than sharing the work could save."""
+        """Which loops one thread runs alone, because barriers would cost more than sharing the work saves."""
         saved, barriers = [0.0] * len(self.loops), [0] * len(self.loops)
         for record, step in enumerate(self.walk):
             if not step.loops:
@@ -93,14 +93,14 @@ class Records:
                 times = min(steps[own], GUESSED_STEPS) if steps[own] == ENDLESS else steps[own]
                 saved[inner] += saved[own] * times
                 barriers[inner] += barriers[own] * times
-        found: list[bool] = []
+        solo: list[bool] = []
         for plan in self.loops.values():
-            taken = any(found[self.loops[outer].number] for outer in plan.inside)
-            found.append(not taken and saved[plan.number] <= barriers[plan.number] * BARRIER)
-        return found
+            inside_solo = any(solo[self.loops[outer].number] for outer in plan.inside)
+            solo.append(not inside_solo and saved[plan.number] <= barriers[plan.number] * BARRIER)
+        return solo
 
     def block_words(self) -> int:
-        """Words of the memory that `fill` writes beside the records."""
+        """Number of words that `fill` writes besides the records."""
         moves = sum(len(m.positions) for plan in self.loops.values() for m in (plan.linear, plan.alternating))
         return driver.LOOP_WORDS * len(self.loops) + 2 * moves
 
@@ -108,8 +108,10 @@ class Records:
         self, records: Words, blocks: Words, words: int, private: int, values: Sequence[int], steps: Sequence[int],
         solo: Sequence[bool],
     ) -> None:  # fmt: skip
-        """Finish the records of an instance. `words` is an address, `private` the place of loops in a thread's scratch,
-        `values` are sizes; of each loop, `steps` and `solo` say how often it runs and whether on one thread.
+        """Completes the records of a run context.
+
+        `words` is an address, `private` the offset of loops in a thread's scratch, `values` are sizes; `steps` and
+        `solo` give each loop's trip count and whether a single thread runs it.
         """
         records[self.private, ARGUMENTS] = self.template[self.private, ARGUMENTS] + private
         base = int(blocks.ctypes.data)

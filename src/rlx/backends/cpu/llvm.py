@@ -1,9 +1,8 @@
-"""LLVM, through the C functions of llvmlite's library: IR text in, objects and assembly out.
+"""LLVM through the C functions of llvmlite's library: IR text in, objects and assembly out.
 
-llvmlite's Python classes stay out of this: importing them takes longer than compiling the driver, and they let one
-thread at a time into LLVM, which itself works in several, if each has a context and a machine of its own. Functions
-that are done at once keep the interpreter's lock, since a thread that lets it go may wait 5 ms to get it back; the one
-that makes code lets it go.
+llvmlite's Python classes are not used: importing them takes longer than compiling the driver, and they let one thread
+at a time into LLVM, which itself supports several threads, each with a context and a machine of its own. Short
+functions keep the GIL, since a thread that releases it may wait 5 ms to get it back; code generation releases it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from rlx.errors import CapabilityError, RlxError
 from rlx.free_memory import fits, lacking, show
 
-_OUT = POINTER(c_char_p)  # where a function leaves a text, that of an error for one
+_OUT = POINTER(c_char_p)  # output parameter for a text, such as an error message
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "InitializeNativeTarget": (None, []),
     "InitializeNativeAsmPrinter": (None, []),
@@ -52,29 +51,29 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "DisposeMemoryBuffer": (None, [c_void_p]),
     "DisposeString": (None, [c_char_p]),
 }  # fmt: skip
-_LONG = {"TargetMachineEmitToMemory"}  # other threads go on meanwhile
+_LONG = {"TargetMachineEmitToMemory"}  # releases the GIL
 
 
 class Refused(Exception):
-    """What LLVM has against a module, in its words."""
+    """LLVM's error message for a module."""
 
 
 @functools.cache
 def library() -> Path:
-    """The file that LLVM is in."""
+    """Path of the library that contains LLVM."""
     spec = importlib.util.find_spec("llvmlite")
     folder = Path(spec.origin).parent / "binding" if spec is not None and spec.origin else None
     files = sorted(folder.glob("*llvmlite*")) if folder is not None else []
     if files:
         return files[0]
-    from llvmlite.binding import ffi  # packed in another way
+    from llvmlite.binding import ffi  # packaged differently
 
     return Path(ffi.lib._name)
 
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., Any]]:
-    path, found = str(library()), {}
+    path, functions = str(library()), {}
     try:
         quick, long = ctypes.PyDLL(path), ctypes.CDLL(path)
     except OSError as error:
@@ -82,39 +81,39 @@ def _functions() -> dict[str, Callable[..., Any]]:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(long if name in _LONG else quick, f"LLVMPY_{name}")
         function.restype, function.argtypes = result, arguments
-        found[name] = function
+        functions[name] = function
     for name in ("InitializeNativeTarget", "InitializeNativeAsmPrinter", "InitializeNativeAsmParser"):
-        found[name]()  # the parser is for inline assembly
-    return found
+        functions[name]()  # inline assembly needs the parser
+    return functions
 
 
 def _not_loaded(path: str, why: str) -> RlxError:
     size = Path(path).stat().st_size
-    if not fits(size) or any(word in why for word in ("map", "allocate")):  # the words of dynamic linkers
+    if not fits(size) or any(word in why for word in ("map", "allocate")):  # wording of dynamic linkers
         hint = "is there a limit on memory (ulimit -v)? Compiling needs about 1 GiB of addresses"
         return lacking(f"LLVM: {path} needs {show(size)} of memory to be loaded", hint, [why])
     return CapabilityError(f"LLVM: {path} cannot be loaded", hint="install llvmlite again", notes=[why])
 
 
 def load() -> None:
-    """Make LLVM ready, for those who use it through llvmlite."""
+    """Loads LLVM for code that uses it through llvmlite."""
     _functions()
 
 
 def release() -> None:
-    """Let go of the pages of LLVM's code, 50 MB after a compile: its file has them, should it compile again. Linux."""
+    """Releases the pages of LLVM's code (50 MB) on Linux; a later compilation reads them from the file again."""
     maps = Path("/proc/self/maps")
     if not _functions.cache_info().currsize or not maps.exists():
         return
     libc, path = ctypes.CDLL(None), os.path.realpath(library())
     for line in maps.read_text(errors="replace").splitlines():
-        if line.endswith(f" {path}") and " r-xp " in line:  # code, which nobody has written to
+        if line.endswith(f" {path}") and " r-xp " in line:  # unmodified code pages
             start, end = (int(place, 16) for place in line.split()[0].split("-"))
             libc.madvise(c_void_p(start), c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _call(name: str, *arguments: Any) -> tuple[Any, str]:
-    """The result of a function and the text that it leaves."""
+    """The result of a function and the text it returns."""
     functions, text = _functions(), c_char_p()
     result = functions[name](*arguments, byref(text))
     told = (text.value or b"").decode(errors="replace")
@@ -123,27 +122,27 @@ def _call(name: str, *arguments: Any) -> tuple[Any, str]:
 
 
 def version() -> tuple[int, ...]:
-    """Of LLVM."""
+    """LLVM's version."""
     number: int = _functions()["GetVersionInfo"]()
     return number >> 16 & 255, number >> 8 & 255, number & 255
 
 
 def default_triple() -> str:
-    """This machine, as LLVM names it."""
+    """LLVM's triple of this machine."""
     return _call("GetDefaultTargetTriple")[1]
 
 
 @functools.cache
-def know_all_targets() -> None:
-    """Make code for other architectures too."""
+def init_all_targets() -> None:
+    """Enables code generation for other architectures."""
     for name in ("TargetInfos", "Targets", "TargetMCs", "AsmPrinters"):
         _functions()[f"InitializeAll{name}"]()
 
 
 class Machine:
-    """A code generator, for one thread at a time. It lives as long as the process.
+    """A code generator, for one thread at a time. Lives as long as the process.
 
-    Small and PIC: constants are one RIP-relative operand, not a movabs and a load.
+    Small code model and PIC: a constant is one RIP-relative operand, not a movabs and a load.
     """
 
     def __init__(self, triple: str, cpu: str, features: str) -> None:
@@ -159,7 +158,7 @@ class Machine:
         functions["DisposeTargetData"](data)
 
     def code(self, ir: str, *, assembly: bool = False) -> bytes:
-        """The object of a module, or its assembly; `Refused` where LLVM finds fault with it."""
+        """The object or assembly of a module; raises `Refused` if LLVM rejects it."""
         functions = _functions()
         context = functions["ContextCreate"]()
         module = None
@@ -172,11 +171,11 @@ class Machine:
             is_broken, problem = _call("VerifyModule", module)
             if is_broken:
                 raise Refused(problem)
-            made, problem = _call("TargetMachineEmitToMemory", self._machine, module, int(not assembly))
-            if not made:
+            buffer, problem = _call("TargetMachineEmitToMemory", self._machine, module, int(not assembly))
+            if not buffer:
                 raise Refused(problem)
-            code = ctypes.string_at(functions["GetBufferStart"](made), functions["GetBufferSize"](made))
-            functions["DisposeMemoryBuffer"](made)
+            code = ctypes.string_at(functions["GetBufferStart"](buffer), functions["GetBufferSize"](buffer))
+            functions["DisposeMemoryBuffer"](buffer)
             return code
         finally:
             if module:

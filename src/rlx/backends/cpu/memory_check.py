@@ -1,4 +1,4 @@
-"""Runs that need more memory than there is: an error that says how much, for which buffer, and what is free."""
+"""Runs that need more memory than is free: the error says how much, for which buffers, and how much is free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def out_of_memory(
     executable: CpuExecutable, key: tuple[int, ...], arena: Plan, outputs: Sequence[ArrayType]
 ) -> ResourceError:
-    """The error for a run with these sizes of the symbols."""
+    """The error for a run with these symbol values."""
     layout, program = executable.layout, executable.program
     sizes = ", ".join(f"{symbol} = {size}" for symbol, size in zip(layout.symbols, key, strict=True))
     run = f"graph {layout.name!r}: a run" + (f" with {sizes}" if sizes else "")

@@ -1,7 +1,7 @@
-"""The thread pool: hands launch records to the driver, whose machine code does all forking, waiting and joining.
+"""The thread pool: passes launch records to the driver, whose machine code does all forking, waiting and joining.
 
 `shared(threads)` is the process's pool for a thread count; `Pool.run` is one call into the driver. Workers start with
-the first run, end with the pool or the interpreter, and start anew in a forked child.
+the first run, end with the pool or the interpreter, and restart in a forked child.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rlx.fork_safe_locks import Lock, in_child
 from rlx.host_memory import address
 
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
-LOOK_SECONDS = 0.3e-6  # how long it waits at a barrier before it looks for units that others have not begun
-EXIT_SECONDS = 1.0  # how long the interpreter's exit waits for a worker at most
+LOOK_SECONDS = 0.3e-6  # how long it waits at a barrier before it looks for units that others have not started
+EXIT_SECONDS = 1.0  # how long interpreter exit waits for a worker at most
 
 _Run = Callable[[int], int]
 _WORD, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
@@ -48,7 +48,7 @@ _alive: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def default_threads() -> int:
-    """`RLX_THREADS` if set, else one thread for each usable core."""
+    """`RLX_THREADS` if set, else one thread per usable core."""
     text = os.environ.get("RLX_THREADS")
     if not text:
         return usable_cores()
@@ -66,14 +66,14 @@ def compiled_driver() -> Mapping[str, int]:
 
 
 def thread_limit() -> int:
-    """The most threads that a shared pool has."""
+    """The maximum number of threads of a shared pool."""
     return usable_cores()
 
 
 def shared(threads: int | None = None, addresses: Callable[[], Mapping[str, int]] = compiled_driver) -> Pool:
-    """The pool of this process that has `threads` threads; `addresses` gives the driver when one must be made.
+    """The process's pool with `threads` threads; `addresses` provides the driver if a pool must be created.
 
-    More threads than cores would take turns on them, so there are at most as many as cores, with a warning.
+    More threads than cores would take turns, so their number is capped at the usable cores, with a warning.
     """
     count = default_threads() if threads is None else threads
     if count > (limit := thread_limit()):
@@ -90,9 +90,9 @@ def shared(threads: int | None = None, addresses: Callable[[], Mapping[str, int]
 
 
 class Pool:
-    """`threads` threads, the caller of `run` being the first of them.
+    """`threads` threads, of which the caller of `run` is the first.
 
-    A pool that `adapts` lets runs stay on their callers for a while where its workers cannot get a core.
+    A pool that `adapts` keeps runs on their callers for a while when its workers cannot get a core.
     """
 
     def __init__(self, threads: int, addresses: Mapping[str, int], *, adapts: bool = True) -> None:
@@ -103,17 +103,17 @@ class Pool:
         self._functions = {name: make(addresses[name]) for name, make in _SIGNATURES.items()}
         self._adapts = adapts
         self._start_lock = Lock()
-        # The driver's `call` for the address of a request; look it up anew each time, a fork replaces it.
+        # The driver's `call` with the address of a request; look it up each time, since a fork replaces it.
         self.execute: _Run = self._start_and_run
         self.repeat = addresses["repeat"]
-        self._job: npt.NDArray[np.uint8] | None = None  # kept: these have its address
-        self.job = np.zeros(1, np.int64)  # its address; 0 before the first run, and before the first after a fork
+        self._job: npt.NDArray[np.uint8] | None = None  # kept alive: workers and `job` hold its address
+        self.job = np.zeros(1, np.int64)  # its address; 0 before the first run, also after a fork
         self._end: weakref.finalize[..., Pool] | None = None
         _alive.add(self)
 
     @property
     def why_single(self) -> str | None:
-        """Why the pool has only one thread, or None where it has more."""
+        """Why the pool has only one thread; None if it has more."""
         return self._why_single
 
     def run(
@@ -124,10 +124,10 @@ class Pool:
         trace: npt.NDArray[np.int64] | None = None,
         threads: int | None = None,
     ) -> int:
-        """Execute launch records on `threads` threads and say how many took part: fewer, where the pool is busy.
+        """Executes launch records on `threads` threads; returns how many took part: fewer if the pool is busy.
 
-        `scratch` has `scratch_stride` bytes for each thread, `trace` is zeros of [records, threads, 2]. All arrays
-        are contiguous and writable, and `scratch` and the stride are multiples of 64 bytes.
+        `scratch` has `scratch_stride` bytes per thread, `trace` is zeros of [records, threads, 2]. All arrays are
+        contiguous and writable; `scratch` and the stride are multiples of 64 bytes.
         """
         count = self.threads if threads is None else threads
         base = address(scratch)
@@ -141,13 +141,13 @@ class Pool:
         return self.execute(address(request))
 
     def close(self) -> None:
-        """End the workers, unless a run is going on. Later runs use the thread that calls."""
+        """Ends the workers unless a run is in progress. Later runs stay on the calling thread."""
         if self._end is not None:
             self._end()
 
     def _start_and_run(self, request: int) -> int:
         with self._start_lock:
-            if self.execute == self._start_and_run:  # else another thread was faster
+            if self.execute == self._start_and_run:  # otherwise another thread was faster
                 self._start()
         return self.execute(request)
 
@@ -156,19 +156,19 @@ class Pool:
         workers: list[threading.Thread] = []
         words = job.view(np.int64)
         pause, tick = self._seconds()
-        if self.threads <= usable_cores():  # else who spins keeps somebody else from working
+        if self.threads <= usable_cores():  # otherwise spinning would keep other threads from working
             words[driver.SPIN // 8], words[driver.LOOK // 8] = SPIN_SECONDS / pause, LOOK_SECONDS / pause
         if self._adapts:
             words[driver.MILLISECOND // 8] = 1e-3 / tick
         for tid in range(1, self.threads):
-            # A Python thread inside a ctypes call holds no GIL and is as fast as one of pthread_create. It can be
-            # joined, and threading knows about it at exit and after a fork.
+            # A Python thread inside a ctypes call holds no GIL and is as fast as a pthread. It can be joined, and
+            # `threading` tracks it at exit and after a fork.
             worker = threading.Thread(
                 target=_work, args=(self._functions["worker"], job, tid), name=f"rlx-{tid}", daemon=True
             )
             try:
                 worker.start()
-            except RuntimeError as error:  # the system's limit, or the interpreter is ending
+            except RuntimeError as error:  # the system's limit, or the interpreter is shutting down
                 self._why_single = None if workers else f"no worker could be started: {error}"
                 break
             workers.append(worker)
@@ -178,7 +178,7 @@ class Pool:
         self.execute = functools.partial(self._functions["call"], address(job))
 
     def _seconds(self) -> tuple[float, float]:
-        """Seconds of a pause, which is 10 to 150 cycles, and of a tick of the driver's clock."""
+        """Seconds per pause (10 to 150 cycles) and per tick of the driver's clock."""
         sample, pauses, ticks = 1000, [], []
         for _ in range(5):
             begin, first = time.perf_counter(), self._functions["clock"]()
@@ -189,7 +189,7 @@ class Pool:
         return min(pauses), min(ticks)
 
     def _forget_workers(self) -> None:
-        """In a forked child: the workers are not there; the next run starts others, with a new job block."""
+        """In a forked child, where workers do not exist: the next run starts new ones, with a new job block."""
         if self._end is not None:
             self._end.detach()
         self._end = None
@@ -198,19 +198,19 @@ class Pool:
 
 
 def _work(worker: Callable[[int, int], None], job: npt.NDArray[np.uint8], tid: int) -> None:
-    """A worker's life. The frame holds on to the job block, even when the interpreter ends around it."""
+    """Runs a worker. The Python frame keeps the job block alive, even during interpreter shutdown."""
     worker(address(job), tid)
 
 
 def _stop(stop: Callable[[int], int], job: npt.NDArray[np.uint8], workers: Sequence[threading.Thread]) -> None:
-    """End the workers. When a thread that dies with the interpreter is inside `run`, leave them to die with it."""
+    """Ends the workers, unless a thread that dies with the interpreter is inside `run`: then they die with it."""
     if stop(address(job)):
         for worker in workers:
             worker.join(EXIT_SECONDS)
 
 
 def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed memory that starts on a line of the job block."""
+    """Zeroed memory aligned to a line of the job block."""
     block = np.zeros(nbytes + driver.LINE, np.uint8)
     start = -address(block) % driver.LINE
     return block[start : start + nbytes]

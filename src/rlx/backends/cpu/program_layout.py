@@ -1,7 +1,7 @@
-"""Layouts: a program as the machine runs it. Positions of words, numbers of sizes, names of routines: no kernels.
+"""Program layouts: word positions, size indices and routine names, without kernels.
 
-`Layout` is plain data, so a start that finds it on disk needs neither the program nor the generators. `lay_out` makes
-it: every word of every launch gets a position in one block, sorted by where its value comes from.
+`Layout` is plain data, so a warm start needs neither the program nor the generators. `lay_out` builds it: every word of
+every launch gets a position in one block, grouped by where its value comes from.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pointers:
-    """Argument words that are addresses: their positions, which buffer they point into, and how far."""
+    """Argument words that hold addresses: their positions, buffers and offsets."""
 
     positions: Words
     buffers: Words
-    offsets: Words  # numbers in the size table, in bytes
+    offsets: Words  # indices in the size table, in bytes
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Records that say what to read ahead: the words that are the addresses of it, and numbers of sizes."""
+    """Prefetch records: the words with the addresses to read ahead, and indices of sizes."""
 
     records: Words
     words: Words
     bytes: Words
     units: Words  # of the launches that read it
-    rows: Words  # that it is multiplied with; for many, memory is not what a launch waits for
-    rounds: Words  # how often units go over it: reading ahead is for those who do so once
+    rows: Words  # of the matmul; with many rows a launch is not bound by memory
+    rounds: Words  # how often units read it: only data read once is prefetched
 
 
 @dataclass(frozen=True)
 class SizeCheck:
-    """An assertion that sizes alone decide, with the numbers of its sizes."""
+    """An assertion that depends only on sizes, with their indices."""
 
     assertion: Assertion
     a: int
     b: int
-    steps: tuple[int, ...]  # of loops: where one has none, the assertion need not hold
+    steps: tuple[int, ...]  # of loops: if one of them has no steps, the assertion need not hold
 
     def holds(self, values: Sequence[int]) -> bool:
         related = self.assertion.holds(values[self.a], values[self.b])
@@ -65,23 +65,23 @@ class SizeCheck:
 
 @dataclass(frozen=True)
 class Layout:
-    """Everything of a program that running it needs. Numbers of sizes are those of `sizes`."""
+    """Everything that running a program needs. Sizes are given as indices in `sizes`."""
 
     name: str
     symbols: tuple[str, ...]
     loop_symbols: tuple[str, ...]
-    names: Mapping[str, tuple[str, ...]]  # of buffers by kind, in the order in which pointers number them
+    names: Mapping[str, tuple[str, ...]]  # of buffers by kind, in the order of pointers' buffer numbers
     records: Records
     entries: tuple[str, ...]  # the routine of each launch
-    tables: tuple[tuple[int, tuple[str, ...]], ...]  # words with the address of a routine, or of a table of some
+    tables: tuple[tuple[int, tuple[str, ...]], ...]  # words with the address of a routine or a routine table
     number_words: Words  # the words that are sizes ...
-    number_sizes: Words  # ... and which
+    number_sizes: Words  # ... and their indices
     pointers: Mapping[str, Pointers]  # by kind of buffer
     sizes: tuple[Size, ...]
     units: Words  # of each launch
     steps: tuple[int, ...]  # of each loop
-    scratch: int  # bytes of a thread, as far as they are the same for all sizes
-    scratch_of: tuple[tuple[str, int], ...]  # kernels that need scratch by a size, and its number
+    scratch: int  # bytes per thread, as far as they do not depend on sizes
+    scratch_of: tuple[tuple[str, int], ...]  # kernels whose scratch depends on a size, and its index
     lives: tuple[Lifetime, ...]
     arena_bytes: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]  # of outputs
@@ -89,8 +89,8 @@ class Layout:
     constants: Mapping[str, Array]
     assertions: tuple[SizeCheck, ...]
     rounds: bool  # whether the arena of a size class is large enough for all its sizes
-    batch: int | None  # the number of the symbol along which a run may be cut, if there is one ...
-    rows: int  # ... and the size that says how many rows the largest weight meets
+    batch: int | None  # index of the symbol along which a run may be split, if any ...
+    rows: int  # ... and of the size that gives the rows multiplied with the largest weight
     ahead: Prefetch
 
     def routines(self) -> set[str]:
@@ -99,7 +99,7 @@ class Layout:
 
 
 def lay_out(program: Program, entries: Mapping[str, Entry], target: CpuTarget) -> Layout:
-    """The layout of a program whose kernels have these routines."""
+    """Lays out a program whose kernels have these routines."""
     from rlx.backends.cpu.kernel_generators import call
 
     return _Maker(program, entries, [call(launch, target) for launch in program.launches]).layout(target)
@@ -110,7 +110,7 @@ class _Maker:
         self.program = program
         self.entries = entries
         self.calls = calls  # of each launch
-        self.sizes: dict[Size, int] = {}  # every distinct size, to be evaluated together
+        self.sizes: dict[Size, int] = {}  # every distinct size and its index; evaluated together
         self.numbers: list[tuple[int, int]] = []
         self.tables: list[tuple[int, tuple[str, ...]]] = []
         self.pointers: dict[str, list[tuple[int, int, int]]] = {k: [] for k in (INPUT, OUTPUT, WEIGHT, CONST, ARENA)}
@@ -122,14 +122,14 @@ class _Maker:
         self.records = records_of(program, [len(each.words) for each in calls])
 
     def add(self, size: Size) -> int:
-        """The number of a size."""
+        """The index of a size."""
         return self.sizes.setdefault(size, len(self.sizes))
 
     def layout(self, target: CpuTarget) -> Layout:
         from rlx.backends.cpu.kernel_generators import inner_size, scratch_bytes
 
         program, records = self.program, self.records
-        for mark, position in zip(records.walk, records.starts, strict=True):
+        for mark, position in zip(records.walk, records.first_words, strict=True):
             self._words(mark, position)
         units = [self.add(each.units) for each in self.calls]
         for mark in records.walk:
@@ -158,7 +158,7 @@ class _Maker:
             tuple(self.tables),
             _column(self.numbers, 0),
             _column(self.numbers, 1),
-            {kind: Pointers(*(_column(found, i) for i in range(3))) for kind, found in self.pointers.items()},
+            {kind: Pointers(*(_column(columns, i) for i in range(3))) for kind, columns in self.pointers.items()},
             units=np.array(units, np.int64),
             steps=tuple(steps),
             scratch=scratch,
@@ -173,11 +173,11 @@ class _Maker:
             batch=self._batch(),
             rows=self.add(self._rows()),
             ahead=self._ahead(),
-            sizes=tuple(self.sizes),  # last: the others have added to them
+            sizes=tuple(self.sizes),  # last: the arguments above have added to them
         )
 
     def _assertions(self) -> Iterator[SizeCheck]:
-        """Those that the sizes decide; launches see to the others."""
+        """The assertions that depend on sizes alone; launches check the others."""
         for a in self.program.assertions:
             if not a.launched:
                 yield SizeCheck(a, self.add(a.a), self.add(a.b), tuple(map(self.add, a.steps)))
@@ -190,31 +190,32 @@ class _Maker:
         return program.symbols.index(program.batch)
 
     def _rows(self) -> Size:
-        """Rows of the product with the largest weight; none where there is no such product."""
+        """Rows of the matmul with the largest weight; 0 if there is no matmul."""
         from rlx.lir.kernels import MatmulKernel
 
-        found: list[dict[str, Any]] = []
+        matmuls: list[dict[str, Any]] = []
         for launch in self.program.launches:
             if isinstance(launch.kernel, MatmulKernel) and launch.kernel.layout is not None:
-                found.append(dict(zip(launch.kernel.words, launch.words, strict=True)))
-        sizes = [w["k"] * w["n"] if isinstance(w["k"], int) and isinstance(w["n"], int) else 0 for w in found]
-        if not found:
+                matmuls.append(dict(zip(launch.kernel.words, launch.words, strict=True)))
+        sizes = [w["k"] * w["n"] if isinstance(w["k"], int) and isinstance(w["n"], int) else 0 for w in matmuls]
+        if not matmuls:
             return 0
-        largest = found[sizes.index(max(sizes))]
+        largest = matmuls[sizes.index(max(sizes))]
         return product([largest["m"], largest["batch0"], largest["batch1"]])
 
     def _ahead(self) -> Prefetch:
-        program, records, found = self.program, self.records, list[tuple[int, ...]]()
-        starts = {mark.number: at for mark, at in zip(records.walk, records.starts, strict=True) if _is_launch(mark)}
+        program, records, prefetches = self.program, self.records, list[tuple[int, ...]]()
+        marks = zip(records.walk, records.first_words, strict=True)
+        first_words = {mark.number: at for mark, at in marks if _is_launch(mark)}
         for record, mark in enumerate(records.walk):
             if mark.kind == driver.AHEAD:
                 call = self.calls[mark.number]
                 words: Mapping[str, Any] = call.words
                 rounds = product([words[name] for name in ("row_blocks", "batch0", "batch1")])
                 sizes = (program.buffers[words["b"].buffer].type.bytes, call.units, words["m"], rounds)
-                at = starts[mark.number] + list(words).index("b")
-                found.append((record, at, *map(self.add, sizes)))
-        return Prefetch(*(_column(found, i) for i in range(6)))
+                at = first_words[mark.number] + list(words).index("b")
+                prefetches.append((record, at, *map(self.add, sizes)))
+        return Prefetch(*(_column(prefetches, i) for i in range(6)))
 
     def _words(self, mark: Mark, position: int) -> None:
         from rlx.lir.views import View
@@ -253,16 +254,16 @@ def _column(rows: list[Any], i: int) -> Words:
 
 # -- records ---------------------------------------------------------------------------------------------------------
 def records_of(program: Program, words: Sequence[int]) -> Records:
-    """The walk through a program, numbered; `words` are how many the argument block of each launch has."""
+    """The walk through a program, numbered; `words` has the length of each launch's argument block."""
     kinds: Mapping[str, int] = {
         name: getattr(driver, name.upper()) for name in ("launch", "enter", "test", "next", "jump", "leave")
     }
     walk = _reading_ahead(program, [Mark(kinds[step.kind], step.number, step.loops) for step in program.steps()])
     loops: dict[int, LoopPlan] = {}
-    starts: list[int] = []
+    first_words: list[int] = []
     count = 0
     for record, mark in enumerate(walk):
-        starts.append(count)
+        first_words.append(count)
         if mark.kind == driver.LAUNCH:
             count += words[mark.number]
         elif mark.kind == driver.TEST:
@@ -280,7 +281,7 @@ def records_of(program: Program, words: Sequence[int]) -> Records:
         private = plan.place(plan.high)
     called = [r for r, mark in enumerate(walk) if mark.kind in (driver.LAUNCH, driver.TEST)]
     return Records(
-        walk, starts, count, loops, private, _template(program, walk, starts, loops),
+        walk, first_words, count, loops, private, _template(program, walk, first_words, loops),
         shared=[r for r in called if not walk[r].loops],
         private=[r for r in called if walk[r].loops],
         work={},
@@ -293,17 +294,17 @@ def _is_launch(mark: Mark) -> bool:
 
 
 def _reading_ahead(program: Program, walk: list[Mark]) -> list[Mark]:
-    """The walk with a record before each launch that streams weights: what the next such launch will read."""
+    """The walk with a prefetch record before each launch that streams weights, for the next such launch."""
     streams = [mark for mark in walk if _is_launch(mark) and not mark.loops and _streams(program, mark.number)]
     following = {mark: Mark(driver.AHEAD, then.number) for mark, then in itertools.pairwise(streams)}
-    found = [Mark(driver.AHEAD, mark.number) for mark in streams[:1]]
+    marks = [Mark(driver.AHEAD, mark.number) for mark in streams[:1]]
     for mark in walk:
-        found += [following[mark], mark] if mark in following else [mark]
-    return found
+        marks += [following[mark], mark] if mark in following else [mark]
+    return marks
 
 
 def _streams(program: Program, number: int) -> bool:
-    """Whether a launch reads packed weights from the first to the last."""
+    """Whether a launch reads packed weights once, front to back."""
     from rlx.lir.kernels import MatmulKernel
     from rlx.lir.views import View
 
@@ -318,15 +319,18 @@ def _barrier(after: bool) -> int:
     return driver.BARRIER_AFTER if after else 0
 
 
-def _template(program: Program, walk: list[Mark], starts: list[int], loops: Mapping[int, LoopPlan]) -> Words:
-    """What depends on nothing: kinds, flags, where branches go. Arguments are places in the words or in a copy."""
+def _template(program: Program, walk: list[Mark], first_words: list[int], loops: Mapping[int, LoopPlan]) -> Words:
+    """The record words that depend on neither sizes nor addresses: kinds, flags, branch targets.
+
+    Arguments are offsets in the words or in a thread's copy.
+    """
     template = np.zeros((len(walk), driver.RECORD_WORDS), np.int64)
-    tests: dict[int, int] = {}  # the records at which branches test and jump
+    tests: dict[int, int] = {}  # the records where branches test and jump
     jumps: dict[int, int] = {}
     for record, (mark, row) in enumerate(zip(walk, template, strict=True)):
         row[FLAGS] = mark.kind
         if mark.kind in (driver.LAUNCH, driver.TEST):
-            start = starts[record]
+            start = first_words[record]
             row[ARGUMENTS] = loops[mark.loops[-1]].place(start) if mark.loops else 8 * start
             row[FLAGS] |= driver.PRIVATE if mark.loops else 0
         if mark.kind == driver.LAUNCH:

@@ -1,4 +1,4 @@
-"""Blocks of quantised weights, as far as the matmul knows them: a layout names the loop kernels that read them."""
+"""Blocks of quantised weights as the matmul sees them: a layout names the loop kernels that read them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The kernels that read packed weights for one target.
+    """The kernels that read packed weights on one target.
 
-    With `tiles`, products are of integers: A is words of activations, `unpack` splits weights into codes and scales,
-    and tiles of up to `tile_rows` rows, the lowest first, multiply what it leaves.
+    With `tiles`, matmuls use integers: A is words of int8 activations, `unpack` splits weights into codes and scales,
+    and tiles of up to `tile_rows` rows, smallest first, multiply them.
     """
 
     storage: DType
     unpack: LoopKernel
-    unpacked_bytes: int  # of a block of one column after that
+    unpacked_bytes: int  # bytes of one unpacked block of a column
     dots: tuple[LoopKernel, ...]  # for 1, 2, ... rows, without unpacking to memory
     tiles: tuple[LoopKernel, ...] = ()
-    tile_rows: int = 0  # of the highest tile
-    x_words: int = 0  # that a block of A is
+    tile_rows: int = 0  # of the tallest tile
+    x_words: int = 0  # words per block of A
 
     @property
     def kernels(self) -> tuple[LoopKernel, ...]:
@@ -36,7 +36,7 @@ class Blocks:
 
 
 class BlockLayout(WeightLayout):
-    """A layout of packed blocks, which the matmul reads through kernels of its own."""
+    """A layout of packed blocks, which the matmul reads through the layout's own kernels."""
 
     @abstractmethod
     def blocks(self, target: CpuTarget) -> Blocks:

@@ -1,4 +1,4 @@
-"""Routines: the functions that kernels are made of, named by content so that equal ones are compiled once."""
+"""Routines: the functions that kernels consist of, named by content so that equal ones are compiled once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from rlx.lir.views import View
     from rlx.types import Size
 
-# What the driver gives a routine: its argument block, the units [lo, hi), and scratch of the thread.
+# Arguments that the driver passes to a routine: its argument block, the units [lo, hi), and the thread's scratch.
 ENTRY_ARGUMENTS = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
-# The same for those that reach no memory through both pointers.
+# The same for routines whose two pointers do not alias.
 NOALIAS_ENTRY_ARGUMENTS = tuple((f"{kind} noalias" if kind == "ptr" else kind, name) for kind, name in ENTRY_ARGUMENTS)
-HEADER_BYTES = 64  # of scratch, owned by the driver
+HEADER_BYTES = 64  # at the start of scratch, owned by the driver
 
 
 @dataclass(frozen=True, slots=True)
 class Routine:
-    """One function of an object file; `symbol` tells its content apart from all others of the same target."""
+    """One function of an object file; `symbol` identifies its content among all routines of a target."""
 
     symbol: str
     emit: Callable[[Module], None]
@@ -29,7 +29,7 @@ class Routine:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the driver calls for a kernel, and the routines whose addresses fill words of its argument block."""
+    """The routine the driver calls for a kernel, and the routines whose addresses fill words of its argument block."""
 
     routine: Routine
     tables: Mapping[str, tuple[Routine, ...]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Entry:
 class Call:
     """A launch as the driver runs it: the argument block, by name and in order, and the units that threads share.
 
-    A word without a value is the address of one of the entry's tables, or 0 for an operand that is left out.
+    A word without a value is the address of one of the entry's tables, or 0 for an omitted operand.
     """
 
     words: Mapping[str, View | Size | None]

@@ -1,4 +1,4 @@
-"""The processors that code is generated for, and which of them this machine is."""
+"""The processors that code is generated for, and detection of this machine's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlx.operand_layouts import Layout, WeightLayout
 from rlx.target import KvLayout, Target
 from rlx.types import TensorType
 
-KEY_BLOCK = 64  # keys that attention takes at a time, cut at absolute positions; also the page of a KV cache
+KEY_BLOCK = 64  # keys per attention step, aligned to absolute positions; also the page size of a KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTarget(Target):
-    """One kind of processor. `tile_rows` × `tile_vectors` is the matmul micro-kernel; a panel is one tile wide."""
+    """A kind of processor. `tile_rows` × `tile_vectors` is the matmul micro-kernel; a panel is one tile wide."""
 
     device: str = "cpu"
     prepacks: bool = True
@@ -29,15 +29,15 @@ class CpuTarget(Target):
     tile_vectors: int = 1
     has_fma: bool = False
     cpu: str = ""
-    features: str = ""  # LLVM feature string, "" = those of `cpu`
-    has_dot: bool = False  # multiplies bytes and adds four products in one instruction
+    features: str = ""  # LLVM feature string; "" means those of `cpu`
+    has_dot: bool = False  # has an instruction that multiplies bytes and adds four products
 
     def lanes(self, element_bytes: int) -> int:
-        """Elements of one vector register."""
+        """Elements per vector register."""
         return self.vector_bytes // element_bytes
 
     def panel(self, element_bytes: int) -> int:
-        """Columns of a packed weight panel."""
+        """Columns per packed weight panel."""
         return self.lanes(element_bytes) * self.tile_vectors
 
     def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
@@ -47,7 +47,7 @@ class CpuTarget(Target):
 
     @property
     def kv_layout(self) -> KvLayout:
-        """Consecutive pages of a head are contiguous, as a stream that the hardware prefetches; keys lie in lanes."""
+        """Pages of a head are contiguous, a stream that the hardware prefetches; keys are interleaved in lanes."""
         return KvLayout(KEY_BLOCK, keys="hpds", values="hpsd")
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
@@ -76,14 +76,14 @@ BY_NAME = {t.name: t for t in (AVX512VNNI, AVX512, AVX2, BASELINE, NEON)}
 
 
 def cpu_target(target: Target) -> CpuTarget:
-    """A target that came through the backend protocol, as one of a processor."""
+    """Checks that a target from the backend protocol is a CPU's."""
     if not isinstance(target, CpuTarget):
-        raise CapabilityError(f"cpu: target {target.name!r} is one of {target.device}", hint="pass a target of the CPU")
+        raise CapabilityError(f"cpu: target {target.name!r} is for {target.device}", hint="pass a target of the CPU")
     return target
 
 
 def layouts() -> Mapping[str, type[Layout]]:
-    """The layouts of operands that these targets ask for, by name."""
+    """The operand layouts that these targets use, by name."""
     from rlx.backends.cpu.packing import LAYOUTS
 
     return LAYOUTS
@@ -108,16 +108,16 @@ def best() -> CpuTarget:
 
 @functools.cache
 def supported() -> tuple[CpuTarget, ...]:
-    """All targets that this machine runs, the widest first."""
+    """All targets that this machine runs, widest first."""
     if platform.machine() in ("aarch64", "arm64"):
         return (NEON,)
     flags = _cpu_flags()
-    found = []
+    targets = []
     if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"} <= flags:
-        found += [AVX512VNNI, AVX512] if "avx512_vnni" in flags else [AVX512]
+        targets += [AVX512VNNI, AVX512] if "avx512_vnni" in flags else [AVX512]
     if {"avx2", "fma", "f16c"} <= flags:
-        found.append(AVX2)
-    return (*found, BASELINE)
+        targets.append(AVX2)
+    return (*targets, BASELINE)
 
 
 def processor() -> str:

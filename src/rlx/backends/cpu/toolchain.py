@@ -1,8 +1,8 @@
 """The LLVM tool chain: IR text in, relocatable objects and addresses of loaded functions out.
 
-LLVM is loaded by the first call that needs it. Objects are position-independent ELF of the small code model, so
-the same bytes serve the process that made them and any later one that finds them on disk; where `elf.py` can load them,
-that later one needs no LLVM, elsewhere JITLink links them.
+LLVM is loaded by the first call that needs it. Objects are position-independent ELF of the small code model, so the
+same bytes serve the process that compiled them and any later one that finds them on disk. Where `elf.py` can load them,
+that later process needs no LLVM; elsewhere JITLink links them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from rlx.backends.cpu.targets import CpuTarget
 from rlx.errors import LowerError
 from rlx.fork_safe_locks import Lock, Waits
 
-_INLINE_ASSEMBLY = re.compile(r'\basm\b[^"\n]*"[^"]')  # one that is not empty
-MESSAGE_LINES = 6  # of an LLVM error; a parse error has the place and the line in the first three
+_INLINE_ASSEMBLY = re.compile(r'\basm\b[^"\n]*"[^"]')  # non-empty
+MESSAGE_LINES = 6  # of an LLVM error; a parse error has place and line in the first three
 
-# LLVM is entered through lanes, a lane by one thread at a time, and a fork waits until all are empty: otherwise a child
-# could inherit LLVM half-way through a compile, with locks that nobody will release.
+# LLVM is entered through slots, each used by one thread at a time, and a fork waits until all are free: otherwise a
+# child could inherit LLVM in mid-compilation, with locks that nobody will release.
 LANES = 2
-_lanes = [Lock(waits=Waits.LLVM) for _ in range(LANES)]
+_slots = [Lock(waits=Waits.LLVM) for _ in range(LANES)]
 
 
 @contextlib.contextmanager
-def _lane() -> Iterator[int]:
-    """Be in LLVM; gives the number of the lane."""
-    free = next((i for i, lane in enumerate(_lanes) if lane.acquire(blocking=False)), None)
+def _slot() -> Iterator[int]:
+    """Acquires an LLVM slot; yields its index."""
+    free = next((i for i, slot in enumerate(_slots) if slot.acquire(blocking=False)), None)
     number = 0 if free is None else free
     if free is None:
-        _lanes[number].acquire()
+        _slots[number].acquire()
     try:
         yield number
     finally:
-        _lanes[number].release()
+        _slots[number].release()
 
 
 def _host_arch() -> str:
@@ -60,28 +60,28 @@ def _triple(target: CpuTarget) -> str:
 
 
 @functools.cache
-def _machine(target: CpuTarget, lane: int) -> llvm.Machine:
-    """The code generator of a lane."""
+def _machine(target: CpuTarget, slot: int) -> llvm.Machine:
+    """The code generator of a slot."""
     if target.arch != _host_arch():
-        llvm.know_all_targets()
+        llvm.init_all_targets()
     return llvm.Machine(_triple(target), target.cpu, target.features)
 
 
 def _generate(ir: str, target: CpuTarget, *, assembly: bool = False) -> bytes:
-    """What LLVM makes of a module; what it refuses is a defect of the generator."""
+    """Runs LLVM on a module; a module that LLVM rejects is a generator bug."""
     if target.arch != _host_arch() and _INLINE_ASSEMBLY.search(ir):
-        # llvmlite can only initialise the native assembler, and without one LLVM ends the process.
+        # llvmlite can only initialise the native assembler, and without one LLVM aborts the process.
         raise LowerError(f"toolchain: inline assembly for {target.arch} cannot be assembled on {_host_arch()}")
-    with _lane() as lane:
+    with _slot() as slot:
         try:
-            return _machine(target, lane).code(ir, assembly=assembly)
+            return _machine(target, slot).code(ir, assembly=assembly)
         except llvm.Refused as error:
             message = "\n".join(str(error).strip().splitlines()[:MESSAGE_LINES])
             raise LowerError(f"toolchain: LLVM refuses the module for {target.name}: {message}") from error
 
 
 def compile_text(ir: str, target: CpuTarget) -> bytes:
-    """The object file of a module. Codegen level 3, no mid-level passes: they bought no speed and cost time."""
+    """The object file of a module. Codegen level 3, no mid-level passes: they gained no speed and cost time."""
     return _generate(ir, target)
 
 
@@ -91,32 +91,32 @@ def assembly(ir: str, target: CpuTarget) -> str:
 
 
 class Compilation:
-    """Modules that become objects in threads of their own, beside whatever Python does: LLVM does not hold it up."""
+    """Compiles modules in background threads; LLVM runs without the GIL."""
 
     def __init__(self, target: CpuTarget) -> None:
         self.target = target
-        self._made: list[Future] = []
+        self._futures: list[Future] = []
         self._waiting: deque[Future] = deque()
         self._guard = Lock()
         self._workers = 0
 
     def add(self, ir: str) -> None:
-        """Compile one more module."""
+        """Compiles one more module."""
         with self._guard:
-            self._made.append(Future(ir))
-            self._waiting.append(self._made[-1])
+            self._futures.append(Future(ir))
+            self._waiting.append(self._futures[-1])
             if self._workers == LANES:
                 return
             self._workers += 1
         try:
-            # Not a daemon: the interpreter waits for it at its end, since nothing may be stopped inside LLVM.
+            # Not a daemon: interpreter exit waits for it, since no thread may be stopped inside LLVM.
             threading.Thread(target=self._work, name="rlx-compile").start()
-        except RuntimeError:  # no more threads for this process
+        except RuntimeError:  # the process has no more threads
             self._work()
 
     def objects(self) -> list[bytes]:
-        """The objects of all modules, in order; waits for them."""
-        return [made.result() for made in self._made]
+        """Waits for the objects of all modules; returns them in order."""
+        return [future.result() for future in self._futures]
 
     def _work(self) -> None:
         while True:
@@ -129,55 +129,55 @@ class Compilation:
 
 
 class Future:
-    """An object file that is being made."""
+    """An object file that is being compiled."""
 
     def __init__(self, ir: str) -> None:
         self._ir = ir
         self._is_done = threading.Event()
-        self._found: bytes | BaseException = b""
+        self._result: bytes | BaseException = b""
 
     def compile(self, target: CpuTarget) -> None:
-        """Make it; what goes wrong is told to whoever asks for the result."""
+        """Compiles the module; errors are raised by `result`."""
         try:
-            self._found = compile_text(self._ir, target)
+            self._result = compile_text(self._ir, target)
         except BaseException as error:
-            self._found = error
+            self._result = error
         self._ir = ""
         self._is_done.set()
 
     def result(self) -> bytes:
-        """The object, when it is there."""
+        """Waits for the object."""
         self._is_done.wait()
-        if isinstance(self._found, BaseException):
-            raise self._found
-        return self._found
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
 
 
 def trim_compiler_memory() -> None:
-    """Give the system what only compiling needed: LLVM's code, and what the allocator has free."""
+    """Returns memory that only compiling needed to the system: LLVM's code, and the allocator's free memory."""
     if sys.platform == "linux":
         llvm.release()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         if trim is not None:
             trim(0)
 
 
 def llvm_version() -> str:
     """The version of LLVM in use, such as `22.1.0`."""
-    with _lane():
+    with _slot():
         return ".".join(map(str, llvm.version()))
 
 
 @functools.cache
 def llvm_identity() -> str:
-    """Tells LLVM libraries apart without loading one, which takes longer than all else of a warm start."""
+    """Identifies an LLVM library without loading it, which takes longer than the rest of a warm start."""
     path = llvm.library()
     status = path.stat()
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 def cpu_identity(target: CpuTarget) -> str:
-    """What an object depends on beside its text; part of every cache key."""
+    """Everything an object depends on besides its text; part of every cache key."""
     return f"llvm={llvm_identity()} target={target.name} cpu={target.cpu} features={target.features}"
 
 
@@ -189,7 +189,7 @@ def undefined_symbols(obj: bytes) -> list[str]:
 class CodeLibrary:
     """Objects that this process has loaded. They stay loaded as long as the process lives."""
 
-    # Addresses become plain numbers in records and tables, so nobody could tell when the last user is gone.
+    # Addresses become plain numbers in records and tables, so nothing tracks the last user.
     _all: ClassVar[list[CodeLibrary]] = []
 
     def __init__(self) -> None:
@@ -198,17 +198,17 @@ class CodeLibrary:
         CodeLibrary._all.append(self)
 
     def load(self, obj: bytes, symbols: Sequence[str]) -> dict[str, int]:
-        """The addresses of `symbols` in this process. Equal names in different objects do not meet."""
+        """Loads an object; returns the addresses of `symbols`. Equal names in different objects do not clash."""
         self._refuse(obj, symbols)
         if elf.can_load():
             return elf.load(obj, symbols)
-        with _lane():
+        with _slot():
             from llvmlite import binding
 
             llvm.load()
             if self._linker is None:
                 # JITLink puts an object into one block, as the small code model needs; MCJIT's memory manager
-                # promises no distance between code and constants, and turns link errors into an abort.
+                # guarantees no distance between code and constants, and aborts on link errors.
                 self._linker = binding.create_lljit_compiler(use_jit_link=True, suppress_errors=True)
             builder = binding.JITLibraryBuilder().add_object_img(obj).add_current_process()
             for symbol in symbols:
@@ -216,7 +216,7 @@ class CodeLibrary:
             try:
                 tracker = builder.link(self._linker, f"object{len(self._loaded)}")
             except RuntimeError as error:
-                self._loaded.append(None)  # the name of a failed library is spent
+                self._loaded.append(None)  # a failed library's name cannot be reused
                 raise LowerError(f"toolchain: the object does not link: {error}") from error
             self._loaded.append(tracker)
             return {symbol: int(tracker[symbol]) for symbol in symbols}

@@ -1,5 +1,7 @@
-"""The toy backend: LIR kernels as Python over NumPy, in memory of its own. Small enough to read, see
-`docs/adding-a-backend.md`; it is the proof that a backend needs nothing but `loops` kernels."""
+"""The toy backend: LIR kernels as Python over NumPy, in memory of its own.
+
+Small enough to read, see `docs/adding-a-backend.md`. It proves that `loops` kernels are all a backend must implement.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ TOY = Target("toy", device="toy")
 
 
 class ToyBackend(Backend):
-    """Python and NumPy from LIR."""
+    """Compiles LIR to Python and NumPy."""
 
     name = "toy"
     allocator: Allocator = ToyAllocator()
@@ -53,7 +55,7 @@ class ToyBackend(Backend):
         return "\n\n".join(emitter.source(kernel) for kernel in kernels if isinstance(kernel, LoopKernel))
 
     def image_modules(self) -> Sequence[ModuleType]:
-        """An image is the program itself, made of the records of LIR."""
+        """An image is the program itself, made of LIR records."""
         return (dims, types, expressions, loops, kernels, views, interface, program)
 
     def load(

@@ -1,8 +1,8 @@
-"""The emitter: a `LoopKernel` as the source of a Python function over NumPy.
+"""The emitter: translates a `LoopKernel` to the source of a Python function over NumPy.
 
-Units run side by side, and so do the iterations of `vector` loops and the terms of reductions: each is an axis of
-arrays, the innermost first, so that NumPy's broadcasting lines them up. All other loops are loops of Python. Where only
-some axes take part in a loop or a choice, a mask says which.
+Units, iterations of `vector` loops and terms of reductions are vectorised: each is an array axis, innermost first, so
+that NumPy broadcasting aligns them. All other loops are Python loops. Where only some lanes take part in a loop or
+branch, a mask selects them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rlx.lir.loops import (
     Var,
 )
 
-# Operations as Python; NumPy's integers wrap, its maximum and minimum propagate NaN, its division of integers floors.
+# Operations in Python. NumPy's integers wrap, maximum and minimum propagate NaN, integer division floors.
 PYTHON = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "fma": "{} * {} + {}", "neg": "-{}",
     "floordiv": "np.floor_divide({}, {})", "mod": "np.mod({}, {})", "quot": "{} // {}", "rem": "{} % {}",
@@ -55,14 +55,14 @@ COMBINE = {"sum": "np.add", "prod": "np.multiply", "max": "np.maximum", "min": "
 
 Function = Callable[..., None]
 SCOPE = {"np": np, **vars(scalars), **{d.name: d.numpy.type for d in ALL}, **{d.name.upper(): d for d in ALL}}
-UNIFORM = ("add", "sub", "mul", "quot", "rem", "and", "shl", "shr", "max", "min")  # give integers from integers
+UNIFORM = ("add", "sub", "mul", "quot", "rem", "and", "shl", "shr", "max", "min")  # integers in, integers out
 
 
 _functions: dict[str, Function] = {}  # by fingerprint
 
 
 def function(kernel: LoopKernel) -> Function:
-    """The function of a kernel, compiled once per process."""
+    """The compiled function of a kernel, cached per process."""
     if kernel.fingerprint not in _functions:
         scope: dict[str, Any] = dict(SCOPE)
         exec(compile(source(kernel), kernel.symbol, "exec"), scope)
@@ -71,18 +71,18 @@ def function(kernel: LoopKernel) -> Function:
 
 
 def functions_compiled() -> int:
-    """How many kernels this process has compiled."""
+    """Number of kernels this process has compiled."""
     return len(_functions)
 
 
 def source(kernel: LoopKernel) -> str:
-    """The Python of a kernel: `kernel(units, faults, memory and offset of each parameter, arguments)`."""
+    """The Python source of a kernel: `kernel(units, faults, memory and offset of each parameter, arguments)`."""
     return _Emitter(kernel).run()
 
 
 @dataclass(frozen=True)
 class _Axes:
-    """How many axes values have, the mask in force, and whether a vector loop is around."""
+    """The number of axes of values, the active mask, and whether a vector loop encloses the code."""
 
     rank: int = 1
     mask: str = ""
@@ -98,7 +98,7 @@ class _Emitter:
     names: dict[str, str] = field(default_factory=dict)  # Python names of loop variables, lets and variables
     memo: dict[int, str] = field(default_factory=dict)  # Python names of expressions, by id
     uniform: set[str] = field(default_factory=set)  # integers that are the same in all lanes, by Python name
-    variables: set[str] = field(default_factory=set)  # that change, by Python name
+    variables: set[str] = field(default_factory=set)  # names of mutable variables
     constants: dict[str, str] = field(default_factory=dict)  # text of each constant -> Python name
     count: int = 0
 
@@ -131,7 +131,7 @@ class _Emitter:
         return f"{_checked(name)}_{self.count}"
 
     def let(self, text: str, *, uniform: bool = False) -> str:
-        """A new name for the value of some Python."""
+        """Assigns an expression to a new name."""
         name = self.fresh()
         self.line(f"{name} = {text}")
         if uniform:
@@ -143,7 +143,7 @@ class _Emitter:
 
     @contextmanager
     def block(self, axes: _Axes | None = None) -> Iterator[None]:
-        """Indented lines. Names and values made inside do not leave; values from before may be out of date inside."""
+        """Indents lines. Names and values from inside do not escape; earlier values may be stale inside."""
         saved = self.axes, self.names, self.memo
         self.axes, self.names, self.memo = axes or self.axes, dict(self.names), {}
         self.indent += 1
@@ -153,7 +153,7 @@ class _Emitter:
 
     @contextmanager
     def masked(self, mask: str) -> Iterator[None]:
-        """Code for the lanes where a mask holds, too."""
+        """Also restricts the code inside to lanes where `mask` holds."""
         saved = self.axes, self.memo
         mask = self.let(f"{self.axes.mask} & {mask}") if self.axes.mask else mask
         self.axes, self.memo = replace(self.axes, mask=mask), {}
@@ -192,7 +192,7 @@ class _Emitter:
                 self.memo = {}
 
     def loop(self, loop: For) -> None:
-        """Side by side where it is a vector loop, unless one is around; else one after the other."""
+        """Vectorises a vector loop unless another one encloses it; any other loop is a Python loop."""
         extent, index = self.extent(loop.extent), self.fresh(loop.index)
         varies = isinstance(loop.extent, Ref) and extent not in self.uniform
         steps = self.let(f"longest({extent})") if varies else extent
@@ -223,7 +223,7 @@ class _Emitter:
 
     # -- expressions --
     def value(self, expr: Expr) -> str:
-        """The Python name (or number) of an expression; what is computed once under a mask is not computed again."""
+        """The Python name (or number) of an expression; common subexpressions under one mask are computed once."""
         match expr:
             case Index() | Ref():
                 return self.names[expr.name]
@@ -248,8 +248,8 @@ class _Emitter:
                 return self.cast(self.value(expr.args[0]), expr.args[0].dtype, expr.dtype)
             case Apply():
                 args = [self.value(a) for a in expr.args]
-                whole = expr.dtype is I64 and expr.op in UNIFORM and all(self.is_uniform(a) for a in args)
-                return self.let(PYTHON[expr.op].format(*args), uniform=whole)
+                uniform = expr.dtype is I64 and expr.op in UNIFORM and all(self.is_uniform(a) for a in args)
+                return self.let(PYTHON[expr.op].format(*args), uniform=uniform)
             case Choose():
                 condition = self.value(expr.condition)
                 with self.masked(condition):
@@ -262,7 +262,7 @@ class _Emitter:
             case Lookup():
                 table = self.constant(f"np.array({[int(v) for v in expr.table.values]}, np.int32)")
                 return self.let(f"{table}[{self.value(expr.index)}]")
-        raise AssertionError(f"{expr} is no expression")
+        raise AssertionError(f"{expr} is not an expression")
 
     def reduction(self, expr: Reduce) -> str:
         term, index = self.fresh("term"), self.fresh(expr.index)
@@ -289,14 +289,14 @@ class _Emitter:
 
 
 def _checked(name: str) -> str:
-    """A name of a kernel, which becomes part of a Python name: programs may come from files."""
+    """Validates a kernel's name before it becomes part of a Python name: programs may come from files."""
     if not name.isidentifier():
-        raise LowerError(f"toy: {name!r} is no name for a value of a kernel")
+        raise LowerError(f"toy: {name!r} is not a valid name for a kernel value")
     return name
 
 
 def _widths(body: tuple[Stmt, ...]) -> Iterator[str]:
-    """Python for the number of lanes in each vector loop of a body, as far as it is known before."""
+    """Python expressions for the lane count of each vector loop in a body, where known beforehand."""
     for stmt in body:
         if isinstance(stmt, For):
             if stmt.vector and not isinstance(stmt.extent, Ref):

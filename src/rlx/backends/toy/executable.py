@@ -1,4 +1,4 @@
-"""The executable: a LIR program, the functions of its kernels, and memory. A run walks the steps of the program."""
+"""The executable: a LIR program, the Python functions of its kernels, and memory. A run walks the program's steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlx.types import concrete, evaluate
 
 
 class ToyExecutable(Executable):
-    """Runs a program from any number of threads at once: all that a run changes is its own."""
+    """Runs a program from any number of threads at once: a run changes only its own state."""
 
     threads = 1
 
@@ -56,18 +56,18 @@ class ToyExecutable(Executable):
         self._weights = dict(weights)
 
     def image(self) -> Program:
-        """Functions are made again from the program: it is all there is to store."""
+        """The program is all there is to store; functions are compiled again from it."""
         return self._program
 
     # -- sizes --
     def outputs(self, key: Key) -> list[ArrayType]:
         sizes = dict(zip(self.symbols, key, strict=True))
         types = [self._program.buffers[name].type for name in self._program.outputs]
-        found = [(concrete(t.array_shape, sizes), t.dtype.numpy) for t in types]
-        for i, (shape, _) in enumerate(found):
+        types_at_sizes = [(concrete(t.array_shape, sizes), t.dtype.numpy) for t in types]
+        for i, (shape, _) in enumerate(types_at_sizes):
             if min(shape, default=0) < 0:
-                raise BindError(f"output {i}: its shape is {shape}", hint="sizes are differences that went below 0")
-        return found
+                raise BindError(f"output {i}: its shape is {shape}", hint="a symbolic size came out negative")
+        return types_at_sizes
 
     def memory(self, key: Key) -> RunMemory:
         return RunMemory(key, self._plan(dict(zip(self.symbols, key, strict=True))), 0)
@@ -100,11 +100,11 @@ class ToyExecutable(Executable):
         with np.errstate(all="ignore"):
             position = 0
             while position < len(self._walk):
-                position = self._after(run, position)
+                position = self._step(run, position)
         return outputs, Trace(run.launches, run.controls, run.steps)
 
-    def _after(self, run: _Run, position: int) -> int:
-        """Do one step of the walk; gives the position of the next."""
+    def _step(self, run: _Run, position: int) -> int:
+        """Executes one step of the walk; returns the position of the next."""
         step = self._walk[position]
         if step.kind == LAUNCH:
             run.launch(step.number)
@@ -114,10 +114,10 @@ class ToyExecutable(Executable):
         match step.kind, control:
             case "enter", Loop():
                 run.enter(control)
-                return position + 1 if run.goes_on(control) else self._edges[NEXT, step.number] + 1
+                return position + 1 if run.has_next(control) else self._edges[NEXT, step.number] + 1
             case "next", Loop():
                 run.advance(step.number, control)
-                if run.goes_on(control):
+                if run.has_next(control):
                     return self._edges[ENTER, step.number] + 1
             case "test", Loop() if not run.holds(control.predicate):
                 return self._edges[NEXT, step.number] + 1
@@ -129,7 +129,7 @@ class ToyExecutable(Executable):
 
 
 class _Run:
-    """One run: memory by buffer, the symbols' values (those of loops too), and times."""
+    """One run: memory by buffer, symbol values (including loop counters), and times."""
 
     def __init__(self, program: Program, memory: Mapping[str, Array], sizes: dict[str, int]) -> None:
         self.program, self.memory, self.sizes = program, memory, sizes
@@ -145,7 +145,7 @@ class _Run:
         faults: list[int] = []
         try:
             function(launch.kernel)(units, faults, *self._words(launch))
-        except IndexError:  # after a fault a kernel goes on, with an index that there may not be
+        except IndexError:  # after a fault a kernel continues, possibly with an index out of range
             if not faults:
                 raise
         if faults:
@@ -156,17 +156,17 @@ class _Run:
 
     def _words(self, launch: Launch) -> list[Any]:
         """Memory and offset of each view, and numbers."""
-        found: list[Any] = []
+        words: list[Any] = []
         for word in launch.words:
             assert word is not None, "loops have all their operands"
-            found += self.place(word) if isinstance(word, View) else [evaluate(word, self.sizes)]
-        return found
+            words += self.place(word) if isinstance(word, View) else [evaluate(word, self.sizes)]
+        return words
 
     def place(self, view: View) -> tuple[Array, int]:
-        """The buffer of a view as elements of its type, and where the view starts."""
+        """The buffer of a view as elements of its type, and the view's offset."""
         memory, size = self.memory[view.buffer], view.dtype.size
-        whole = memory[: len(memory) // size * size]
-        return whole.view(view.dtype.numpy), evaluate(view.offset, self.sizes)
+        elements = memory[: len(memory) // size * size]
+        return elements.view(view.dtype.numpy), evaluate(view.offset, self.sizes)
 
     def holds(self, predicate: View | None) -> bool:
         assert predicate is not None
@@ -182,12 +182,12 @@ class _Run:
         self.sizes[loop.parity] ^= 1
         self.steps[number] += 1
 
-    def goes_on(self, loop: Loop) -> bool:
-        """Whether there is another step, as far as it depends on the number of them."""
+    def has_next(self, loop: Loop) -> bool:
+        """Whether the loop's length allows another step."""
         return loop.length is None or self.sizes[loop.symbol] < evaluate(loop.length, self.sizes)
 
     def mark(self, step: Step) -> None:
-        """Note when a loop or branch was first entered and last left."""
+        """Records when a loop or branch was first entered and last left."""
         times, now = self.controls[step.number, 0], time.perf_counter()
         times[0] = times[0] or now
         if step.kind == LEAVE:

@@ -1,6 +1,6 @@
-"""Memory of the toy device, which only its kernels see: the host uploads to it and downloads from it.
+"""Memory of the toy device, visible to its kernels only: the host uploads to it and downloads from it.
 
-It is host memory in truth, hidden, so that nothing can take for granted that buffers are NumPy arrays.
+It is really host memory, hidden so that no code can assume that buffers are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rlx.errors import BindError
 
 
 class ToyBuffer(DeviceArray):
-    """An array in memory of the toy device."""
+    """An array in toy device memory."""
 
     def __init__(self, contents: Array) -> None:
         super().__init__(contents.shape, contents.dtype)
-        self._contents = contents  # for the allocator and for kernels
+        self._contents = contents  # for the allocator and kernels only
 
     def numpy(self) -> Array:
         return self._contents.copy()
@@ -29,12 +29,12 @@ class ToyBuffer(DeviceArray):
     def memory(self) -> Array:
         """The bytes that kernels read and write."""
         if not self._contents.flags.c_contiguous:
-            raise BindError(f"{self!r}: is a part of a buffer, with gaps", hint="copy it into a buffer of its own")
+            raise BindError(f"{self!r}: is a strided part of a buffer", hint="copy it into a buffer of its own")
         return self._contents.reshape(-1).view(np.uint8)
 
 
 class ToyAllocator(Allocator):
-    """Allocates toy buffers. Everything that crosses to the host or from there is copied."""
+    """Allocates toy buffers. Every transfer between host and device copies."""
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ToyBuffer:
         return ToyBuffer(np.zeros(shape, dtype))

@@ -1,6 +1,6 @@
-"""The scalar vocabulary of `lir/loops.py` in NumPy: what the functions that the emitter writes call.
+"""The scalar operations of `lir/loops.py` in NumPy: the functions that emitted kernels call.
 
-Values are numbers or arrays with one axis per loop that runs side by side, the innermost loop first. Memory is flat.
+Values are numbers or arrays with one axis per vectorised loop, innermost first. Memory is flat.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import BF16, BOOL, F32, F64, DType
 
-REDUCE_BLOCK = 32  # terms of a reduction that are combined side by side; part of the order of sums
-LANES = 1 << 16  # iterations that run side by side at most, reductions aside
+REDUCE_BLOCK = 32  # terms of a reduction combined at once; determines the summation order
+LANES = 1 << 16  # maximum number of iterations vectorised at once, not counting reductions
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 def load(memory: Array, at: Any, mask: Any) -> Any:
-    """The elements at `at` where the mask holds; anything elsewhere, without looking there."""
+    """Loads the elements at `at` where the mask holds; elsewhere the result is arbitrary and memory is not read."""
     if not memory.size:
         return np.zeros(np.broadcast_shapes(np.shape(at), np.shape(mask)), memory.dtype)
     return memory[np.where(mask, at, 0)]
 
 
 def store(memory: Array, at: Any, value: Any, mask: Any = True) -> None:
-    """Write `value` where the mask holds."""
+    """Stores `value` where the mask holds."""
     if mask is True and np.shape(at) == np.shape(value):
         memory[at] = value
         return
@@ -36,33 +36,33 @@ def store(memory: Array, at: Any, value: Any, mask: Any = True) -> None:
 
 
 def check(faults: list[int], condition: Any, code: int, mask: Any = True) -> None:
-    """Report a fault if the condition does not hold everywhere under the mask."""
+    """Reports a fault unless the condition holds everywhere under the mask."""
     if not np.all(np.logical_not(mask) | condition):
         faults.append(code)
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
 def indices(first: int, stop: int, rank: int) -> Array:
-    """The values of a loop variable along a new first axis, in front of `rank` others."""
+    """The values of a loop variable along a new first axis, before `rank` others."""
     return np.arange(first, stop).reshape(-1, *[1] * rank)
 
 
 def batches(stop: int, *widths: int) -> Iterator[Array]:
-    """The units in runs, so that few enough iterations run side by side; `widths` are those of the loops inside."""
+    """Splits the units into batches that bound the vectorised iterations; `widths` are those of the inner loops."""
     step = max(1, LANES // max((1, *widths)))
     for first in range(0, stop, step):
         yield np.arange(first, min(first + step, stop))
 
 
 def longest(extent: Any) -> int:
-    """The most steps that any lane takes."""
+    """The largest step count of any lane."""
     return int(np.max(extent, initial=0))
 
 
 def reduce(combine: Callable[[Any, Any], Any], start: Any, extent: int, rank: int, term: Callable[[Any], Any]) -> Any:
-    """All terms, combined block after block. A block is combined by halves, as if identities filled it up.
+    """Combines all terms block by block. A block is combined by halving, as if padded with identities.
 
-    So there is one order, whatever else runs side by side, and zeros at the end of a sum do not change it.
+    The order is fixed, whatever else is vectorised, and trailing zeros do not change a sum.
     """
     total = start
     for first in range(0, extent, REDUCE_BLOCK):
@@ -80,7 +80,7 @@ def reduce(combine: Callable[[Any, Any], Any], start: Any, extent: int, rank: in
 
 
 def identity(op: str, dtype: DType) -> Any:
-    """What a reduction starts from."""
+    """The identity element of a reduction."""
     if op in ("sum", "prod"):
         return dtype.numpy.type(op == "prod")
     if dtype.is_float:
@@ -93,7 +93,7 @@ def identity(op: str, dtype: DType) -> Any:
 
 # -- types ------------------------------------------------------------------------------------------------------------
 def cast(x: Any, have: DType, want: DType) -> Any:
-    """Another type: floats round to nearest even, integers wrap; float to integer saturates, NaN is 0."""
+    """Converts types: floats round to nearest even, integers wrap; float to integer saturates, NaN becomes 0."""
     x = np.asarray(x)
     if want is BOOL:
         return x != 0
@@ -116,7 +116,7 @@ def _to_integer(x: Array, want: DType) -> Array:
 
 
 def _round_to_odd(x: Array) -> Array:
-    """f64 as f32 such that rounding again, to bf16, gives what rounding once would."""
+    """f64 to f32 such that rounding again to bf16 equals rounding once."""
     near = x.astype(np.float32)
     even = near.view(np.int32) & 1 == 0
     other = np.nextafter(near, np.where(x > near, np.float32(np.inf), np.float32(-np.inf)))
@@ -125,12 +125,12 @@ def _round_to_odd(x: Array) -> Array:
 
 # -- operations -------------------------------------------------------------------------------------------------------
 def erf(x: Any) -> Any:
-    """Through f64."""
+    """erf, computed in f64."""
     return np.asarray(_erf(x), np.float64).astype(np.asarray(x).dtype)
 
 
 def gelu(x: Any) -> Any:
-    """x · erfc(-x / √2) / 2, which does not cancel far below zero."""
+    """x · erfc(-x / √2) / 2, which does not cancel for very negative x."""
     wide = np.asarray(x, np.float64)
     return (0.5 * wide * np.asarray(_erfc(-wide / math.sqrt(2)), np.float64)).astype(np.asarray(x).dtype)
 
@@ -139,7 +139,7 @@ _erf, _erfc = (np.frompyfunc(function, 1, 1) for function in (math.erf, math.erf
 
 
 def order(x: Any) -> Any:
-    """A signed integer that sorts as x does: -0.0 as 0.0, NaN above everything."""
+    """Maps x to a signed integer with the same order: -0.0 equals 0.0, NaN is largest."""
     plain = np.asarray(x) + np.asarray(x).dtype.type(0)
     bits = plain.view(np.int64 if plain.itemsize == 8 else np.int32)
     largest = bits.dtype.type(np.iinfo(bits.dtype).max)
@@ -147,7 +147,7 @@ def order(x: Any) -> Any:
 
 
 def bits(x: Any) -> Any:
-    """The f32 that has the bits of an i32."""
+    """Reinterprets i32 bits as f32."""
     return np.asarray(x).view(np.float32)
 
 
@@ -159,7 +159,7 @@ def nearest(x: Any) -> Any:
 
 
 def dot_bytes(total: Any, x: Any, y: Any) -> Any:
-    """total plus the products of the four bytes of x, unsigned, and those of y, signed."""
+    """total plus the dot product of the four unsigned bytes of x and the four signed bytes of y."""
     for byte in range(4):
         total = total + ((x >> 8 * byte) & 255) * (y << 24 - 8 * byte >> 24)
     return total

@@ -1,7 +1,7 @@
-"""Moving elements between memory and registers: widened on the way in, rounded on the way out.
+"""Moves elements between memory and registers: widened on load, rounded on store.
 
-Partial vectors are moved lane by lane, not under a mask: LLVM joins neighbouring lanes by itself, also where the target
-has no masks, and LLVM 22 turns a masked store of one narrowed lane into a store of its wide original.
+Partial vectors are moved lane by lane, not under a mask: LLVM joins adjacent lanes itself, even on targets without
+masks, and LLVM 22 turns a masked store of one narrowed lane into a store of its wide original.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def stored_type(dtype: DType) -> str:
 
 
 def load(b: Builder, plan: Plan, dtype: DType, pointer: Value, live: int) -> Value:
-    """`live` stored elements as a vector of the compute type, zeros in the other lanes, which are not read."""
+    """Loads `live` stored elements as a vector of the compute type, zeros in the other lanes, which are not read."""
     return widen(b, plan, load_stored(b, dtype, pointer, plan.lanes, live), dtype)
 
 
@@ -38,7 +38,7 @@ def load_stored(b: Builder, dtype: DType, pointer: Value, lanes: int, live: int)
 
 
 def widen(b: Builder, plan: Plan, stored: Value, dtype: DType) -> Value:
-    """A stored vector in the compute type of the kernel."""
+    """Converts a stored vector to the compute type of the kernel."""
     if dtype is F16:
         stored = half_to_float(b, stored, plan.target)
     elif dtype is BF16:
@@ -49,7 +49,7 @@ def widen(b: Builder, plan: Plan, stored: Value, dtype: DType) -> Value:
 
 
 def load_packed(b: Builder, plan: Plan, row: Value, column: Value) -> Value:
-    """The numbers of a packed row from `column` on: a vector of them lies within a block."""
+    """The codes of a packed row from `column` on; a vector of them never crosses a block."""
     block = b.offset(row, b.mul(b.sdiv(column, plan.stored.block), plan.stored.size))
     scale = b.splat(load_scales(b, plan, [block], 1), plan.lanes)
     numbers = b.offset(b.offset(block, UNIT), b.srem(column, plan.stored.block))
@@ -57,7 +57,7 @@ def load_packed(b: Builder, plan: Plan, row: Value, column: Value) -> Value:
 
 
 def load_scales(b: Builder, plan: Plan, blocks: Sequence[Value], lanes: int) -> Value:
-    """The scales of some blocks, widened; of one, a number."""
+    """The scales of some blocks, widened; for one block a scalar."""
     if lanes == 1:
         return b.extract(load_scales(b, plan, [blocks[0]] * 2, 2), 0)
     halves = const(vector(lanes, "i16"), 0)
@@ -67,14 +67,14 @@ def load_scales(b: Builder, plan: Plan, blocks: Sequence[Value], lanes: int) -> 
 
 
 def unpack(b: Builder, plan: Plan, numbers: Value, scales: Value) -> Value:
-    """Bytes times scales."""
+    """Dequantises: bytes times scales."""
     lanes = lanes_of(numbers.type)
     wide = b.convert("sext", numbers, vector(lanes, "i32"))
     return b.op("fmul", b.convert("sitofp", wide, vector(lanes, plan.scalar)), scales)
 
 
 def store(b: Builder, plan: Plan, value: Value, pointer: Value, live: int) -> None:
-    """The first `live` lanes, rounded to the stored type."""
+    """Stores the first `live` lanes, rounded to the stored type."""
     dtype = plan.kernel.dtype
     if dtype is F16:
         value = float_to_half(b, value, plan.target)
@@ -88,25 +88,25 @@ def store(b: Builder, plan: Plan, value: Value, pointer: Value, live: int) -> No
 
 
 def sweep(b: Builder, extent: int, step: int, body: Callable[[Value, int], None], unroll: int = 4) -> None:
-    """`body(start, live)` for each `step` elements of a constant extent; the last ones may be fewer."""
-    whole = extent // step
-    while whole % unroll:
+    """`body(start, live)` for each `step` elements of a constant extent; the last may be fewer."""
+    full = extent // step
+    while full % unroll:
         unroll //= 2
 
     def several(start: Value) -> None:
         for n in range(unroll):
             body(b.add(start, n * step), step)
 
-    if whole == unroll:
+    if full == unroll:
         several(i64(0))
-    elif whole:
-        b.loop(0, whole * step, unroll * step, several)
+    elif full:
+        b.loop(0, full * step, unroll * step, several)
     if extent % step:
-        body(i64(whole * step), extent % step)
+        body(i64(full * step), extent % step)
 
 
 def fetch(b: Builder, place: Value, size: int, *, locality: int = 3) -> None:
-    """Have the lines of so many bytes come."""
+    """Prefetches the cache lines of `size` bytes."""
     for at in range(0, size, LINE):
         b.prefetch(b.offset(place, at), locality=locality)
 

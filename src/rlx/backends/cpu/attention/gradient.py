@@ -1,8 +1,7 @@
 """The gradient of attention: for each block of query rows, all keys that they see, block by block.
 
-Weights are made again from scores and the rows' lse. Products by which rows are multiplied with keys have the plain
-micro-kernel, those that sum over rows the one of a transposed left side. dQ of the rows at hand stays in scratch, dK
-and dV are added to.
+Weights are recomputed from scores and the rows' lse. Products of rows with keys use the plain micro-kernel, sums over
+rows the one with a transposed left operand. dQ of the current rows stays in scratch, dK and dV accumulate in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 from rlx.backends.cpu.attention import packing, segments
 from rlx.backends.cpu.attention.elements import clear, load, store, sweep
-from rlx.backends.cpu.attention.plan import LOG2_E, Plan, laid_out, read_words
+from rlx.backends.cpu.attention.plan import LOG2_E, Plan, lay_out_regions, read_words
 from rlx.backends.cpu.attention.softmax import Scorer
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math.arithmetic import fma
@@ -26,7 +25,7 @@ from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
 from rlx.fork_safe_locks import cached_property
 from rlx.lir.kernels import AttentionGradKernel
 
-ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor
+ROWS = 192  # query rows per block, a multiple of tiles; their state stays in cache
 
 
 def grad_entry(kernel: AttentionGradKernel, target: CpuTarget) -> Entry:
@@ -39,7 +38,7 @@ def grad_entry(kernel: AttentionGradKernel, target: CpuTarget) -> Entry:
 
 
 class GradPlan(Plan):
-    """The sizes of a gradient. Rows in scratch are an odd number of vectors apart, so that they share no cache sets."""
+    """The sizes of a gradient. Rows in scratch are an odd number of vectors apart, to spread over the cache sets."""
 
     @property
     def symbol(self) -> str:
@@ -47,13 +46,13 @@ class GradPlan(Plan):
 
     @property
     def head_row(self) -> int:
-        return self.apart(self.kernel.head_dim)
+        return self.row_stride(self.kernel.head_dim)
 
     @property
     def value_row(self) -> int:
-        return self.apart(self.kernel.value_dim)
+        return self.row_stride(self.kernel.value_dim)
 
-    def apart(self, extent: int) -> int:
+    def row_stride(self, extent: int) -> int:
         """Elements from one row in scratch to the next."""
         return (self.padded(extent) // self.lanes | 1) * self.lanes
 
@@ -66,7 +65,7 @@ class GradPlan(Plan):
     @cached_property
     def regions(self) -> dict[str, int]:
         size = self.size
-        return laid_out({
+        return lay_out_regions({
             "keys": KEY_BLOCK * self.head_stride * size,  # [panel][head_dim][keys of a panel]
             "values": KEY_BLOCK * self.value_stride * size,
             "key_lines": KEY_BLOCK * self.head_row * size,  # [key][head_dim]
@@ -78,11 +77,11 @@ class GradPlan(Plan):
             "dk": KEY_BLOCK * self.head_row * size,
             "dv": KEY_BLOCK * self.value_row * size,
             "limits": ROWS * 8,  # per row: the first key that it does not see
-            "biases": ROWS * 8,  # per row: where its bias lies
-            "key_rows": KEY_BLOCK * 8,  # per key: where it lies
+            "biases": ROWS * 8,  # per row: address of its bias
+            "key_rows": KEY_BLOCK * 8,  # per key: its address
             "value_rows": KEY_BLOCK * 8,
             "kept": KEY_BLOCK * size,  # per key: all ones or 0 of a custom mask, or its segment
-            "zeros": self.zero_bytes,  # stands in for keys that do not count
+            "zeros": self.zero_bytes,  # stands in for masked keys
             **self.segment_regions(ROWS),
         })  # fmt: skip
 
@@ -91,10 +90,11 @@ def _define(module: Module, plan: GradPlan, kernel: AttentionGradKernel) -> None
     packing.define_keep(module, plan)
     packing.define_addresses(module, plan)
     packing.define_pack_keys(module, plan)
-    packing.define_turned(module, plan, "turn_values", "value_rows", "values", plan.kernel.value_dim)
+    packing.define_transposed_rows(module, plan, "turn_values", "value_rows", "values", plan.kernel.value_dim)
     segments.define_row_segments(module, plan, 1)
-    segments.define_meet(module, plan)
-    for define in (_define_lines, _define_start, _define_differentiate, _define_add, _define_give, _define_clear):
+    segments.define_block_segments(module, plan)
+    parts = (_define_lines, _define_start, _define_differentiate, _define_add, _define_store_queries, _define_clear)
+    for define in parts:
         define(module, plan)
 
     def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
@@ -142,7 +142,7 @@ class Unit:
         return self.b.call(result, f"{self.plan.symbol}.{part}", *arguments)
 
     def place(self, operand: str, head: Value, position: Value) -> Value:
-        """Where a row of a tensor lies."""
+        """Address of a row of a tensor."""
         return self.at(operand, ("batch", self.batch), ("head", head), ("seq", position))
 
     def at(self, operand: str, *axes: tuple[str, Value]) -> Value:
@@ -190,7 +190,7 @@ class Rows:
 
     @property
     def limit(self) -> Value:
-        """The first key that the first row does not see, were there keys without end."""
+        """The first key that the first row does not see, ignoring the number of keys."""
         b, words = self.unit.b, self.unit.words
         return b.add(b.add(b.sub(words["k_len"], words["q_len"]), self.first), 1 + self.unit.plan.kernel.ahead)
 
@@ -207,13 +207,13 @@ class Rows:
             Block(self, base, count, count).emit()
             return
         flags = b.offset(unit.at("mask", ("batch", unit.batch)), b.mul(base, plan.mask_dtype.size))
-        kept = unit.call("keep", unit.scratch, flags, count, result="i64")
-        b.when(b.icmp("sgt", kept, 0), lambda: Block(self, base, count, kept).emit())
+        visible = unit.call("keep", unit.scratch, flags, count, result="i64")
+        b.when(b.icmp("sgt", visible, 0), lambda: Block(self, base, count, visible).emit())
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows against the keys `base` .. `base + count`, of which a custom mask keeps `kept`.
+    """Rows against the keys `base` .. `base + count`, of which a custom mask keeps `visible`.
 
     `met`: the first row that shares a segment with a key, and the row after the last one.
     """
@@ -221,7 +221,7 @@ class Block:
     rows: Rows
     base: Value
     count: Value
-    kept: Value
+    visible: Value
     met: tuple[Value, Value] | None = None
 
     @property
@@ -261,7 +261,7 @@ class Block:
         return b.load("ptr", b.offset(self.unit.words["parts"], b.add(height, index), "ptr"), align=8)
 
     def columns(self, extent: int, body: Callable[[Value, int], None]) -> None:
-        """`body(first column, vectors)` for each strip of so many columns."""
+        """`body(first column, vectors)` for each strip of these columns."""
         b, plan = self.unit.b, self.unit.plan
         for strips in plan.cut(extent):
             start, width = strips.first * plan.lanes, strips.vectors * plan.lanes
@@ -270,7 +270,7 @@ class Block:
 
     # -- rows by keys -------------------------------------------------------------------------------------------------
     def tile(self, row: Value, height: Value) -> None:
-        """Weights and gradients of products of some rows, and their dQ."""
+        """Weights and score gradients of some rows, and their dQ."""
         unit, b, plan = self.unit, self.unit.b, self.unit.plan
         reach = self.count
         if plan.limited:  # how far into the block the last row sees
@@ -285,7 +285,7 @@ class Block:
             b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(products, s) for s in plan.spans))
         axes = ("batch", unit.batch), ("head", self.rows.head)
         places = (b.offset(unit.at(n, *axes), b.add(self.rows.first, row), plan.scalar) for n in ("lse", "delta"))
-        unit.call("differentiate", unit.scratch, row, height, self.base, self.count, self.kept, *places)
+        unit.call("differentiate", unit.scratch, row, height, self.base, self.count, self.visible, *places)
         lines, inner = plan.head_row, self.region("inner", b.mul(row, KEY_BLOCK))
 
         def strip(column: Value, vectors: int) -> None:
@@ -307,11 +307,11 @@ class Block:
         tile = self.kernel(min(span, plan.panel) // plan.lanes, height)
 
         def panel(index: Value) -> None:
-            for left, apart, right, extent, result in sides:
+            for left, stride, right, extent, result in sides:
                 block = self.region(right, b.mul(index, plan.padded(extent) * plan.panel))
                 place = self.region(result, b.add(b.mul(row, KEY_BLOCK), b.mul(index, plan.panel)))
                 b.call_pointer(
-                    tile, self.region(left, b.mul(row, apart)), i64(apart), block, i64(plan.panel), i64(extent),
+                    tile, self.region(left, b.mul(row, stride)), i64(stride), block, i64(plan.panel), i64(extent),
                     place, i64(KEY_BLOCK), block, i64(0), i64(0),
                 )  # fmt: skip
 
@@ -334,17 +334,17 @@ class Block:
             ("weights", "dys", plan.kernel.value_dim, plan.value_row, "dv"),
             ("inner", "queries", plan.kernel.head_dim, plan.head_row, "dk"),
         )
-        for left_side, lines, extent, apart, result in sides:
+        for left_side, lines, extent, stride, result in sides:
 
             def strip(
-                column: Value, vectors: int, left_side: str = left_side, lines: str = lines, apart: int = apart,
+                column: Value, vectors: int, left_side: str = left_side, lines: str = lines, stride: int = stride,
                 result: str = result,
             ) -> None:  # fmt: skip
-                right = self.region(lines, b.add(b.mul(start, apart), column))
-                place = self.region(result, b.add(b.mul(key, apart), column))
+                right = self.region(lines, b.add(b.mul(start, stride), column))
+                place = self.region(result, b.add(b.mul(key, stride), column))
                 b.call_pointer(
                     self.kernel(vectors, height, transposed=True), self.region(left_side, left), i64(KEY_BLOCK),
-                    right, i64(apart), rows, place, i64(apart), right, i64(0), i64(0),
+                    right, i64(stride), rows, place, i64(stride), right, i64(0), i64(0),
                 )  # fmt: skip
 
             self.columns(extent, strip)
@@ -352,7 +352,7 @@ class Block:
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 def _copy_line(b: Builder, plan: GradPlan, source: Value, place: Value, extent: int) -> None:
-    """A row into scratch, with zeros up to a whole vector."""
+    """Copies a row to scratch, zero-padded to a full vector."""
 
     def piece(at: Value, live: int) -> None:
         loaded = load(b, plan, plan.compute, b.offset(source, at, plan.scalar), live)
@@ -362,7 +362,7 @@ def _copy_line(b: Builder, plan: GradPlan, source: Value, place: Value, extent: 
 
 
 def _define_lines(module: Module, plan: GradPlan) -> None:
-    """K of the block row by row, zeros for keys that do not count."""
+    """K of the block row by row, zeros for masked keys."""
 
     def emit(b: Builder, scratch: Value) -> None:
         def key(j: Value) -> None:
@@ -376,7 +376,7 @@ def _define_lines(module: Module, plan: GradPlan) -> None:
 
 
 def _define_start(module: Module, plan: GradPlan) -> None:
-    """q and dy of a block of rows, zeros for their dQ, their limits and biases."""
+    """Initialises a block of rows: q and dy, zeros for dQ, limits and biases."""
     sides = (("queries", plan.kernel.head_dim), ("dys", plan.kernel.value_dim))
 
     def emit(
@@ -385,7 +385,7 @@ def _define_start(module: Module, plan: GradPlan) -> None:
     ) -> None:  # fmt: skip
         def row(i: Value) -> None:
             for (region, extent), source, stride in zip(sides, (q, dy), (q_seq, dy_seq), strict=True):
-                place = plan.region(b, scratch, region, b.mul(i, plan.apart(extent)))
+                place = plan.region(b, scratch, region, b.mul(i, plan.row_stride(extent)))
                 _copy_line(b, plan, b.offset(source, b.mul(i, stride), plan.scalar), place, extent)
             if plan.limited:
                 b.store(b.add(limit, i), plan.region(b, scratch, "limits", i, "i64"), align=8)
@@ -403,47 +403,47 @@ def _define_start(module: Module, plan: GradPlan) -> None:
 
 
 def _define_differentiate(module: Module, plan: GradPlan) -> None:
-    """Products of some rows with all keys of the block become weights, and gradients of products q · k."""
+    """Turns products of some rows with all keys of the block into weights, and into gradients of the products q · k."""
     kernel = plan.kernel
 
     def emit(
-        b: Builder, scratch: Value, first: Value, height: Value, base: Value, count: Value, kept: Value, lse: Value,
+        b: Builder, scratch: Value, first: Value, height: Value, base: Value, count: Value, visible: Value, lse: Value,
         delta: Value,
     ) -> None:  # fmt: skip
         def row(i: Value) -> None:
             number = b.add(first, i)
-            scorer = Scorer(b, plan, KEY_BLOCK, scratch, number, base, count, kept)
-            # Never inf, as of a row that sees nothing, so that a masked score plus this is -inf and not NaN.
+            scorer = Scorer(b, plan, KEY_BLOCK, scratch, number, base, count, visible)
+            # Never inf, not even for a row that sees nothing: adding it to a masked score must give -inf and not NaN.
             highest = const(plan.scalar, float(np.finfo(plan.compute.numpy).max))
             loaded = b.load(plan.scalar, b.offset(lse, i, plan.scalar), align=plan.size)
             shift = b.op("fmul", loaded, const(plan.scalar, -LOG2_E))
             own = b.splat(b.select(b.fcmp("ogt", shift, highest), highest, shift), scorer.width)
             less = b.splat(b.load(plan.scalar, b.offset(delta, i, plan.scalar), align=plan.size), scorer.width)
 
-            def several(j: Value, whole: bool) -> None:
+            def several(j: Value, unmasked: bool) -> None:
                 type_, start = scorer.type, b.add(b.mul(number, KEY_BLOCK), j)
                 weights, inner = (plan.region(b, scratch, region, start) for region in ("weights", "inner"))
-                bent = scorer.bent(b.load(type_, weights, align=plan.size))
-                scores = scorer.of_bent(bent, j, whole)
+                capped = scorer.soft_cap(b.load(type_, weights, align=plan.size))
+                scores = scorer.from_capped(capped, j, unmasked)
                 weight = exp2(b, fma(b, scores, const(type_, plan.exponent), own, plan.target), plan.target)
                 b.store(weight, weights, align=plan.size)
                 slope = const(type_, kernel.scale)
                 if kernel.softcap:
-                    square = b.op("fmul", bent, bent)
+                    square = b.op("fmul", capped, capped)
                     slope = b.op("fmul", b.op("fsub", const(type_, 1.0), square), slope)
                 change = b.op("fsub", b.load(type_, inner, align=plan.size), less)
-                found = b.op("fmul", b.op("fmul", weight, change), slope)
-                if not whole or kernel.mask == "bias":
-                    # Of a key that is not seen, the product may be anything.
+                gradient = b.op("fmul", b.op("fmul", weight, change), slope)
+                if not unmasked or kernel.mask == "bias":
+                    # The product with a masked key may be anything.
                     zero = const(type_, 0.0)
-                    found = b.select(b.fcmp("oeq", weight, zero), zero, found)
-                b.store(found, inner, align=plan.size)
+                    gradient = b.select(b.fcmp("oeq", weight, zero), zero, gradient)
+                b.store(gradient, inner, align=plan.size)
 
-            def scan(whole: bool) -> None:
+            def scan(unmasked: bool) -> None:
                 if scorer.width == KEY_BLOCK:
-                    several(i64(0), whole)
+                    several(i64(0), unmasked)
                 else:
-                    b.loop(0, KEY_BLOCK, scorer.width, lambda j: several(j, whole))
+                    b.loop(0, KEY_BLOCK, scorer.width, lambda j: several(j, unmasked))
 
             b.when(scorer.sees_all(), lambda: scan(True), lambda: scan(False))
 
@@ -456,29 +456,29 @@ def _define_differentiate(module: Module, plan: GradPlan) -> None:
 
 
 def _define_add(module: Module, plan: GradPlan) -> None:
-    """dK or dV of the block, added to what there is."""
+    """Adds dK or dV of the block to memory."""
     for name, extent in (("dk", plan.kernel.head_dim), ("dv", plan.kernel.value_dim)):
 
         def emit(
             b: Builder, scratch: Value, count: Value, place: Value, stride: Value, name: str = name,
             extent: int = extent,
         ) -> None:  # fmt: skip
-            def one(fresh: Value, place: Value, live: int) -> None:
+            def move(fresh: Value, place: Value, live: int) -> None:
                 store(b, plan, b.op("fadd", load(b, plan, plan.compute, place, live), fresh), place, live)
 
-            _each_piece(b, plan, plan.region(b, scratch, name), extent, count, place, stride, one)
+            _each_piece(b, plan, plan.region(b, scratch, name), extent, count, place, stride, move)
 
         plan.define(module, f"add_{name}", "ptr scratch, i64 count, ptr place, i64 stride", emit)
 
 
-def _define_give(module: Module, plan: GradPlan) -> None:
-    """dQ of the rows from scratch to where it belongs."""
+def _define_store_queries(module: Module, plan: GradPlan) -> None:
+    """Stores dQ of the rows from scratch to memory."""
 
     def emit(b: Builder, scratch: Value, count: Value, place: Value, stride: Value) -> None:
-        def one(found: Value, place: Value, live: int) -> None:
-            store(b, plan, found, place, live)
+        def move(value: Value, place: Value, live: int) -> None:
+            store(b, plan, value, place, live)
 
-        _each_piece(b, plan, plan.region(b, scratch, "dq"), plan.kernel.head_dim, count, place, stride, one)
+        _each_piece(b, plan, plan.region(b, scratch, "dq"), plan.kernel.head_dim, count, place, stride, move)
 
     plan.define(module, "give", "ptr scratch, i64 count, ptr place, i64 stride", emit)
 
@@ -487,14 +487,14 @@ def _each_piece(
     b: Builder, plan: GradPlan, source: Value, extent: int, count: Value, place: Value, stride: Value,
     body: Callable[[Value, Value, int], None],
 ) -> None:  # fmt: skip
-    """`body(vector, place, live)` for `count` rows in scratch, and where in memory they belong."""
+    """`body(vector, place, live)` for `count` rows in scratch and their destination in memory."""
 
     def row(i: Value) -> None:
-        line, target = b.mul(i, plan.apart(extent)), b.offset(place, b.mul(i, stride), plan.scalar)
+        line, target = b.mul(i, plan.row_stride(extent)), b.offset(place, b.mul(i, stride), plan.scalar)
 
         def piece(at: Value, live: int) -> None:
-            found = b.load(plan.vector, b.offset(source, b.add(line, at), plan.scalar), align=plan.size)
-            body(found, b.offset(target, at, plan.scalar), live)
+            value = b.load(plan.vector, b.offset(source, b.add(line, at), plan.scalar), align=plan.size)
+            body(value, b.offset(target, at, plan.scalar), live)
 
         sweep(b, extent, plan.lanes, piece)
 
@@ -502,7 +502,7 @@ def _each_piece(
 
 
 def _define_clear(module: Module, plan: GradPlan) -> None:
-    """Zeros for dK or dV of a unit, row by row."""
+    """Zeros dK or dV of a unit, row by row."""
 
     def emit(b: Builder, place: Value, count: Value, stride: Value, size: Value) -> None:
         b.loop(0, count, 1, lambda i: clear(b, b.offset(place, b.mul(i, stride), plan.scalar), size))

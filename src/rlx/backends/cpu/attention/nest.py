@@ -30,13 +30,13 @@ def _define_entry(module: Module, plan: Plan) -> None:
     for define in _PARTS:
         define(module, plan)
     segments.define_row_segments(module, plan, plan.kernel.group)
-    segments.define_meet(module, plan)
+    segments.define_block_segments(module, plan)
 
     def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
         words = read_words(b, plan.words, _POINTER_WORDS, args)
         if plan.packs_keys or plan.packs_values:
             clear(b, plan.region(b, scratch, "zeros"), i64(plan.zero_bytes))
-        units = b.max(b.ceil_div(words["q_len"], plan.unit_positions), 1)  # of a key head
+        units = b.max(b.ceil_div(words["q_len"], plan.unit_positions), 1)  # per key head
 
         def head(index: Value) -> None:
             batch, key_head = b.sdiv(index, words["kv_heads"]), b.srem(index, words["kv_heads"])
@@ -45,13 +45,13 @@ def _define_entry(module: Module, plan: Plan) -> None:
 
             def several(unit: Value) -> None:
                 first = b.mul(unit, plan.unit_positions)
-                positions = b.mul(b.min(b.sub(end, unit), plan.together), plan.unit_positions)
+                positions = b.mul(b.min(b.sub(end, unit), plan.joint_units), plan.unit_positions)
                 positions = b.min(b.sub(words["q_len"], first), positions)
                 rows = b.mul(positions, plan.kernel.group)
-                whole = Units(b, plan, words, scratch, batch, key_head, first, positions, rows)
-                whole.emit_cached() if plan.kernel.cached else whole.emit()
+                joint = Units(b, plan, words, scratch, batch, key_head, first, positions, rows)
+                joint.emit_cached() if plan.kernel.cached else joint.emit()
 
-            b.loop(b.max(b.sub(low, own), 0), end, plan.together, several)
+            b.loop(b.max(b.sub(low, own), 0), end, plan.joint_units, several)
 
         b.loop(b.sdiv(low, units), b.sdiv(b.add(high, b.sub(units, 1)), units), 1, head)
 
@@ -60,23 +60,23 @@ def _define_entry(module: Module, plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A block of K for the micro-kernel, in panels: `stride` elements between rows, `apart` elements between panels.
+    """A block of K for the micro-kernel, in panels: `stride` elements between rows, `panel_stride` between panels.
 
-    Each row that it reads prefetches at `ahead`, which moves by `ahead_step` bytes.
+    Each row that is read prefetches at `ahead`, which advances by `ahead_step` bytes.
     """
 
     first: Value
     stride: int
-    apart: int
+    panel_stride: int
     ahead: Value
     ahead_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The code of neighbouring units: `positions` query positions from `first` on, in all query heads of a key head.
+    """The code of adjacent units: `positions` query positions from `first` on, in all query heads of a key head.
 
-    Over a cache, those of padding are left out: `positions` and `rows` count what is there.
+    Over a cache, padding is left out: `positions` and `rows` count only real tokens.
     """
 
     b: Builder
@@ -88,14 +88,14 @@ class Units:
     first: Value
     positions: Value
     rows: Value
-    table: Value = NULL  # over a cache: where the page numbers of the sequence are
-    page: Value = NULL  # of the block at hand
-    next_page: Value = NULL  # of the block after it, to be fetched, and its head
+    table: Value = NULL  # over a cache: the page numbers of the sequence
+    page: Value = NULL  # of the current block
+    next_page: Value = NULL  # of the next block, to be prefetched, and its head
     next_head: Value = NULL
 
     def emit(self) -> None:
         b, kernel, words = self.b, self.plan.kernel, self.words
-        # The first key that the first row does not see, were there keys without end.
+        # The first key that the first row does not see, ignoring the number of keys.
         limit = b.add(b.add(b.sub(words["k_len"], words["q_len"]), self.first), 1 + kernel.ahead)
         mask = self.mask()
         self.start(mask, words["mask_query"], words["mask_head"], limit)
@@ -124,7 +124,7 @@ class Units:
             newest = self.newest(row)
         arguments = positions, self.positions, capacity, newest, *self.results()
         present = self.call("locate", self.scratch, *arguments, result="i64")
-        if self.plan.kernel.ragged:  # `locate` has found that a sequence which does not exist has no room
+        if self.plan.kernel.ragged:  # `locate` has left no room to a sequence that does not exist
             asked = b.icmp("sge", self.number("positions", index), i64(0))
             lost = b.op("and", asked, b.op("xor", known, Value("i1", "true")))
             b.when(lost, lambda: b.store(i64(OUTSIDE_TABLE), self.scratch, align=8))
@@ -173,7 +173,7 @@ class Units:
                 return [i64(1)]
             return [self.block(base, count, mask, started)]
 
-        # Whether there is something in the outputs of all rows: the first block need not add to zeros.
+        # Whether all rows have outputs yet: the first block need not add to zeros.
         started = i64(1 if self.plan.clears_outputs else 0)
         started = b.loop(b.sdiv(begin, KEY_BLOCK), b.ceil_div(end, KEY_BLOCK), 1, block, [started])[0]
         b.when(b.icmp("eq", started, 0), lambda: self.clear_outputs(i64(0), self.rows))
@@ -190,11 +190,11 @@ class Units:
         return self.b.mul(self.key_head, self.plan.kernel.group)
 
     def results(self) -> tuple[Value, Value, Value]:
-        """Where the result of the first row lies, and its strides along positions and heads."""
+        """Address of the first row's result, and its strides along positions and heads."""
         return self.place("out", self.query_head, self.first), self.words["out_seq"], self.words["out_head"]
 
     def lse(self) -> tuple[Value, Value]:
-        """Where the lse of the first row lies, and its stride along heads."""
+        """Address of the first row's lse, and its stride along heads."""
         b, words = self.b, self.words
         if not self.plan.kernel.lse:
             return NULL, i64(0)
@@ -205,7 +205,7 @@ class Units:
         return self.b.call(result, f"{self.plan.symbol}.{part}", *arguments)
 
     def place(self, operand: str, head: Value, position: Value) -> Value:
-        """Where a row of q, k, v or out lies."""
+        """Address of a row of q, k, v or out."""
         b, index = self.b, i64(0)
         for axis, at in (("batch", self.batch), ("head", head), ("seq", position)):
             index = b.add(index, b.mul(at, self.words[f"{operand}_{axis}"]))
@@ -213,7 +213,7 @@ class Units:
         return b.offset(self.words[operand], b.mul(index, size))
 
     def mask(self) -> Value:
-        """Where the mask of this batch row, or the bias of the first query row, lies."""
+        """Address of this batch row's mask, or of the first query row's bias."""
         b, words, kind = self.b, self.words, self.plan.kernel.mask
         if kind not in ("custom", "bias") and not self.plan.kernel.segments:
             return NULL
@@ -228,7 +228,7 @@ class Units:
         return self.b.load("i64", self.plan.region(self.b, self.scratch, "limits", row, "i64"), align=8)
 
     def block(self, base: Value, count: Value, mask: Value, started: Value) -> Value:
-        """All rows against the keys `base` .. `base + count`; the result is whether they have outputs now."""
+        """All rows against the keys `base` .. `base + count`; returns whether they have outputs now."""
         b = self.b
         if self.plan.kernel.segments:
             self.call("meet", self.scratch, self.rows, b.offset(mask, base, "i32"), count)
@@ -240,13 +240,13 @@ class Units:
             self.visible_block(base, count, count, started)
             return i64(1)
         flags = b.offset(mask, b.mul(base, self.plan.mask_dtype.size))
-        kept = self.call("keep", self.scratch, flags, count, result="i64")
+        visible_keys = self.call("keep", self.scratch, flags, count, result="i64")
 
         def visible() -> list[Value]:
-            self.visible_block(base, count, kept, started)
+            self.visible_block(base, count, visible_keys, started)
             return [i64(1)]
 
-        return b.when(b.icmp("sgt", kept, 0), visible, lambda: [started])[0]
+        return b.when(b.icmp("sgt", visible_keys, 0), visible, lambda: [started])[0]
 
     def page_block(self, base: Value, count: Value, started: Value, begin: Value, end: Value) -> None:
         """The block of a cache that starts at position `base`: a page, unless its number is a fault.
@@ -265,14 +265,14 @@ class Units:
         )
 
     def page_number(self, position: Value) -> Value:
-        """The page of a position, as the table has it."""
+        """The page of a position, from the table."""
         b = self.b
         slot = b.srem(position, self.words["capacity"]) if self.plan.kernel.ring else position
         place = b.offset(self.table, b.sdiv(slot, KEY_BLOCK), "i32")
         return b.convert("sext", b.load("i32", place, align=4), "i64")
 
     def visible_block(
-        self, base: Value, count: Value, kept: Value, started: Value, first: Int = 0, end: Value | None = None
+        self, base: Value, count: Value, visible_keys: Value, started: Value, first: Int = 0, end: Value | None = None
     ) -> None:
         """Rows `first` .. `end`, or all of them, against a block."""
         b, plan = self.b, self.plan
@@ -280,7 +280,7 @@ class Units:
         keys = self.cached_keys() if plan.kernel.cached else self.packed_keys(base, count)
         if plan.packs_values:
             self.addresses("value_rows", "v", base, count)
-            # All 64 rows are searched for inf and NaN, so all have to be there.
+            # All 64 rows are searched for inf and NaN, so all must be packed.
             rows = i64(KEY_BLOCK) if plan.checks_values else count
             self.call("pack_values", self.scratch, rows, i64(0) if plan.kernel.cached else self.ahead("v", base))
         finite = self.call("finite", self.scratch, result="i1") if plan.checks_values else None
@@ -292,7 +292,7 @@ class Units:
                 reach = self.reach(row, height, base, count)
 
                 def weights(span: int) -> None:
-                    self.call(f"softmax{span}", self.scratch, row, height, base, count, kept)
+                    self.call(f"softmax{span}", self.scratch, row, height, base, count, visible_keys)
 
                 self.scores(keys, row, height, reach)
                 if len(plan.spans) == 1:
@@ -316,32 +316,32 @@ class Units:
         return Keys(packed, plan.panel, plan.head_stride * plan.panel, packed, 0)
 
     def on_page(self, operand: str, page: Value, head: Value) -> Value:
-        """Where the keys or values of a page are."""
+        """Address of the keys or values of a page."""
         b, words = self.b, self.words
         index = b.add(b.mul(page, words[f"{operand}_page"]), b.mul(head, words[f"{operand}_head"]))
         return b.offset(words[operand], b.mul(index, self.plan.stride_bytes))
 
     def values(self, base: Value) -> Value:
-        """Where the values of the block at `base` are."""
+        """Address of the values of the block at `base`."""
         cached = self.plan.kernel.cached
         return self.on_page("v", self.page, self.key_head) if cached else self.place("v", self.key_head, base)
 
     def next_values(self, values: Value) -> Value:
-        """Where those of the block after it are."""
+        """Address of the next block's values."""
         b, plan = self.b, self.plan
         if plan.kernel.cached:
             return self.on_page("v", self.next_page, self.next_head)
         return b.offset(values, b.mul(self.words["v_seq"], KEY_BLOCK * plan.stride_bytes))
 
     def cached_keys(self) -> Keys:
-        """A page of keys is [head_dim][64], or made so: strips of it are panels whose rows lie apart."""
+        """A page of keys is [head_dim][64], or converted to it: strips of it are panels with strided rows."""
         b, plan = self.b, self.plan
         place = self.on_page("k", self.page, self.key_head)
         following = self.on_page("k", self.next_page, self.next_head)
         if not plan.widens_keys:
             return Keys(place, KEY_BLOCK, plan.panel, following, plan.panel * plan.size)
         self.call("unpack_keys" if plan.packed else "widen_keys", self.scratch, place, following)
-        # While one block is multiplied, the next one comes: a share of it with each row that is read.
+        # While one block is multiplied, the next one is prefetched: a share of it with each row that is read.
         share = plan.row_bytes(plan.kernel.head_dim) * plan.panel // plan.kernel.head_dim
         return Keys(plan.region(b, self.scratch, "keys"), KEY_BLOCK, plan.panel, following, share)
 
@@ -356,7 +356,7 @@ class Units:
         return b.mul(rows, self.plan.stride_bytes)
 
     def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
-        """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
+        """Stores the addresses of the block's rows; zeros stand in for rows past `count` and masked ones."""
         rows = self.plan.region(self.b, self.scratch, region)
         source = self.values(base) if operand == "v" else self.place(operand, self.key_head, base)
         self.call("addresses", self.scratch, rows, source, self.words[f"{operand}_seq"], count)
@@ -366,7 +366,7 @@ class Units:
         return self.b.mul(self.b.ceil_div(count, self.plan.lanes), self.plan.lanes)
 
     def lowest(self, row: Value) -> Value:
-        """The lowest limit of the rows of a tile. Only over a cache may it be another one than the first."""
+        """The lowest limit of a tile's rows. Only over a cache may it differ from the first row's."""
         return self.extreme("lowest", row) if self.plan.kernel.cached else self.limit(row)
 
     def highest(self, row: Value, height: Value) -> Value:
@@ -392,13 +392,13 @@ class Units:
         return b.op("and", newest, b.icmp("slt", oldest, b.add(base, KEY_BLOCK)))
 
     def scores(self, keys: Keys, row: Value, height: Value, reach: Value) -> None:
-        """scores[height][keys] = queries · keys, for as many keys as are in reach. Others stay as they are."""
+        """scores[height][keys] = queries · keys, for as many keys as are in reach. Other scores are not written."""
         b, plan, scratch = self.b, self.plan, self.scratch
-        queries, apart = plan.region(b, scratch, "queries", b.mul(row, plan.head_stride)), i64(plan.head_stride)
+        queries, stride = plan.region(b, scratch, "queries", b.mul(row, plan.head_stride)), i64(plan.head_stride)
         if not plan.copies_queries:
-            queries, apart = self.place("q", self.query_head, b.add(self.first, row)), self.words["q_seq"]
+            queries, stride = self.place("q", self.query_head, b.add(self.first, row)), self.words["q_seq"]
             for i in range(plan.target.tile_rows):  # of the next tile
-                following = b.offset(queries, b.mul(apart, plan.target.tile_rows + i), plan.scalar)
+                following = b.offset(queries, b.mul(stride, plan.target.tile_rows + i), plan.scalar)
                 fetch(b, following, plan.kernel.head_dim * plan.size)
         step = ahead_step(b, plan, row, height, plan.target.tile_vectors, i64(keys.ahead_step))
         vectors = b.ceil_div(reach, plan.lanes)
@@ -406,11 +406,11 @@ class Units:
         def panel(index: Value) -> None:
             width = b.min(b.sub(vectors, b.mul(index, plan.target.tile_vectors)), plan.target.tile_vectors)
             tile = micro_kernel_address(b, plan, self.words["parts"], width, height)
-            right = b.offset(keys.first, b.mul(index, keys.apart), plan.scalar)
+            right = b.offset(keys.first, b.mul(index, keys.panel_stride), plan.scalar)
             ahead = b.offset(keys.ahead, b.mul(index, keys.ahead_step * plan.kernel.head_dim))
             scores = plan.region(b, scratch, "scores", b.mul(index, plan.panel))
             b.call_pointer(
-                tile, queries, apart, right, i64(keys.stride), i64(plan.kernel.head_dim),
+                tile, queries, stride, right, i64(keys.stride), i64(plan.kernel.head_dim),
                 scores, i64(KEY_BLOCK), ahead, step, i64(0),
             )  # fmt: skip
 

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """outputs[height] += weights · values, for one tile. A key that a row does not see is not multiplied: 0 · inf
-    is no zero. Whatever goes together, each row adds its keys in order."""
+    """outputs[height] += weights · values, for one tile.
+
+    A masked key is not multiplied: 0 · inf is not zero. However rows are grouped, each adds its keys in order.
+    """
 
     unit: Units
     row: Value
@@ -28,13 +30,13 @@ class Outputs:
     started: Value
 
     def emit(self, finite: Value | None) -> None:
-        """`finite`, of a bias or segments: V has no inf and no NaN, so it does not matter which keys are masked."""
+        """`finite` (for a bias or segments): V has no inf or NaN, so it does not matter which keys are masked."""
         if finite is None:
-            self.together()
+            self.all_rows()
         else:
-            self.unit.b.when(finite, self.together, self.sparse)
+            self.unit.b.when(finite, self.all_rows, self.sparse)
 
-    def together(self) -> None:
+    def all_rows(self) -> None:
         if self.unit.plan.limited:
             self.limited()
         else:
@@ -54,17 +56,17 @@ class Outputs:
         unit.call("weigh", unit.words["parts"], weights, *rows, *places, i64(accumulate))
 
     def limited(self) -> None:
-        """Keys that all rows of the tile see go together, those before and after them row by row."""
+        """Keys that all rows of the tile see are multiplied together, those before and after them row by row."""
         b, sliding = self.unit.b, self.unit.plan.kernel.mask == "sliding"
         begin = self.range(self.unit.highest(self.row, self.height))[0]
         end = b.max(self.range(self.unit.lowest(self.row))[1], begin)
 
         def before(i: Value) -> None:
             own_begin, own_end = self.seen(i)
-            self.alone(i, own_begin, b.min(own_end, begin))
+            self.single_row(i, own_begin, b.min(own_end, begin))
 
         def after(i: Value) -> None:
-            self.alone(i, end, self.seen(i)[1])
+            self.single_row(i, end, self.seen(i)[1])
 
         if sliding:
             b.when(b.icmp("sgt", begin, 0), lambda: b.loop(0, self.height, 1, before))
@@ -82,12 +84,12 @@ class Outputs:
         oldest = b.max(b.sub(end, kernel.window), 0) if kernel.mask == "sliding" else i64(0)
         return b.min(oldest, self.count), b.max(b.min(end, self.count), 0)
 
-    def alone(self, i: Value, begin: Value, end: Value) -> None:
+    def single_row(self, i: Value, begin: Value, end: Value) -> None:
         b = self.unit.b
         b.when(b.icmp("slt", begin, end), lambda: self.weigh(i, 1, begin, end))
 
     def sparse(self) -> None:
-        """The slow way for a block with an inf or NaN in V that a mask may hide: keys of weight 0 are left out."""
+        """The slow path for a block with an inf or NaN in V that a mask may hide: keys of weight 0 are skipped."""
         unit, plan, b = self.unit, self.unit.plan, self.unit.b
         b.when(b.icmp("eq", self.started, 0), lambda: unit.clear_outputs(self.row, self.height))
 

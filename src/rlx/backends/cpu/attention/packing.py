@@ -1,4 +1,4 @@
-"""Making a block of K and V ready for the micro-kernels: transposed, widened, padded, or without what a mask drops."""
+"""Prepares a block of K and V for the micro-kernels: transposed, widened, padded, and without masked rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlx.lir.forms.quant_blocks import UNIT
 
 
 def define_keep(module: Module, plan: Plan) -> None:
-    """The keys of a block that a custom mask keeps, as words of ones, and how many they are."""
+    """The keys of a block that a custom mask keeps, as words of all ones, and their count."""
     if plan.kernel.mask != "custom":
         return
 
@@ -24,14 +24,14 @@ def define_keep(module: Module, plan: Plan) -> None:
         dtype, lanes = plan.mask_dtype, plan.lanes
         type_ = vector(lanes, f"i{8 * dtype.size}")
 
-        def keys(j: Value, kept: Value) -> list[Value]:
-            place, there = b.offset(flags, b.mul(j, dtype.size)), b.lane_mask(b.sub(count, j), lanes)
-            bits = b.call(type_, f"llvm.masked.load.{intrinsic_suffix(type_)}.p0", place, there, const(type_, 0))
+        def keys(j: Value, visible: Value) -> list[Value]:
+            place, in_block = b.offset(flags, b.mul(j, dtype.size)), b.lane_mask(b.sub(count, j), lanes)
+            bits = b.call(type_, f"llvm.masked.load.{intrinsic_suffix(type_)}.p0", place, in_block, const(type_, 0))
             flag = _is_kept(b, dtype, bits)
             ones = b.convert("sext", flag, vector(lanes, plan.word))
             b.store(ones, plan.region(b, scratch, "kept", j, plan.word), align=plan.size)
             number = b.intrinsic("ctpop", b.convert("bitcast", flag, f"i{lanes}"))
-            return [b.add(kept, b.convert("zext", number, "i64"))]
+            return [b.add(visible, b.convert("zext", number, "i64"))]
 
         return b.loop(0, KEY_BLOCK, lanes, keys, [i64(0)])[0]
 
@@ -39,7 +39,7 @@ def define_keep(module: Module, plan: Plan) -> None:
 
 
 def _is_kept(b: Builder, dtype: DType, bits: Value) -> Value:
-    """Which mask elements are true or at least 0.5; of 0, this is false.
+    """Which mask elements are true or at least 0.5; false for 0.
 
     Floats compare as integers: positive ones have the same order.
     """
@@ -50,7 +50,7 @@ def _is_kept(b: Builder, dtype: DType, bits: Value) -> Value:
 
 
 def define_addresses(module: Module, plan: Plan) -> None:
-    """Where the 64 rows of a block lie, for the packing parts; rows that do not count lie in the zeros."""
+    """The addresses of the 64 rows of a block, for the packing functions; masked rows point to zeros."""
     if not (plan.packs_keys or plan.packs_values):
         return
     lanes = plan.target.lanes(8)
@@ -65,8 +65,8 @@ def define_addresses(module: Module, plan: Plan) -> None:
 
         def several(j: Value, places: Value) -> list[Value]:
             if plan.kernel.mask == "custom":
-                kept = b.load(vector(lanes, plan.word), plan.region(b, scratch, "kept", j, plan.word), align=plan.size)
-                counts = b.icmp("ne", kept, const(kept.type, 0))
+                flags = b.load(vector(lanes, plan.word), plan.region(b, scratch, "kept", j, plan.word), align=plan.size)
+                counts = b.icmp("ne", flags, const(flags.type, 0))
             else:
                 counts = b.lane_mask(b.sub(count, j), lanes)
             b.store(b.select(counts, places, zeros), b.offset(rows, j, "i64"), align=8)
@@ -80,13 +80,13 @@ def define_addresses(module: Module, plan: Plan) -> None:
 def define_pack_keys(module: Module, plan: Plan) -> None:
     """K of the block into panels [head_dim][keys of a panel]."""
     if plan.packs_keys:
-        define_turned(module, plan, "pack_keys", "key_rows", "keys", plan.kernel.head_dim)
+        define_transposed_rows(module, plan, "pack_keys", "key_rows", "keys", plan.kernel.head_dim)
 
 
-def define_turned(module: Module, plan: Plan, part: str, rows_at: str, panels: str, extent: int) -> None:
+def define_transposed_rows(module: Module, plan: Plan, part: str, rows_at: str, panels: str, extent: int) -> None:
     """Rows of the block, `extent` columns each, into panels [column][keys of a panel], `lanes` keys at a time.
 
-    What lies `ahead` bytes after a row is fetched.
+    Prefetches `ahead` bytes after each row.
     """
     dtype, lanes = plan.stored, plan.lanes
     square = 16 // plan.size  # keys and columns of one transposition: 128 bits, which x86 inserts while it loads
@@ -103,8 +103,8 @@ def define_turned(module: Module, plan: Plan, part: str, rows_at: str, panels: s
                 for i in range(square):
                     pieces = [load_stored(b, dtype, b.offset(r, offset), square, live) for r in rows[i::square]]
                     sides.append(widen(b, plan, _join(b, pieces), dtype))
-                # Also the lines past the extent, for which there is padding: LLVM 22 moves interleavings of which only
-                # the low halves are used to before the widening of f16, and gets them wrong.
+                # Includes the lines past the extent, for which there is padding: LLVM 22 moves interleavings of which
+                # only the low halves are used to before the widening of f16, and gets them wrong.
                 for i, line in enumerate(_transpose(b, sides, square)):
                     b.store(line, b.offset(place, b.mul(b.add(at, i), plan.panel), plan.scalar), align=plan.size)
 
@@ -113,7 +113,7 @@ def define_turned(module: Module, plan: Plan, part: str, rows_at: str, panels: s
                 share = -(-lanes // len(steps))
                 for n, step in enumerate(steps):
                     for row in rows[n * share : (n + 1) * share]:
-                        # Into L2, which can have more lines under way than L1: 1.3 times as fast from memory.
+                        # Into L2, which supports more outstanding lines than L1: 1.3 times as fast from memory.
                         b.prefetch(b.offset(b.offset(row, b.mul(at, dtype.size)), ahead), locality=2)
                     squares(b.add(at, step), min(square, live - step))
 
@@ -125,7 +125,7 @@ def define_turned(module: Module, plan: Plan, part: str, rows_at: str, panels: s
 
 
 def define_widen_keys(module: Module, plan: Plan) -> None:
-    """A block of a cache of narrow keys, [head_dim][64] as it is."""
+    """Widens a block of a cache of narrow keys, already [head_dim][64]."""
     if not plan.widens_keys or plan.packed:
         return
     dtype, lanes = plan.stored, plan.lanes
@@ -145,10 +145,10 @@ def define_widen_keys(module: Module, plan: Plan) -> None:
 
 
 def define_unpack_keys(module: Module, plan: Plan) -> None:
-    """64 packed rows of a cache as [head_dim][64]. They are turned while they are bytes: a vector holds most then."""
+    """64 packed rows of a cache as [head_dim][64]. Transposed as bytes, when a vector holds the most elements."""
     if not plan.packed:
         return
-    storage, lanes, square = plan.stored, plan.lanes, 16  # bytes: what x86 interleaves within
+    storage, lanes, square = plan.stored, plan.lanes, 16  # bytes: the unit within which x86 interleaves
     row = plan.row_bytes(plan.kernel.head_dim)
 
     def emit(b: Builder, scratch: Value, keys: Value, following: Value) -> None:
@@ -174,7 +174,7 @@ def define_unpack_keys(module: Module, plan: Plan) -> None:
 
 
 def _join(b: Builder, pieces: Sequence[Value]) -> Value:
-    """Vectors end to end."""
+    """Concatenates vectors."""
     while len(pieces) > 1:
         width = 2 * lanes_of(pieces[0].type)
         pieces = [b.shuffle(x, y, range(width)) for x, y in zip(pieces[::2], pieces[1::2], strict=True)]
@@ -182,14 +182,14 @@ def _join(b: Builder, pieces: Sequence[Value]) -> Value:
 
 
 def _transpose(b: Builder, rows: list[Value], square: int) -> list[Value]:
-    """Transpose the squares that lie side by side in the rows, each `square` lanes wide."""
+    """Transposes the squares in the rows, each `square` lanes wide."""
     if len(rows) == 1:
         return rows
     half, lanes = len(rows) // 2, lanes_of(rows[0].type)
 
     def interleave(first: int) -> list[Value]:
-        starts = range(first, lanes, square)
-        pattern = [lane + side for s in starts for lane in range(s, s + square // 2) for side in (0, lanes)]
+        firsts = range(first, lanes, square)
+        pattern = [lane + side for s in firsts for lane in range(s, s + square // 2) for side in (0, lanes)]
         return [b.shuffle(x, y, pattern) for x, y in zip(rows[:half], rows[half:], strict=True)]
 
     return _transpose(b, interleave(0), square) + _transpose(b, interleave(square // 2), square)
@@ -204,7 +204,7 @@ def define_pack_values(module: Module, plan: Plan) -> None:
     def emit(b: Builder, scratch: Value, count: Value, ahead: Value) -> None:
         def key(j: Value) -> None:
             row = b.load("ptr", plan.region(b, scratch, "value_rows", j, "ptr"), align=8)
-            if not plan.kernel.cached:  # there, the first tile fetches
+            if not plan.kernel.cached:  # over a cache the first tile prefetches
                 fetch(b, b.offset(row, ahead), plan.row_bytes(plan.kernel.value_dim), locality=2)
 
             def strip(first: Value, vectors: int, live: int) -> None:
@@ -234,17 +234,17 @@ def each_strip(b: Builder, plan: Plan, body: Callable[[Value, int, int], None]) 
         def strip(index: Value, strips: Strips = strips) -> None:
             body(b.add(b.mul(index, strips.vectors), strips.first), strips.vectors, plan.lanes)
 
-        whole = strips.count - (strips is final)
-        if whole == 1:
+        full = strips.count - (strips is final)
+        if full == 1:
             strip(i64(0))
-        elif whole:
-            b.loop(0, whole, 1, strip)
+        elif full:
+            b.loop(0, full, 1, strip)
     live = plan.kernel.value_dim - (plan.value_stride - plan.lanes)
     body(i64(final.first + (final.count - 1) * final.vectors), final.vectors, live)
 
 
 def define_finite(module: Module, plan: Plan) -> None:
-    """Whether the packed V has no inf and no NaN: those times 0 are NaN, and NaN stays."""
+    """Whether the packed V has no inf or NaN: those times 0 are NaN, and NaN propagates."""
     if not plan.checks_values:
         return
 

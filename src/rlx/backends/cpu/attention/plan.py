@@ -1,4 +1,4 @@
-"""What a target makes of an attention kernel: register sizes, padded extents, the map of scratch."""
+"""The plan of an attention kernel on a target: register sizes, padded extents, scratch map."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlx.lir.kernels import AttentionKernel
 
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 CACHED_MASKS = ("causal", "sliding")
-BOUNDS = 5  # numbers that `segments` notes about rows and a block of keys
-UNIT_ROWS = 24  # query rows (positions × heads of a group) of one unit, at least one position
-ROWS = 192  # query rows that go over blocks of keys together, or those of one unit if they are more
-PACKED = BY_NAME["q8_0"]  # the packed type that a cache may have: an f16, then a byte a number
+BOUNDS = 5  # numbers that `segments` stores about rows and a block of keys
+UNIT_ROWS = 24  # query rows (positions × heads of a group) per unit, at least one position
+ROWS = 192  # query rows that process blocks of keys together, or those of one unit if they are more
+PACKED = BY_NAME["q8_0"]  # the packed type that a cache may have: an f16, then one byte per number
 SCALAR = {F32: "float", F64: "double"}
 
 
@@ -36,8 +36,8 @@ def read_words(b: Builder, words: Sequence[str], pointers: Container[str], args:
     }
 
 
-def laid_out(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Byte offsets in scratch of regions of these sizes, each on a cache line; `end` is the size of all."""
+def lay_out_regions(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Byte offsets in scratch of regions of these sizes, aligned to cache lines; `end` is the total size."""
     offsets, end = {}, HEADER_BYTES
     for name, size in sizes.items():
         offsets[name] = end
@@ -47,7 +47,7 @@ def laid_out(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Strips:
-    """Strips of columns: `count` of them side by side from vector `first` on, each `vectors` wide."""
+    """Strips of columns: `count` adjacent ones from vector `first` on, each `vectors` wide."""
 
     first: int
     count: int
@@ -73,7 +73,7 @@ class Plan:
             raise LowerError(f"cpu attention: a bias is of a float type, not {kernel.mask_dtype}")
         if kernel.segments and (kernel.mask in ("custom", "bias") or kernel.mask_dtype is not I32 or kernel.cached):
             raise LowerError(
-                f"cpu attention: segments are ids of i32 beside masks none, causal and sliding without a cache, "
+                f"cpu attention: segments are i32 ids, with masks none, causal and sliding and no cache, "
                 f"found {kernel.mask_dtype} and mask {kernel.mask!r}"
             )
         if kernel.ahead and (kernel.mask != "sliding" or kernel.cached):
@@ -92,7 +92,7 @@ class Plan:
                 raise LowerError(f"cpu attention: queries of {kernel.dtype} over a cache of {self.stored}")
             if kernel.head_dim % blocks or kernel.value_dim % blocks:
                 sizes = f"{kernel.head_dim} and {kernel.value_dim}"
-                raise LowerError(f"cpu attention: heads of {sizes} are no whole blocks of {blocks} ({self.stored})")
+                raise LowerError(f"cpu attention: heads of {sizes} are not multiples of {blocks} ({self.stored})")
         elif not self.stored.is_float or self.target.native(self.stored) is not self.compute:
             raise LowerError(f"cpu attention: queries of {kernel.dtype} over a cache of {self.stored}")
 
@@ -117,11 +117,11 @@ class Plan:
 
     @property
     def stride_bytes(self) -> int:
-        """What strides of k and v count: elements, or the units of packed blocks."""
+        """The unit of k's and v's strides: elements, or the units of packed blocks."""
         return UNIT if self.packed else self.stored.size
 
     def row_bytes(self, extent: int) -> int:
-        """Bytes of so many neighbouring numbers of k or v."""
+        """Bytes of this many adjacent numbers of k or v."""
         return extent // self.stored.block * self.stored.size
 
     @property
@@ -134,12 +134,12 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes of an element of scratch."""
+        """Bytes per element of scratch."""
         return self.compute.size
 
     @property
     def word(self) -> str:
-        """An integer as wide as an element: compares of key numbers then give masks of the right width."""
+        """An integer as wide as an element: comparing key numbers then gives masks of the right width."""
         return f"i{8 * self.size}"
 
     @property
@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def panel(self) -> int:
-        """Keys that one call of the micro-kernel scores at most."""
+        """Maximum keys that one call of the micro-kernel scores."""
         return self.target.panel(self.size)
 
     @property
@@ -165,27 +165,27 @@ class Plan:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The argument block: the address of the table of routines, then what a launch gives."""
+        """The argument block: the address of the routine table, then the launch's words."""
         return "parts", *self.kernel.words
 
     @property
     def unit_positions(self) -> int:
-        """Query positions of one unit."""
+        """Query positions per unit."""
         return max(1, UNIT_ROWS // self.kernel.group)
 
     @property
-    def together(self) -> int:
-        """Neighbouring units that go over blocks of keys together: the fewer threads, the less is packed."""
+    def joint_units(self) -> int:
+        """Adjacent units that process blocks of keys together: the fewer threads, the less is packed."""
         return max(1, ROWS // (self.unit_positions * self.kernel.group))
 
     @property
     def positions(self) -> int:
-        """Query positions of units that go together, at most."""
-        return self.unit_positions * self.together
+        """Maximum query positions of joint units."""
+        return self.unit_positions * self.joint_units
 
     @property
     def rows(self) -> int:
-        """Query rows of them."""
+        """Their query rows."""
         return self.positions * self.kernel.group
 
     @property
@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def clears_outputs(self) -> bool:
-        """Whether outputs start at 0, because the first block of keys is not one that all rows see."""
+        """Whether outputs start at 0, because some rows do not see the first block of keys."""
         return self.limited or self.kernel.segments
 
     @property
@@ -205,12 +205,12 @@ class Plan:
 
     @property
     def copies_queries(self) -> bool:
-        """Queries are read where they lie unless they need widening or their rows have no common stride."""
+        """Whether queries are copied: they are read in place unless they need widening or have no common row stride."""
         return self.compute is not self.kernel.dtype or self.kernel.group > 1 or self.kernel.cached
 
     @property
     def packs_keys(self) -> bool:
-        """Only the blocks of a cache lie as the micro-kernel reads them."""
+        """Whether K is packed: only the blocks of a cache have the layout that the micro-kernel reads."""
         return not self.kernel.cached
 
     @property
@@ -219,7 +219,7 @@ class Plan:
 
     @property
     def packs_values(self) -> bool:
-        """V is read where it lies unless it needs widening or padding, or some of its rows have to be left out."""
+        """Whether V is packed: it is read in place unless it needs widening or padding, or rows of it are masked."""
         ready = self.compute is self.stored and self.kernel.value_dim % self.lanes == 0
         return not ready or self.kernel.mask == "custom" or self.checks_values
 
@@ -228,10 +228,10 @@ class Plan:
 
     @property
     def exponent(self) -> float:
-        """A score times this is the logarithm of its weight in base 2.
+        """A score times this is the base-2 logarithm of its weight.
 
-        Scores stay in the unit in which they come as long as a greater one is a heavier one, because then there is
-        nothing to compute.
+        Scores keep their unit as long as a greater score means a greater weight, since then nothing needs to be
+        computed.
         """
         cap = abs(self.kernel.softcap)
         natural = self.kernel.mask == "bias" or (not cap and self.kernel.scale <= 0)
@@ -239,11 +239,11 @@ class Plan:
 
     @cached_property
     def strips(self) -> tuple[Strips, ...]:
-        """Those of V's columns."""
+        """The strips of V's columns."""
         return self.cut(self.kernel.value_dim)
 
     def cut(self, extent: int) -> tuple[Strips, ...]:
-        """So many columns cut evenly: the widest strips first, then those one vector narrower."""
+        """Splits columns evenly: the widest strips first, then those one vector narrower."""
         vectors = self.padded(extent) // self.lanes
         count = -(-vectors // self.target.tile_vectors)
         width, wider = divmod(vectors, count)
@@ -252,14 +252,14 @@ class Plan:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """How many keys of a block the softmax takes: half a block is for short prompts and causal diagonals."""
+        """Key counts that the softmax is compiled for: half a block is for short prompts and causal diagonals."""
         if self.panel < KEY_BLOCK:
-            return (KEY_BLOCK,)  # in steps, as many as are needed
+            return (KEY_BLOCK,)  # in steps, as many as needed
         return KEY_BLOCK // 2, KEY_BLOCK
 
     @cached_property
     def regions(self) -> dict[str, int]:
-        """Byte offsets in scratch, each on a cache line; `end` is its size."""
+        """Byte offsets in scratch, aligned to cache lines; `end` is the total size."""
         packs, cached = self.packs_keys or self.packs_values, self.kernel.cached
         sizes = {
             # [panel][head_dim][keys of a panel], or as in a cache: [head_dim][keys]
@@ -271,21 +271,21 @@ class Plan:
             "sums": self.rows * self.lanes * self.size,  # a row's sum of weights stays in lanes until the end
             "references": self.rows * self.size,  # per row: the score whose weight is 1; -inf before the first
             "limits": self.rows * 8,  # per row: the first key that it does not see
-            "lowest": self.rows * 8 * cached,  # of the limits of a tile, where its first row would be
+            "lowest": self.rows * 8 * cached,  # of the limits of a tile, at its first row
             "highest": self.rows * 8 * cached,
             "extremes": 16 * cached,  # the lowest and the highest limit of all
-            "present": self.positions * 8 * cached,  # query positions of the units without those of padding
-            "biases": self.rows * 8,  # per row: where its bias lies
-            "key_rows": KEY_BLOCK * 8 * self.packs_keys,  # per key of the block: where it lies
+            "present": self.positions * 8 * cached,  # query positions of the units without padding
+            "biases": self.rows * 8,  # per row: address of its bias
+            "key_rows": KEY_BLOCK * 8 * self.packs_keys,  # per key of the block: its address
             "value_rows": KEY_BLOCK * 8 * self.packs_values,
             "kept": KEY_BLOCK * self.size,  # per key of the block: all ones or 0 of a custom mask, or its segment
-            "zeros": self.zero_bytes * packs,  # stands in for keys that do not count
+            "zeros": self.zero_bytes * packs,  # stands in for masked keys
             **self.segment_regions(self.rows),
         }
-        return laid_out(sizes)
+        return lay_out_regions(sizes)
 
     def segment_regions(self, rows: int) -> dict[str, int]:
-        """Bytes of what `segments` notes about rows and a block of keys."""
+        """Bytes of what `segments` stores about rows and a block of keys."""
         return {"row_segments": rows * 8, "segment_bounds": BOUNDS * 8} if self.kernel.segments else {}
 
     @property
@@ -299,6 +299,6 @@ class Plan:
     def define(
         self, module: Module, part: str, signature: str, emit: Callable[..., Value | None], result: str = "void"
     ) -> None:
-        """Add one of the functions that the nest calls: `signature` is such as `ptr scratch, i64 count`."""
+        """Adds one of the functions that the nest calls; an example of `signature` is `ptr scratch, i64 count`."""
         arguments = [(type_, name) for type_, name in (argument.split() for argument in signature.split(", "))]
         module.define(f"{self.symbol}.{part}", arguments, emit, result=result, internal=True, noinline=True)

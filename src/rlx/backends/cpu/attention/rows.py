@@ -1,4 +1,4 @@
-"""What is kept for each query row of a unit: its query, its range of keys, its sums; and the result made of them."""
+"""State per query row of a unit: its query, its range of keys, its sums; and the final result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx.lir.kernels import BEYOND_CAPACITY
 
 
 def define_newest(module: Module, plan: Plan) -> None:
-    """Over a ring: the newest position of a sequence, -1 without any. Ragged tokens say which ones are its own."""
+    """Over a ring: the newest position of a sequence, -1 if it has none. Ragged tokens name their sequence."""
     if not plan.kernel.ring:
         return
 
@@ -34,9 +34,9 @@ def _position(b: Builder, positions: Value, i: Value) -> Value:
 
 
 def define_locate(module: Module, plan: Plan) -> None:
-    """Over a cache: which query positions of the unit are there, the limits of their rows, and zeros for the others.
+    """Over a cache: finds the query positions that are not padding and sets their rows' limits; zeros the others.
 
-    The result is how many are there. From here on rows are theirs alone, so that padding costs no more than this.
+    Returns their count. From here on rows are numbered without padding, so that padding costs no more than this.
     """
     kernel = plan.kernel
     if not kernel.cached:
@@ -46,9 +46,9 @@ def define_locate(module: Module, plan: Plan) -> None:
         b: Builder, scratch: Value, positions: Value, count: Value, capacity: Value, newest: Value, out: Value,
         out_seq: Value, out_head: Value,
     ) -> Value:  # fmt: skip
-        def position(i: Value, found: Value) -> list[Value]:
+        def position(i: Value, tokens: Value) -> list[Value]:
             at = _position(b, positions, i)
-            # A ring has to hold what lies between the oldest key of the row and the newest of all.
+            # A ring must hold everything between the oldest key of the row and the newest of all.
             oldest = b.max(b.sub(at, kernel.window - 1), 0)
             beyond = b.icmp("sge", b.sub(newest, oldest) if kernel.ring else at, capacity)
             present = b.icmp("sge", at, 0)
@@ -56,11 +56,11 @@ def define_locate(module: Module, plan: Plan) -> None:
             b.when(fault, lambda: b.store(i64(BEYOND_CAPACITY), scratch, align=8))
 
             def keep() -> list[Value]:
-                b.store(i, plan.region(b, scratch, "present", found, "i64"), align=8)
-                row = b.mul(found, kernel.group)
+                b.store(i, plan.region(b, scratch, "present", tokens, "i64"), align=8)
+                row = b.mul(tokens, kernel.group)
                 limits = plan.region(b, scratch, "limits", row, "i64")
                 b.loop(0, kernel.group, 1, lambda g: b.store(b.add(at, 1), b.offset(limits, g, "i64"), align=8))
-                return [b.add(found, 1)]
+                return [b.add(tokens, 1)]
 
             def leave_out() -> list[Value]:
                 def head(g: Value) -> None:
@@ -68,13 +68,13 @@ def define_locate(module: Module, plan: Plan) -> None:
                     clear(b, b.offset(out, b.mul(offset, kernel.dtype.size)), i64(kernel.value_dim * kernel.dtype.size))
 
                 b.loop(0, kernel.group, 1, head)
-                return [found]
+                return [tokens]
 
             return b.when(fits, keep, leave_out)
 
-        found = b.loop(0, count, 1, position, [i64(0)])[0]
-        _note_extremes(b, plan, scratch, b.mul(found, kernel.group))
-        return found
+        tokens = b.loop(0, count, 1, position, [i64(0)])[0]
+        _note_extremes(b, plan, scratch, b.mul(tokens, kernel.group))
+        return tokens
 
     plan.define(
         module, "locate", "ptr scratch, ptr positions, i64 count, i64 capacity, i64 newest, ptr out, i64 out_seq, "
@@ -83,7 +83,7 @@ def define_locate(module: Module, plan: Plan) -> None:
 
 
 def _note_extremes(b: Builder, plan: Plan, scratch: Value, rows: Value) -> None:
-    """The lowest and the highest limit of each tile and of all rows, which may sit at positions in any order."""
+    """The lowest and the highest limit of each tile and of all rows, whose positions may be in any order."""
 
     def tile(first: Value, *all_rows: Value) -> list[Value]:
         def row(i: Value, low: Value, high: Value) -> list[Value]:
@@ -103,8 +103,11 @@ def _note_extremes(b: Builder, plan: Plan, scratch: Value, rows: Value) -> None:
 
 
 def define_start(module: Module, plan: Plan) -> None:
-    """Queries into scratch, widened, unless they are read where they lie; outputs at 0 unless a block sets them all;
-    sums at 0; references, limits and places of the bias per row."""
+    """Initialises the rows.
+
+    Queries are widened into scratch unless they are read in place; outputs are 0 unless a block sets them all; sums are
+    0; references, limits and bias addresses are set.
+    """
     kernel = plan.kernel
 
     def emit(
@@ -144,7 +147,7 @@ def define_start(module: Module, plan: Plan) -> None:
 
 
 def define_finish(module: Module, plan: Plan) -> None:
-    """Outputs over sums of weights, rounded to the stored type; zeros for a row that saw no key. Their lse if asked."""
+    """Outputs divided by sums of weights, in the stored type; zeros for rows that saw no key. Also lse if asked."""
     kernel = plan.kernel
 
     def emit(
@@ -161,7 +164,7 @@ def define_finish(module: Module, plan: Plan) -> None:
 
             def piece(at: Value, live: int) -> None:
                 loaded = b.load(plan.vector, b.offset(source, at, plan.scalar), align=plan.size)
-                # Adding 0 makes -0 a 0: which of them an underflow leaves depends on how many keys were multiplied.
+                # Adding 0 turns -0 into 0: which of them an underflow leaves depends on how many keys were multiplied.
                 result = b.op("fadd", b.op("fmul", loaded, share), const(plan.vector, 0.0))
                 store(b, plan, result, b.offset(place, b.mul(at, kernel.dtype.size)), live)
 
@@ -182,7 +185,7 @@ def define_finish(module: Module, plan: Plan) -> None:
 def each_row(
     b: Builder, plan: Plan, scratch: Value, positions: Value, body: Callable[[Value, Value, Value], None]
 ) -> None:
-    """`body(row, position, head)` for the rows of a unit: the heads of a position are neighbours."""
+    """`body(row, position, head)` for the rows of a unit: the heads of a position are adjacent."""
 
     def position(n: Value) -> None:
         i = n

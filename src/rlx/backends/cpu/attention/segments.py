@@ -1,7 +1,7 @@
-"""Segments of packed sequences: ids of the rows and keys at hand, and the rows that may see keys of a block.
+"""Segments of packed sequences: ids of the current rows and keys, and the rows that may see keys of a block.
 
-Ids in scratch are such that equal ones see each other: padding is -1 for keys and -2 for rows. A block is left out for
-rows whose ids lie outside the range of its own, which asks nothing of the order of ids; others are masked.
+Ids in scratch are such that equal ones see each other: padding is -1 for keys and -2 for rows. A block is skipped for
+rows whose ids are outside the range of its own, which assumes no order of ids; others are masked.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from rlx.backends.cpu.attention.plan import BOUNDS, Plan
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, vector
 from rlx.backends.cpu.targets import KEY_BLOCK
 
-NO_ROW, NO_KEY, SEVERAL = -2, -1, -3  # ids of padding, and of a block whose keys have no one id
-# Places in the region `segment_bounds`.
+NO_ROW, NO_KEY, SEVERAL = -2, -1, -3  # ids of padding, and of a block whose keys have several ids
+# Indices in the region `segment_bounds`.
 LOW, HIGH, OF_BLOCK, FIRST, END = range(BOUNDS)
 
 
 def bound(b: Builder, plan: Plan, scratch: Value, index: int) -> Value:
-    """One of the numbers about the rows and the block at hand."""
+    """One of the numbers about the current rows and block."""
     return b.load("i64", plan.region(b, scratch, "segment_bounds", index, "i64"), align=8)
 
 
@@ -45,7 +45,7 @@ def define_row_segments(module: Module, plan: Plan, group: int) -> None:
     plan.define(module, "row_segments", "ptr scratch, i64 positions, ptr ids", emit)
 
 
-def define_meet(module: Module, plan: Plan) -> None:
+def define_block_segments(module: Module, plan: Plan) -> None:
     """The ids of the keys of a block, and the rows that may see them, from FIRST up to END; none if FIRST is END."""
     if not plan.kernel.segments:
         return
@@ -61,21 +61,21 @@ def define_meet(module: Module, plan: Plan) -> None:
         def greater(x: Value, y: Value) -> Value:
             return b.select(b.icmp("sgt", x, y), x, y)
 
-        def keys(j: Value, least: Value, low: Value, high: Value) -> list[Value]:
-            there = b.lane_mask(b.sub(count, j), lanes)
+        def keys(j: Value, lowest_id: Value, low: Value, high: Value) -> list[Value]:
+            in_block = b.lane_mask(b.sub(count, j), lanes)
             name = f"llvm.masked.load.{intrinsic_suffix(type_)}.p0"
-            own = greater(b.call(type_, name, b.offset(ids, j, "i32"), there, padding), padding)
+            own = greater(b.call(type_, name, b.offset(ids, j, "i32"), in_block, padding), padding)
             wide = b.convert("sext", own, vector(lanes, plan.word)) if plan.word != "i32" else own
             b.store(wide, plan.region(b, scratch, "kept", j, plan.word), align=plan.size)
             present = b.select(b.icmp("sge", own, const(type_, 0)), own, beyond)
-            return [less(least, own), less(low, present), greater(high, own)]
+            return [less(lowest_id, own), less(low, present), greater(high, own)]
 
-        found = b.loop(0, KEY_BLOCK, lanes, keys, [beyond, beyond, padding])
-        least, low, high = (
+        bounds = b.loop(0, KEY_BLOCK, lanes, keys, [beyond, beyond, padding])
+        lowest_id, low, high = (
             b.convert("sext", b.fold(x, combine), "i64")
-            for x, combine in zip(found, (less, less, greater), strict=True)
+            for x, combine in zip(bounds, (less, less, greater), strict=True)
         )
-        _note(b, plan, scratch, OF_BLOCK, b.select(b.icmp("eq", least, high), high, i64(SEVERAL)))
+        _note(b, plan, scratch, OF_BLOCK, b.select(b.icmp("eq", lowest_id, high), high, i64(SEVERAL)))
 
         def row(i: Value, first: Value, end: Value) -> list[Value]:
             own = b.load("i64", plan.region(b, scratch, "row_segments", i, "i64"), align=8)

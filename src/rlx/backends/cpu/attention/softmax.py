@@ -1,4 +1,4 @@
-"""Online softmax: the scores of a tile become weights, row by row, and references, sums and outputs follow."""
+"""Online softmax: turns the scores of a tile into weights, row by row, and updates references, sums and outputs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ CHUNK = 4  # vectors of scores that the softmax holds in registers
 
 
 def define_softmax(module: Module, plan: Plan) -> None:
-    """Scores of `height` rows become weights; references, sums and outputs of the rows follow."""
+    """Turns scores of `height` rows into weights; updates references, sums and outputs of the rows."""
     for span in plan.spans:
 
         def emit(
-            b: Builder, scratch: Value, first: Value, height: Value, base: Value, count: Value, kept: Value,
+            b: Builder, scratch: Value, first: Value, height: Value, base: Value, count: Value, visible: Value,
             span: int = span,
         ) -> None:  # fmt: skip
             def each_row(step: Callable[[Scorer, Value], None]) -> None:
                 def row(i: Value) -> None:
                     scores = plan.region(b, scratch, "scores", b.mul(i, KEY_BLOCK))
-                    step(Scorer(b, plan, span, scratch, b.add(first, i), base, count, kept), scores)
+                    step(Scorer(b, plan, span, scratch, b.add(first, i), base, count, visible), scores)
 
                 b.loop(0, height, 1, row)
 
-            # Two loops: a weight waits for the greatest score of its row, and meanwhile other rows can go on.
+            # Two loops: a weight waits for the greatest score of its row; meanwhile other rows can proceed.
             each_row(_move_reference)
             each_row(_weigh)
 
@@ -43,14 +43,14 @@ def define_softmax(module: Module, plan: Plan) -> None:
 
 
 def _move_reference(scorer: Scorer, scores: Value) -> None:
-    """The reference of a row follows its greatest score; its sums and outputs follow the reference."""
+    """Moves a row's reference to its greatest score, and rescales its sums and outputs."""
     b, plan, scratch, row = scorer.b, scorer.plan, scorer.scratch, scorer.row
 
     def several(j: Value) -> Value:
-        found = scorer.scored(scores, j)
+        values = scorer.masked_scores(scores, j)
         if scorer.converts:
-            b.store(found, b.offset(scores, j, plan.scalar), align=plan.size)
-        return found
+            b.store(values, b.offset(scores, j, plan.scalar), align=plan.size)
+        return values
 
     greatest = scorer.over_span(several, scorer.greater, const(scorer.type, -math.inf))
     greatest = b.narrow(greatest, scorer.greater, plan.lanes)
@@ -79,16 +79,16 @@ def _move_reference(scorer: Scorer, scores: Value) -> None:
 
 
 def _weigh(scorer: Scorer, scores: Value) -> None:
-    """Scores of a row become weights, which its sums count."""
+    """Turns scores of a row into weights and adds them to its sums."""
     b, plan = scorer.b, scorer.plan
     reference = b.load(plan.scalar, plan.region(b, scorer.scratch, "references", scorer.row), align=plan.size)
-    # Never -inf, so that a masked score less the reference is -inf and not NaN.
+    # Never -inf, so that a masked score minus the reference is -inf and not NaN.
     lowest = const(plan.scalar, float(np.finfo(plan.compute.numpy).min))
     reference = b.splat(scorer.greater(reference, lowest), scorer.width)
 
     def several(j: Value) -> Value:
-        found = scorer.load(scores, j) if scorer.converts else scorer.scored(scores, j)
-        weights = scorer.weight(found, reference)
+        values = scorer.load(scores, j) if scorer.converts else scorer.masked_scores(scores, j)
+        weights = scorer.weight(values, reference)
         b.store(weights, b.offset(scores, j, plan.scalar), align=plan.size)
         return b.narrow(weights, scorer.plus, plan.lanes)
 
@@ -98,26 +98,26 @@ def _weigh(scorer: Scorer, scores: Value) -> None:
 
 
 class Scorer:
-    """How products of a query and keys become scores, and scores become weights, for one row.
+    """Turns products of a query and keys into scores, and scores into weights, for one row.
 
-    It takes `width` of them at a time, several registers: their chains of instructions go side by side.
+    Handles `width` of them at a time, several registers, so that their instruction chains overlap.
     """
 
     def __init__(
-        self, b: Builder, plan: Plan, span: int, scratch: Value, row: Value, base: Value, count: Value, kept: Value
+        self, b: Builder, plan: Plan, span: int, scratch: Value, row: Value, base: Value, count: Value, visible: Value
     ) -> None:
         self.b, self.plan, self.span, self.scratch, self.row = b, plan, span, scratch, row
         self.width = min(CHUNK * plan.lanes, span)
         self.type = vector(self.width, plan.scalar)
         kernel = plan.kernel
-        self.begin, self.end, self.kept = i64(0), count, kept
+        self.begin, self.end, self.visible = i64(0), count, visible
         if plan.limited:
             limit = b.load("i64", plan.region(b, scratch, "limits", row, "i64"), align=8)
-            self.end = self.kept = b.sub(limit, base)
+            self.end = self.visible = b.sub(limit, base)
         if kernel.mask == "sliding":
             self.begin = b.sub(self.end, kernel.window)
         if kernel.ahead:
-            self.end = self.kept = b.min(self.end, count)
+            self.end = self.visible = b.min(self.end, count)
         if kernel.segments:
             self.segment = b.load("i64", plan.region(b, scratch, "row_segments", row, "i64"), align=8)
         if kernel.mask == "bias":
@@ -132,18 +132,18 @@ class Scorer:
     def sees_all(self) -> Value:
         """Whether the row sees all keys of the span."""
         b = self.b
-        whole = b.icmp("sge", self.kept, self.span)
+        everything = b.icmp("sge", self.visible, self.span)
         if self.plan.kernel.segments:
             of_block = segments.bound(b, self.plan, self.scratch, segments.OF_BLOCK)
-            whole = b.op("and", whole, b.icmp("eq", of_block, self.segment))
+            everything = b.op("and", everything, b.icmp("eq", of_block, self.segment))
         if self.plan.kernel.mask != "sliding":
-            return whole
-        return b.op("and", whole, b.icmp("sle", self.begin, 0))
+            return everything
+        return b.op("and", everything, b.icmp("sle", self.begin, 0))
 
     def over_span(
         self, body: Callable[[Value], Value], combine: Callable[[Value, Value], Value], start: Value
     ) -> Value:
-        """What `body(key)` gives for the keys of the span that the row may see, `width` at a time, all combined."""
+        """Combines `body(key)` over the keys of the span that the row may see, `width` at a time."""
         if self.width == self.span:
             return body(i64(0))
         end = self.b.min(self.end, KEY_BLOCK)
@@ -151,35 +151,35 @@ class Scorer:
 
     @property
     def converts(self) -> bool:
-        """Whether a score is another number than its product."""
+        """Whether a score differs from its product."""
         kernel = self.plan.kernel
         return bool(kernel.softcap) or kernel.mask == "bias" or kernel.scale <= 0
 
     def load(self, scores: Value, j: Value) -> Value:
         return self.b.load(self.type, self.b.offset(scores, j, self.plan.scalar), align=self.plan.size)
 
-    def scored(self, products: Value, j: Value) -> Value:
+    def masked_scores(self, products: Value, j: Value) -> Value:
         """The scores of the keys from j on, -inf for those that the row does not see."""
         loaded = self.load(products, j)
         ways = (lambda: [self.scores(loaded, j, True)], lambda: [self.scores(loaded, j, False)])
         return self.b.when(self.sees_all(), *ways)[0]
 
-    def scores(self, products: Value, j: Value, whole: bool) -> Value:
-        """The scores of the keys from j on, -inf for those that the row does not see; `whole`: it sees all."""
-        return self.of_bent(self.bent(products), j, whole)
+    def scores(self, products: Value, j: Value, unmasked: bool) -> Value:
+        """The scores of the keys from j on, -inf for those that the row does not see; `unmasked`: it sees all."""
+        return self.from_capped(self.soft_cap(products), j, unmasked)
 
-    def bent(self, products: Value) -> Value:
-        """tanh of what products are of the cap, if there is one; else the products as they are."""
+    def soft_cap(self, products: Value) -> Value:
+        """tanh(product / cap) if there is a soft cap, else the product."""
         b, plan, cap = self.b, self.plan, abs(self.plan.kernel.softcap)
         if not cap:
             return products
         return tanh(b, b.op("fmul", products, const(self.type, plan.kernel.scale / cap)), plan.target)
 
-    def of_bent(self, bent: Value, j: Value, whole: bool) -> Value:
-        """Scores of products that are `bent` already."""
-        b, kernel, seen = self.b, self.plan.kernel, None if whole else self._seen(j)
+    def from_capped(self, capped: Value, j: Value, unmasked: bool) -> Value:
+        """Scores of products after `soft_cap`."""
+        b, kernel, seen = self.b, self.plan.kernel, None if unmasked else self._seen(j)
         masked, scale = const(self.type, -math.inf), const(self.type, abs(kernel.softcap) or kernel.scale)
-        score = bent
+        score = capped
         if kernel.mask == "bias":
             bias = self._bias(j, seen)
             score = fma(b, score, scale, bias, self.plan.target)
@@ -189,7 +189,7 @@ class Scorer:
         return score if seen is None else b.select(seen, score, masked)
 
     def _bias(self, j: Value, seen: Value | None) -> Value:
-        """The bias of the keys from j on; where the row does not see all of them, only those are read."""
+        """The bias of the keys from j on; if the row does not see all of them, only those it sees are read."""
         b, plan, dtype = self.b, self.plan, self.plan.mask_dtype
         place, type_ = b.offset(self.bias, b.mul(j, dtype.size)), vector(self.width, stored_type(dtype))
         if seen is None:
@@ -202,8 +202,8 @@ class Scorer:
         b, plan = self.b, self.plan
         type_ = vector(self.width, plan.word)
         if plan.kernel.mask == "custom":
-            kept = b.load(type_, plan.region(b, self.scratch, "kept", j, plan.word), align=plan.size)
-            return b.icmp("ne", kept, const(type_, 0))
+            flags = b.load(type_, plan.region(b, self.scratch, "kept", j, plan.word), align=plan.size)
+            return b.icmp("ne", flags, const(type_, 0))
         numbers = b.iota(self.width, plan.word)
         seen = b.icmp("slt", numbers, self._in_lanes(b.sub(self.end, j)))
         if plan.kernel.mask == "sliding":
@@ -221,12 +221,12 @@ class Scorer:
         return b.splat(b.convert("trunc", clamped, plan.word), self.width)
 
     def weight(self, scores: Value, reference: Value) -> Value:
-        """The weights of scores, given the score whose weight is 1."""
+        """The weights of scores, relative to the score whose weight is 1."""
         b, exponent = self.b, const(scores.type, self.plan.exponent)
         return exp2(b, b.op("fmul", b.op("fsub", scores, reference), exponent), self.plan.target)
 
     def greater(self, x: Value, y: Value) -> Value:
-        """One instruction on x86. A NaN may get lost here, but not its weight, which makes the row's sum NaN."""
+        """One instruction on x86. A NaN may be lost here, but not its weight, which makes the row's sum NaN."""
         return self.b.select(self.b.fcmp("ogt", x, y), x, y)
 
     def plus(self, x: Value, y: Value) -> Value:

@@ -15,11 +15,11 @@ def micro_kernel_address(b: Builder, plan: Plan, parts: Value, width: Int, heigh
 
 
 def ahead_step(b: Builder, plan: Plan, row: Value, height: Value, vectors: int, step: Value) -> Value:
-    """How many bytes a prefetch moves on with each row of K or V that a tile reads, if the rows are `step` bytes apart.
+    """How many bytes a prefetch advances with each row of K or V that a tile reads, if the rows are `step` bytes apart.
 
-    Where nothing is packed, rows that follow each other are a stream, which the hardware fetches by itself unless
-    prefetches of some of its lines get in the way. A tile of several rows would make half of those that it needs:
-    1.4 times as fast without. What is unpacked is read in bursts, which nobody foresees: the first tile fetches.
+    If nothing is packed, consecutive rows are a stream, which the hardware prefetches by itself unless prefetches of
+    some of its lines interfere. A tile of several rows would issue half of those that it needs: 1.4 times as fast
+    without. Data to be unpacked is read in bursts, which the hardware does not foresee: the first tile prefetches it.
     """
     width = vectors * plan.lanes * plan.size
     if plan.widens_keys:

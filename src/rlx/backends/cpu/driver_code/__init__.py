@@ -16,10 +16,10 @@ from rlx.backends.cpu.driver_code.workers import Workers
 from rlx.backends.cpu.fast_call_code import repeat
 from rlx.backends.cpu.targets import CpuTarget
 
-TAKE = ("function", "arguments", "units", "launch", "record", "scratch")  # what `take` and `barrier` share
+TAKE = ("function", "arguments", "units", "launch", "record", "scratch")  # arguments that `take` and `barrier` share
 
 
-def emitted(target: CpuTarget) -> str:
+def driver_ir(target: CpuTarget) -> str:
     """The driver's LLVM IR."""
     module = Module()
     _define(module, MACHINES[target.arch])

@@ -12,13 +12,13 @@ from rlx.backends.cpu.driver_code.system import System, call_void, exchange, loa
 
 @dataclass(frozen=True, slots=True)
 class Barriers:
-    """Emits the claiming of units, barriers, and tests whose outcome all threads share."""
+    """Emits claiming of units, barriers, and tests whose outcome all threads share."""
 
     system: System
 
     # -- sharing a launch ---------------------------------------------------------------------------------------------
     def take(self, b: Builder, job: Value, slot: Value, *part: Value) -> Value:
-        """Claim and run chunks of the slice of `slot` until none is left; the number of units that were run."""
+        """Claims and runs chunks of the slice of `slot` until none is left; returns the number of units run."""
         function, arguments, units, launch, record, scratch = part
         threads, chunks = (b.load("i64", b.offset(job, field), align=8) for field in (d.THREADS, d.SLICE_CHUNKS))
         low, high = (b.sdiv(b.mul(units, s), threads) for s in (slot, b.add(slot, 1)))
@@ -26,7 +26,7 @@ class Barriers:
         claim = b.op("shl", launch, i64(d.CLAIM_SHIFT))
 
         def start(chunk: Value) -> Value:
-            """What comes before a chunk: nothing, half, three quarters, ... of the slice, and at last all of it."""
+            """Where a chunk starts: at nothing, half, three quarters, ... of the slice; the last one ends the slice."""
             past = b.sub(size, b.op("lshr", size, chunk))
             return b.select(b.icmp("slt", chunk, chunks), past, size)
 
@@ -37,7 +37,7 @@ class Barriers:
         old = load(b, word, "i64")
         begun = b.icmp("uge", old, claim)
         chunk = b.select(begun, b.sub(old, claim), i64(0))
-        chunk = b.select(b.icmp("ult", chunk, chunks), chunk, chunks)  # also where a later launch has begun
+        chunk = b.select(b.icmp("ult", chunk, chunks), chunk, chunks)  # also if a later launch has begun
         first = start(chunk)
         b.line(f"br {b.icmp('slt', first, size)}, label %claim, label %nothing")
         b.label("claim")
@@ -59,7 +59,7 @@ class Barriers:
         return total
 
     def take_others(self, b: Builder, job: Value, tid: Value, *part: Value) -> Value:
-        """What is left of the slices of others, the next thread's first."""
+        """Takes what is left of other threads' slices, starting with the next thread's."""
         threads = b.load("i64", b.offset(job, d.THREADS), align=8)
 
         def one(i: Value, total: Value) -> list[Value]:
@@ -71,7 +71,7 @@ class Barriers:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
     def finish(self, b: Builder, job: Value, tid: Value, wanted: Value, more: Value) -> None:
-        """Report units as done; who makes it `wanted` of them wakes those that sleep until then."""
+        """Reports units as done; the thread that completes the `wanted` number wakes the sleepers."""
         before = exchange(b, "add", b.offset(job, d.DONE), more)
 
         def last() -> None:
@@ -81,10 +81,10 @@ class Barriers:
         b.when(b.icmp("eq", b.add(before, more), wanted), last)
 
     def wake_sleepers(self, b: Builder, job: Value, tid: Value) -> None:
-        """Wake all threads that sleep in a run."""
+        """Wakes all threads that sleep in a run."""
 
         def wake() -> None:
-            exchange(b, "xchg", b.offset(job, d.SLEEPERS), 0)  # before the word: who comes later sees what is done
+            exchange(b, "xchg", b.offset(job, d.SLEEPERS), 0)  # before the word: later sleepers see what is done
             exchange(b, "add", b.offset(job, d.WAKES), 1)
             self.system.wake(b, b.offset(job, d.WAKES), d.EVERYONE)
 
@@ -93,11 +93,11 @@ class Barriers:
     def sleep(
         self, b: Builder, job: Value, done: Callable[[], Value], meanwhile: Callable[[], object] | None = None
     ) -> Value:
-        """Wait in a run for what other threads do, as long as it takes. Says if it slept."""
+        """Waits within a run for other threads, as long as it takes. Returns whether it slept."""
         wakes = b.offset(job, d.WAKES)
 
         def announce() -> Value:
-            # The word first: who takes the announcement back, for what others wait for, changes the word after that.
+            # Read the word first: a thread that withdraws the announcement changes the word after that.
             word = load(b, wakes)
             exchange(b, "xchg", b.offset(job, d.SLEEPERS), 1)
             return word
@@ -105,7 +105,7 @@ class Barriers:
         return self.system.wait(b, job, done, wakes, announce, meanwhile)
 
     def done(self, b: Builder, job: Value) -> Value:
-        """The units that are done, as far as threads know that wait for them."""
+        """The number of units done, as seen by waiting threads."""
         many = b.icmp("sgt", b.load("i64", b.offset(job, d.THREADS), align=8), d.FEW)
         return load(b, b.select(many, b.offset(job, d.PASSED), b.offset(job, d.DONE)), "i64")
 
@@ -115,10 +115,10 @@ class Barriers:
     def barrier(
         self, b: Builder, job: Value, tid: Value, run: Value, final: Value, wanted: Value, more: Value, *part: Value
     ) -> Value:
-        """Report `more` units, return when all that are `wanted` are done; 1 where the run is over for this worker.
+        """Reports `more` units, returns when all `wanted` ones are done; 1 if the run is over for this worker.
 
-        A thread that must wait looks at the slices of others, after the moment that threads are usually apart: a look
-        takes the line with the claims from the one who works on them. At the `final` barrier only the caller waits.
+        A waiting thread looks at other threads' slices only after the usual skew between threads has passed: each look
+        takes the cache line with the claims away from the owner. Only the caller waits at the `final` barrier.
         """
         scratch = part[-1]
         b.when(b.icmp("ne", more, 0), lambda: call_void(b, "finish", job, tid, wanted, more))
@@ -138,7 +138,7 @@ class Barriers:
         b.label(f"{tag}.more")
         b.line(f"br label %{tag}")
         b.label("passed")
-        # Whoever comes late need not walk to the end of a run that is over.
+        # Latecomers need not walk to the end of a run that is over.
         behind = b.icmp("sgt", self.done(b, job), wanted)
         closed = b.icmp("ne", load(b, b.offset(job, d.RUN), "i64"), run)
         b.line(f"ret {b.convert('zext', b.op('and', behind, closed), 'i64')}")
@@ -151,10 +151,10 @@ class Barriers:
         return b.when(leaves, lambda: [i64(1)], wait)[0]
 
     def wait_done(self, b: Builder, job: Value, tid: Value, run: Value, wanted: Value, scratch: Value) -> Value:
-        """Return when all units that are `wanted` are done; 1 where the run is over without this worker.
+        """Returns when all `wanted` units are done; 1 if the run is over without this worker.
 
-        The caller waits inside, and notes how long it slept. A worker reads ahead as long as there is something to
-        read, and then waits outside: a caller that has done everything need not wait for it.
+        The caller waits inside, and records how long it slept. A worker prefetches as long as there is something to
+        prefetch, then waits outside, so that a caller that has finished everything need not wait for it.
         """
 
         def done() -> Value:
@@ -186,12 +186,12 @@ class Barriers:
         return b.when(b.icmp("eq", tid, 0), caller, worker)[0]
 
     def read_ahead(self, b: Builder, scratch: Value) -> None:
-        """Some lines more of what this thread will read, or a pause."""
+        """Reads a few more cache lines ahead for this thread, or pauses."""
         place = b.offset(scratch, d.READ_TO)
         at = b.load("i64", place, align=8)
 
         def some() -> None:
-            for line in range(0, d.READ_STEP, 64):  # loads: of prefetches a core drops those that come too fast
+            for line in range(0, d.READ_STEP, 64):  # loads, because a core drops prefetches that come too fast
                 b.assign("i64", f"load volatile i64, {b.convert('inttoptr', b.add(at, line), 'ptr')}, align 8")
             b.store(b.add(at, d.READ_STEP), place, align=8)
 
@@ -199,9 +199,9 @@ class Barriers:
         b.when(more, some, lambda: self.system.pause(b))
 
     def decide(self, b: Builder, job: Value, tid: Value, test: Value, predicate: Value) -> Value:
-        """The outcome of a test, the same for all threads: 0, 1, or 2 where the caller is at a later one already.
+        """The outcome of a test, the same for all threads: 0, 1, or 2 if the caller is already at a later one.
 
-        The caller reads the predicate and publishes what it is, for later steps may write it again.
+        The caller reads the predicate and publishes its value, since later steps may overwrite it.
         """
         place = b.offset(job, d.TESTED)
 

@@ -1,4 +1,4 @@
-"""A run, from the caller's side: shared with the workers of the pool, or alone where that is faster."""
+"""A run from the caller's side: shared with the workers of the pool, or alone where that is faster."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rlx.backends.cpu.driver_code.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Emits calls of the pool, the judgement whether they pay, and the walk of one thread."""
+    """Emits calls of the pool, the heuristics that decide whether sharing pays, and the walk of one thread."""
 
     system: System
     workers: Workers
 
     def call(self, b: Builder, job: Value, request: Value) -> Value:
-        """Run the records on the pool, or on this thread alone where that is better.
+        """Runs the records on the pool, or on this thread alone where that is better.
 
-        So it is where the pool is busy with another run, has but one thread, its workers are late, or they sleep and
-        the run is brief.
+        That is when the pool is busy with another run or has only one thread, when its workers are late, or when they
+        sleep and the run is brief.
         """
-        own = b.stack("i8", d.LINE, align=8)  # a job block for the walk alone, which meets no other thread
+        own = b.stack("i8", d.LINE, align=8)  # a job block for a solo walk, which shares nothing with other threads
 
         def word(block: Value, offset: int) -> Value:
             return b.load("i64", b.offset(block, offset), align=8)
@@ -56,7 +56,7 @@ class Calls:
             b.loop(1, threads, 1, lambda tid: self.workers.call_worker(b, job, tid))
             call_void(b, "execute", job, i64(0), threads, number)
             exchange(b, "xchg", b.offset(job, d.RUN), i64(0))
-            # All of the pool: one that this run does not need, but that was called late, may be reading the job block.
+            # Join all workers: one that this run does not need, but that was called late, may be reading the job block.
             b.loop(1, word(job, d.POOL_THREADS), 1, lambda tid: self.workers.join(b, job, tid))
             b.when(b.icmp("ne", unit, 0), lambda: self.judge(b, job, request, begin))
             publish(b, const("i32", 0), b.offset(job, d.BUSY))
@@ -74,13 +74,13 @@ class Calls:
             brief = b.op("and", b.icmp("ne", shortest, 0), b.icmp("slt", b.mul(shortest, d.BRIEF), unit))
             brief = b.op("and", brief, b.icmp("sgt", b.mul(b.sub(begin, ended), d.REST), unit))
 
-            def held() -> list[Value]:
+            def run_late() -> list[Value]:
                 publish(b, b.max(b.sub(runs, 1), 0), b.offset(job, d.ALONE_RUNS))
                 alone()
-                end, average, before = self.system.now(b), word(request, d.TOGETHER), word(request, d.APART)
+                end, average, before = self.system.now(b), word(request, d.SHARED_AVERAGE), word(request, d.BEST_ALONE)
                 taken, again = b.sub(end, begin), b.icmp("ne", before, 0)
                 best = b.select(again, b.min(before, taken), taken)
-                note(request, d.APART, best)
+                note(request, d.BEST_ALONE, best)
 
                 def compare() -> None:
                     trust = b.max(b.mul(word(request, d.TRUSTED_FOR), 2), b.mul(unit, d.LEAST_TRUST))
@@ -95,7 +95,7 @@ class Calls:
 
                     b.when(b.icmp("ne", trust, 0), share)
 
-                # One short run may have been disturbed.
+                # A single short run may have been disturbed.
                 enough = b.op("or", again, b.icmp("sgt", taken, b.mul(unit, d.LEAST_ALONE)))
                 b.when(b.op("and", b.icmp("ne", average, 0), enough), compare)
                 return [i64(1)]
@@ -105,7 +105,7 @@ class Calls:
                 return b.when(free, lambda: together(begin), alone)
 
             late = b.op("or", b.icmp("slt", begin, until), b.icmp("sgt", runs, 0))
-            (taking_part,) = b.when(late, held, lambda: b.when(brief, alone, shared))
+            (taking_part,) = b.when(late, run_late, lambda: b.when(brief, alone, shared))
             end = self.system.now(b)
             taken = b.sub(end, begin)
             work = b.mul(taken, taking_part)
@@ -117,7 +117,7 @@ class Calls:
         return b.when(b.icmp("sgt", threads, 1), several, alone)[0]
 
     def judge(self, b: Builder, job: Value, request: Value, begin: Value) -> None:
-        """Whether workers are late, so that the next runs had better stay on their callers."""
+        """Decides whether workers are late, so that the next runs stay on their callers."""
 
         def word(offset: int, block: Value = job) -> Value:
             return b.load("i64", b.offset(block, offset), align=8)
@@ -127,12 +127,12 @@ class Calls:
 
         end, unit = self.system.now(b), word(d.MILLISECOND)
         taken = b.sub(end, begin)
-        before, best, apart = (word(field, request) for field in (d.TOGETHER, d.BEST_TOGETHER, d.APART))
+        before, best, best_alone = (word(field, request) for field in (d.SHARED_AVERAGE, d.SHARED_BEST, d.BEST_ALONE))
         first = b.icmp("eq", best, 0)
         best = b.select(first, taken, b.min(taken, b.add(best, b.sdiv(best, d.FORGET))))
-        begins = b.op("or", first, b.icmp("ne", word(d.ANEW, request), 0))
+        begins = b.op("or", first, b.icmp("ne", word(d.RESTART_AVERAGE, request), 0))
         average = b.select(begins, taken, b.add(before, b.sdiv(b.sub(taken, before), d.AVERAGED)))
-        for field, value in ((d.TOGETHER, average), (d.BEST_TOGETHER, best), (d.ANEW, i64(0))):
+        for field, value in ((d.SHARED_AVERAGE, average), (d.SHARED_BEST, best), (d.RESTART_AVERAGE, i64(0))):
             note(field, value, request)
 
         def over_window(total: int, value: Value) -> Value:
@@ -144,7 +144,7 @@ class Calls:
         all_taken = over_window(d.ALL_TAKEN, taken)
         late = b.icmp("sgt", b.mul(all_slept, d.LATE_SHARE), all_taken)
         late = b.op("and", late, b.icmp("sgt", all_slept, unit))
-        usual = b.select(b.icmp("eq", apart, 0), b.add(best, b.sdiv(best, 2)), apart)
+        usual = b.select(b.icmp("eq", best_alone, 0), b.add(best, b.sdiv(best, 2)), best_alone)
         lost = b.select(trusted, i64(0), b.sub(average, usual))
         late = b.op("or", late, b.icmp("sgt", b.mul(lost, d.WINDOW), unit))
 
@@ -154,13 +154,13 @@ class Calls:
             publish(b, b.sdiv(pause, b.mul(unit, d.LEAST_ALONE)), b.offset(job, d.ALONE_RUNS))
             note(d.ALONE_FOR, b.min(b.mul(pause, d.BACK_OFF), b.mul(unit, d.MOST_ALONE)))
             note(d.KEPT_UP, i64(0))
-            note(d.APART, i64(0), request)
-            note(d.ANEW, i64(1), request)
-            # Half of what makes workers late: another late run is enough, a good one wipes it out.
+            note(d.BEST_ALONE, i64(0), request)
+            note(d.RESTART_AVERAGE, i64(1), request)
+            # Half of the lateness threshold: one more late run reaches it, a good run clears it.
             return [b.sdiv(all_taken, 2 * d.LATE_SHARE), all_taken]
 
         def go_on() -> list[Value]:
-            # Workers that have kept up for as long as runs would stay alone next are late no more.
+            # Workers that have kept up for as long as the next back-off would last no longer count as late.
             kept_up = b.add(word(d.KEPT_UP), taken)
             note(d.KEPT_UP, kept_up)
             note(d.ALONE_FOR, b.select(b.icmp("sgt", kept_up, word(d.ALONE_FOR)), i64(0), word(d.ALONE_FOR)))
@@ -178,7 +178,7 @@ class Calls:
             b.call("void", "llvm.x86.sse.ldmxcsr", control)
 
     def default_control(self, b: Builder, control: Value) -> None:
-        """Save the MXCSR of the caller, who may flush denormals, and set the default."""
+        """Saves the caller's MXCSR, which may flush denormals, and sets the default."""
         if self.system.machine.has_mxcsr:
             b.call("void", "llvm.x86.sse.stmxcsr", control)
             b.store(const("i32", d.DEFAULT_MXCSR), b.offset(control, 1, "i32"), align=4)

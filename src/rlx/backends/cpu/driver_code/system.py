@@ -1,4 +1,4 @@
-"""What the driver needs of the machine and the system: atomic words, system calls, clock, pauses and waiting."""
+"""The machine and system layer of the driver: atomic words, system calls, clock, pauses and waiting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlx.backends.cpu.builder import Builder, Value, const, i64
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What differs between architectures."""
+    """Differences between architectures."""
 
     system_call: str
-    constraints: str  # result; number, four arguments; what else changes
-    futex: int  # numbers of system calls
+    constraints: str  # result; number, four arguments; clobbers
+    futex: int  # system call numbers
     set_affinity: int
     get_affinity: int
     get_core: int
@@ -38,7 +38,7 @@ MACHINES = {
         pause_arguments=(),
         has_mxcsr=True,
     ),
-    # `isb` really waits; `yield` is nothing on most cores.
+    # `isb` really waits; `yield` is a no-op on most cores.
     "aarch64": Machine(
         "svc #0",
         "={x0},{x8},{x0},{x1},{x2},{x3},~{memory}",
@@ -55,7 +55,7 @@ MACHINES = {
 
 
 # -- atomic words ---------------------------------------------------------------------------------------------------
-# All are sequentially consistent: two threads that each write one word and then read the other's must not both miss it.
+# All are sequentially consistent: if two threads each write one word and read the other's, one must see the write.
 def _word(value: int | Value, type_: str) -> Value:
     return value if isinstance(value, Value) else const(type_, value)
 
@@ -65,37 +65,37 @@ def load(b: Builder, pointer: Value, type_: str = "i32") -> Value:
 
 
 def publish(b: Builder, value: Value, pointer: Value) -> None:
-    """Publish what was written before."""
+    """A release store: publishes all earlier writes."""
     b.line(f"store atomic {value}, {pointer} release, align {int(value.type[1:]) // 8}")
 
 
 def exchange(b: Builder, operation: str, pointer: Value, value: int | Value, type_: str = "i32") -> Value:
-    """An atomic read-modify-write (`add`, `sub`, `xchg`); the result is the old word."""
+    """An atomic read-modify-write (`add`, `sub`, `xchg`); returns the old word."""
     word = _word(value, type_)
     return b.assign(word.type, f"atomicrmw {operation} {pointer}, {word} seq_cst, align {int(word.type[1:]) // 8}")
 
 
 def replace(b: Builder, pointer: Value, old: int | Value, new: int | Value, type_: str = "i32") -> Value:
-    """Set the word to `new` if it is `old`; the result says whether it was."""
+    """Sets the word to `new` if it is `old`; returns whether it was."""
     before, after = _word(old, type_), _word(new, type_)
     size = int(before.type[1:]) // 8
     pair = b.assign(f"{{ {before.type}, i1 }}", f"cmpxchg {pointer}, {before}, {after} seq_cst seq_cst, align {size}")
     return b.assign("i1", f"extractvalue {pair}, 1")
 
 
-def announced(b: Builder, pointer: Value, awake: int, asleep: int) -> Value:
-    """Say in the very word that a thread waits for that it sleeps."""
+def announce_sleep(b: Builder, pointer: Value, awake: int, asleep: int) -> Value:
+    """Announces in the awaited word itself that this thread sleeps."""
     replace(b, pointer, awake, asleep)
     return const("i32", asleep)
 
 
 def call_void(b: Builder, function: str, *arguments: Value) -> None:
-    """Call a function of the driver that has no result."""
+    """Calls a driver function that returns nothing."""
     b.line(f"call void @{function}({', '.join(map(str, arguments))})")
 
 
 def seat_of(b: Builder, job: Value, tid: Value) -> Value:
-    """Where a thread's words are in the job block of its pool."""
+    """The address of a thread's words in its pool's job block."""
     return b.offset(b.offset(job, d.SEATS), b.mul(tid, d.SEAT_BYTES))
 
 
@@ -106,12 +106,12 @@ class System:
     machine: Machine
 
     def call(self, b: Builder, number: int, *arguments: Value | int) -> Value:
-        """A system call. Errors do not matter here: what was asked for is looked at again, or not vital."""
+        """A system call. Errors are ignored: the condition is checked again, or the call is not vital."""
         m = self.machine
         words = [_word(a, "i64") for a in arguments]
         words = [b.convert("ptrtoint", w, "i64") if w.type == "ptr" else b.convert("zext", w, "i64") for w in words]
-        given = ", ".join(map(str, [i64(number), *words, *[i64(0)] * (4 - len(words))]))
-        return b.assign("i64", f'call i64 asm sideeffect "{m.system_call}", "{m.constraints}"({given})')
+        operands = ", ".join(map(str, [i64(number), *words, *[i64(0)] * (4 - len(words))]))
+        return b.assign("i64", f'call i64 asm sideeffect "{m.system_call}", "{m.constraints}"({operands})')
 
     def wake(self, b: Builder, address: Value, count: int) -> None:
         self.call(b, self.machine.futex, address, d.WAKE, count)
@@ -131,13 +131,14 @@ class System:
         announce: Callable[[], Value],
         meanwhile: Callable[[], object] | None = None,
     ) -> Value:
-        """Wait until `done()`: spin, then `announce` the sleep, and sleep on the word at `address`. Says if it slept.
+        """Waits until `done()`: spins, then calls `announce` and sleeps on the word at `address`. Returns whether it
+        slept.
 
-        Between two looks there is a pause, or what there is to do `meanwhile`. `announce` gives the word to sleep on.
+        Between two checks it pauses, or does `meanwhile`. `announce` returns the value of the word to sleep on.
 
-        No wake-up is lost: who makes it done does so before looking for an announcement, and then changes the word. So
-        either the waker sees the announcement, or the look that follows it sees that all is done. A word that is not
-        the announced one, be it changed in between, makes the kernel, which compares it again, return at once.
+        No wake-up is lost: the waker makes the condition true before it looks for an announcement, and then changes the
+        word. So either the waker sees the announcement, or the check after it sees the condition. If the word has
+        changed in between, the kernel, which compares it with the announced value, returns at once.
         """
         tag = b.fresh("wait")
         limit = b.load("i64", b.offset(job, d.SPIN), align=8)
@@ -161,7 +162,7 @@ class System:
         b.line(f"br {done()}, label %{tag}.done, label %{tag}.sleep")
         b.label(f"{tag}.sleep")
         self.call(b, self.machine.futex, address, d.WAIT, word)
-        b.line(f"br label %{tag}.tired")  # woken, interrupted or not even asleep
+        b.line(f"br label %{tag}.tired")  # woken, interrupted or never asleep
         b.label(f"{tag}.done")
         return b.assign("i1", f"phi i1 [ false, %{tag}.look ], [ true, %{awake} ]")
 

@@ -1,4 +1,4 @@
-"""The part of the driver's code that walks records, as LLVM IR."""
+"""The part of the driver that walks records, as LLVM IR."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlx.backends.cpu.builder import NULL, Builder, Value, const, i64
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a thread is in its walk: SSA values that change from record to record."""
+    """A thread's position in its walk: SSA values that change from record to record."""
 
-    at: Value  # the record
-    threads: Value  # that share the launches; 1 in a loop that one runs alone
-    escape: Value  # the record to go to when a loop that one thread runs finds a fault
-    launches: Value  # that were shared so far, in all runs of the pool
-    units: Value  # that they have
-    done: Value  # of them, by this thread, and not reported yet
-    tests: Value  # so far, in all runs of the pool
+    at: Value  # current record
+    threads: Value  # threads that share the launches; 1 in a solo loop
+    escape: Value  # the record to jump to when a solo loop reports a fault
+    launches: Value  # shared launches so far, in all runs of the pool
+    units: Value  # their units
+    done: Value  # units done by this thread and not reported yet
+    tests: Value  # tests so far, in all runs of the pool
 
     def values(self) -> list[Value]:
         return [getattr(self, field.name) for field in fields(self)]
@@ -71,26 +71,26 @@ class Walk:
         b.when(self.several, lambda: self.end(state))
 
     def end(self, state: State) -> None:
-        """Report what is done. The caller waits for the rest, and notes what the next run begins with."""
+        """Reports finished units. The caller waits for the rest, and records the initial counters of the next run."""
         b = self.b
 
         def report() -> None:
             b.line(f"call void @finish({self.job}, {self.tid}, {state.units}, {state.done})")
-            # Who sits out the rest of the run does not know what others wait for by now.
+            # A thread that sits out the rest of the run does not know the current `wanted` count.
             b.line(f"call void @wake_sleepers({self.job}, {self.tid})")
 
         b.when(b.icmp("ne", state.done, 0), report)
 
         def wait() -> None:
             b.call("i64", "wait_done", self.job, self.tid, self.run, state.units, self.scratch)
-            # Elsewhere than what this run began with: a worker that comes late begins with that too.
+            # Not in place of this run's initial counters: a latecomer still starts with those.
             for field, value in zip(d.AFTER, (state.launches, state.units, state.tests), strict=True):
                 b.store(value, b.offset(self.job, field), align=8)
 
         b.when(b.icmp("eq", self.tid, 0), wait)
 
     def record(self, state: State) -> State:
-        """One record; the state after it."""
+        """Walks one record; returns the state after it."""
         b = self.b
         record = b.offset(self.records, b.mul(state.at, d.RECORD_WORDS), "i64")
         flags = self.word(record, 24)
@@ -145,8 +145,8 @@ class Walk:
             final = b.icmp("eq", after.at, self.count)
             meets = b.op("or", _has_bit(b, flags, d.BARRIER_AFTER), final)
             own = b.call("i64", "take", self.job, self.tid, *part)
-            # At a barrier a thread that must wait takes what others have left; here it would never come back to it.
-            # Nor would what it does at a barrier be in the trace.
+            # At a barrier a waiting thread takes over other threads' units; without a barrier it would never come back
+            # to them. Work done at a barrier is not traced either.
             now = b.op("or", self.traced, b.op("xor", meets, const("i1", True)))
             (rest,) = b.when(now, lambda: [b.call("i64", "take_others", self.job, self.tid, *part)], lambda: [i64(0)])
             b.when(self.traced, lambda: self.stamp(state.at, begin))
@@ -203,7 +203,7 @@ class Walk:
             def one(i: Value) -> None:
                 entry = b.offset(moves, b.mul(i, 16))
                 place = b.offset(home, self.word(entry, 0))
-                far = b.sub(b.op("xor", self.word(entry, 8), sign), sign)  # negated where the sign is -1
+                far = b.sub(b.op("xor", self.word(entry, 8), sign), sign)  # negated if the sign is -1
                 b.store(b.add(self.word(place, 0), far), place, align=8)
 
             return one
@@ -216,24 +216,24 @@ class Walk:
         more = b.icmp("slt", steps, self.word(loop, d.COUNT_STEPS))
         after = replace(state, at=b.select(more, self.word(loop, d.FIRST), self.word(loop, d.EXIT)))
 
-        def together() -> State:
-            """Meet, and see whether anybody has found a fault by now: then all end here, for the run is lost.
+        def synchronise() -> State:
+            """Synchronises, and ends all threads here if any has reported a fault, since the run is lost.
 
-            Others may be a step ahead and find one there; they end one step later, and so does this thread.
+            Others may be one step ahead and report one there; they end one step later, and so does this thread.
             """
-            met = self.barrier(after)
+            passed = self.barrier(after)
             launch = self.word(self.job, d.FAULT)
             stopped = b.op("and", b.icmp("ne", launch, 0), b.icmp("sle", launch, state.launches))
-            return replace(met, at=b.select(stopped, self.count, met.at))
+            return replace(passed, at=b.select(stopped, self.count, passed.at))
 
-        def apart() -> State:
+        def no_barrier() -> State:
             failed = b.icmp("ne", self.word(self.scratch, d.STATUS), 0)
             alone = b.icmp("eq", state.threads, 1)
             return replace(after, at=b.select(b.op("and", alone, failed), state.escape, after.at))
 
-        goes_on = b.op("or", more, _has_bit(b, flags, d.ENDS))
-        waits = b.op("and", _has_bit(b, flags, d.BARRIER_AFTER), goes_on)
-        return self.when(b.op("and", waits, b.icmp("ne", state.threads, 1)), together, apart)
+        continues = b.op("or", more, _has_bit(b, flags, d.ENDS))
+        waits = b.op("and", _has_bit(b, flags, d.BARRIER_AFTER), continues)
+        return self.when(b.op("and", waits, b.icmp("ne", state.threads, 1)), synchronise, no_barrier)
 
     def test(self, state: State, record: Value, flags: Value) -> State:
         b = self.b
@@ -248,7 +248,7 @@ class Walk:
             number = b.add(state.tests, 1)
             outcome = b.call("i64", "decide", self.job, self.tid, number, predicate)
             at = b.select(b.icmp("eq", outcome, 1), b.add(state.at, 1), self.word(record, 0))
-            # Too late to know which way the others went: a worker that is so late sits out the rest of the run.
+            # Too late to know the branch the others took: such a worker sits out the rest of the run.
             return replace(state, at=b.select(b.icmp("eq", outcome, 2), self.count, at), tests=number)
 
         return self.when(b.icmp("eq", state.threads, 1), alone, shared)
@@ -265,43 +265,43 @@ class Walk:
             self.following(state),
             threads=b.select(solo, self.threads, state.threads),
             escape=b.select(solo, self.count, state.escape),
-            # A loop that the first thread has run alone is a launch of one unit, which the others wait for.
+            # A loop that the first thread runs alone is a launch of one unit, for which the others wait.
             launches=b.add(state.launches, one),
             units=b.add(state.units, one),
             done=b.add(state.done, b.convert("zext", ran, "i64")),
         )
         failed = b.op("and", ran, b.icmp("ne", self.word(self.scratch, d.STATUS), 0))
         b.when(failed, lambda: self.report_fault(after.launches))
-        meets = b.op("and", _has_bit(b, flags, d.BARRIER_AFTER), b.icmp("ne", after.threads, 1))
+        waits = b.op("and", _has_bit(b, flags, d.BARRIER_AFTER), b.icmp("ne", after.threads, 1))
 
         def mark() -> None:
             b.when(self.traced, lambda: self.mark(self.word(record, 0), 1))
 
-        def apart() -> State:
+        def go_on() -> State:
             mark()
             return after
 
-        return self.when(meets, lambda: self.barrier(after, then=mark), apart)
+        return self.when(waits, lambda: self.barrier(after, then=mark), go_on)
 
-    # -- meeting and timing -------------------------------------------------------------------------------------------
+    # -- barriers and timing ------------------------------------------------------------------------------------------
     def barrier(
         self, state: State, final: Value | None = None, *part: Value, then: Callable[[], None] | None = None
     ) -> State:
-        """The state behind a barrier, at which a launch may be left to share; the end where the run is over.
+        """The state after a barrier, where waiting threads may take units of a launch; the end if the run is over.
 
-        What comes `then` may touch memory of the run, so it is for those who are still in it.
+        `then` may touch the run's memory, so only threads that are still inside execute it.
         """
         b = self.b
         nothing = NULL, NULL, i64(0), i64(0), i64(0), self.scratch
         final = const("i1", False) if final is None else final
-        given = [self.job, self.tid, self.run, final, state.units, state.done, *(part or nothing)]
-        over = b.icmp("ne", b.call("i64", "barrier", *given), 0)
+        operands = [self.job, self.tid, self.run, final, state.units, state.done, *(part or nothing)]
+        over = b.icmp("ne", b.call("i64", "barrier", *operands), 0)
         if then is not None:
             b.when(over, lambda: None, then)
         return replace(state, at=b.select(over, self.count, state.at), done=i64(0))
 
     def report_fault(self, launch: Value) -> None:
-        """Note the first launch in which a fault was found."""
+        """Records the first launch in which a fault was reported."""
         place = self.b.offset(self.job, d.FAULT)
         self.b.assign("{ i64, i1 }", f"cmpxchg {place}, i64 0, {launch} seq_cst seq_cst, align 8")
 
@@ -311,7 +311,7 @@ class Walk:
         return b.offset(self.trace, b.add(b.mul(b.add(b.mul(record, self.slots), self.tid), 2), end), "i64")
 
     def stamp(self, record: Value, begin: Value) -> None:
-        """Of a launch: when it first began, and that plus the time of all its runs."""
+        """Timestamps of a launch: its first start, and that plus the total time of its runs."""
         b = self.b
         taken = b.sub(self.now(), begin)
         first, last = (self.cell(record, end) for end in (0, 1))
@@ -324,7 +324,7 @@ class Walk:
         b.store(b.add(self.word(last, 0), taken), last, align=8)
 
     def mark(self, record: Value, end: int) -> None:
-        """Of a loop or branch: when it was first entered and last left."""
+        """Timestamps of a loop or branch: when it was first entered and last left."""
         b = self.b
         cell, now = self.cell(record, end), self.now()
         if end:
@@ -333,6 +333,6 @@ class Walk:
             b.when(b.icmp("eq", self.word(cell, 0), 0), lambda: b.store(now, cell, align=8))
 
     def tally(self, record: Value) -> None:
-        """Of a NEXT: how many steps there were."""
+        """Of a NEXT record: the number of steps."""
         cell = self.cell(record, 1)
         self.b.store(self.b.add(self.word(cell, 0), 1), cell, align=8)

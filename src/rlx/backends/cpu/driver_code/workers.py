@@ -6,28 +6,29 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import Builder, Value, const, i64
-from rlx.backends.cpu.driver_code.system import System, announced, call_void, exchange, load, replace, seat_of
+from rlx.backends.cpu.driver_code.system import System, announce_sleep, call_void, exchange, load, replace, seat_of
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Emits what workers do outside of a run, and what callers do with them."""
+    """Emits what workers do outside of runs, and what callers do with workers."""
 
     system: System
 
     # -- cores --------------------------------------------------------------------------------------------------------
     def core(self, b: Builder) -> Value:
-        """The core that this thread is on."""
+        """The core that this thread runs on."""
         place = b.stack("i32", 1, align=4)
         b.store(const("i32", 0), place, align=4)
         self.system.call(b, self.system.machine.get_core, place)
         return b.convert("zext", b.load("i32", place, align=4), "i64")
 
     def confine(self, b: Builder, job: Value, tid: Value) -> None:
-        """Keep a worker that sleeps away from this core, if it may use any other.
+        """Keeps a sleeping worker away from this core, if it may use any other.
 
-        The kernel likes to wake a thread on the core of its waker, where it then waits for a time slice. So the worker
-        is confined to other cores while it wakes up. Awake, it may use all of its own again, and the system balances.
+        The kernel tends to wake a thread on its waker's core, where it then waits for a time slice. So the worker is
+        confined to other cores while it wakes up. Once awake it may use all of its cores again, and the system
+        balances.
         """
         mask, words = b.stack("i64", d.CORES_BYTES // 8, align=8), d.CORES_BYTES // 8
         here = self.core(b)
@@ -51,22 +52,22 @@ class Workers:
         b.when(b.op("and", b.icmp("ne", has, 0), b.icmp("ne", others, 0)), keep_away)
 
     def free(self, b: Builder, job: Value, tid: Value) -> None:
-        """Let this thread use all of its cores again."""
+        """Lets this thread use all of its cores again."""
         seat = seat_of(b, job, tid)
         confined = b.offset(seat, d.CONFINED)
 
-        def all_again() -> None:
+        def allow_all() -> None:
             self.system.call(b, self.system.machine.set_affinity, 0, d.CORES_BYTES, b.offset(seat, d.CORES))
             b.store(i64(0), confined, align=8)
 
-        b.when(b.icmp("ne", b.load("i64", confined, align=8), 0), all_again)
+        b.when(b.icmp("ne", b.load("i64", confined, align=8), 0), allow_all)
 
     # -- runs ---------------------------------------------------------------------------------------------------------
     def call_worker(self, b: Builder, job: Value, tid: Value) -> None:
-        """Have a worker take part.
+        """Calls a worker to take part.
 
-        It is confined before it is called: a worker that is about to sleep could see the call at once, and would then
-        look whether it is confined before it is.
+        Confines it first: a worker that is about to sleep could see the call at once, and would then check whether it
+        is confined too early.
         """
         seat = seat_of(b, job, tid)
         b.when(b.icmp("eq", load(b, seat), d.ASLEEP), lambda: call_void(b, "confine", job, tid))
@@ -74,12 +75,12 @@ class Workers:
         b.when(b.icmp("eq", old, d.ASLEEP), lambda: self.system.wake(b, seat, 1))
 
     def worker(self, b: Builder, job: Value, tid: Value) -> None:
-        """Wait to be called, see whether there is a run, and take part.
+        """Waits for calls, and takes part if there is a run.
 
-        A call that comes through only after its run is over is good for the next one, whose own call then finds that
-        the worker has taken part already.
+        A call that arrives only after its run is over serves the next one, whose own call then finds that the worker
+        has already taken part.
         """
-        last = b.stack("i64", 1, align=8)  # the run that it took part in last
+        last = b.stack("i64", 1, align=8)  # the last run that it took part in
         b.store(i64(0), last, align=8)
         seat = seat_of(b, job, tid)
         inside = b.offset(seat, d.INSIDE)
@@ -92,7 +93,7 @@ class Workers:
             job,
             done=lambda: b.icmp("ugt", load(b, seat), d.ASLEEP),
             address=seat,
-            announce=lambda: announced(b, seat, d.IDLE, d.ASLEEP),
+            announce=lambda: announce_sleep(b, seat, d.IDLE, d.ASLEEP),
         )
         b.line(f"br {replace(b, seat, d.CALLED, d.IDLE)}, label %called, label %stopped")
         b.label("called")
@@ -109,7 +110,7 @@ class Workers:
         b.label("stopped")
 
     def join(self, b: Builder, job: Value, tid: Value) -> None:
-        """Wait until a worker is outside."""
+        """Waits until a worker is outside."""
         inside = b.offset(seat_of(b, job, tid), d.INSIDE)
         begin = self.system.now(b)
         slept = self.system.wait(
@@ -117,18 +118,18 @@ class Workers:
             job,
             done=lambda: b.icmp("eq", load(b, inside), d.OUT),
             address=inside,
-            announce=lambda: announced(b, inside, d.IN, d.WATCHED),
+            announce=lambda: announce_sleep(b, inside, d.IN, d.WATCHED),
         )
         b.when(slept, lambda: self.system.note_sleep(b, job, begin))
 
     def leave(self, b: Builder, job: Value, tid: Value) -> None:
-        """Go outside, and wake a caller that waits for that."""
+        """Goes outside, and wakes a caller that waits for that."""
         inside = b.offset(seat_of(b, job, tid), d.INSIDE)
         old = exchange(b, "xchg", inside, d.OUT)
         b.when(b.icmp("eq", old, d.WATCHED), lambda: self.system.wake(b, inside, 1))
 
     def stop(self, b: Builder, job: Value) -> Value:
-        """Send the workers home. The pool stays taken, so that later runs do not call workers that are gone."""
+        """Stops the workers. The pool stays busy, so that later runs do not call workers that are gone."""
         free = replace(b, b.offset(job, d.BUSY), 0, 1)
         threads = b.load("i64", b.offset(job, d.POOL_THREADS), align=8)
 

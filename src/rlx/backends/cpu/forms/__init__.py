@@ -1,4 +1,4 @@
-"""Loop forms of the CPU, in place of portable ones: launches of its matmul and attention kernels, tiled recurrences."""
+"""CPU loop forms that replace portable ones: launches of its matmul and attention kernels, tiled recurrences."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ WHERE = {
 }
 
 
-def _imported_when_called(where: str) -> LoopForm:
-    """A form in a module of this package; most programs need few."""
+def _lazy_form(where: str) -> LoopForm:
+    """A form in a module of this package, imported on first use; most programs need few."""
     module, function = where.split(".")
 
     def form(s: Scheduler, node: Node) -> Sequence[View]:
-        found: LoopForm = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-        return found(s, node)
+        loop_form: LoopForm = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+        return loop_form(s, node)
 
     return form
 
 
-FORMS: Mapping[str, LoopForm] = {op: _imported_when_called(where) for op, where in WHERE.items()}
+FORMS: Mapping[str, LoopForm] = {op: _lazy_form(where) for op, where in WHERE.items()}

@@ -42,7 +42,7 @@ def attention_grad(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def _rows(s: Scheduler, operands: Sequence[Value | None]) -> list[View]:
-    """Operands whose last axis has no gaps."""
+    """Operands whose last axis is contiguous."""
     views = [s.view(o) for o in operands]
     return [t if t.strides[-1] == 1 else s.copied(t) for t in views]
 
@@ -59,7 +59,7 @@ def _mask(s: Scheduler, node: Node, operand: Value | None) -> View | None:
 
 
 def _products(q: View, k: View, v: View) -> Size:
-    """Multiplications of q kᵀ and of weights v."""
+    """Multiplications of q kᵀ and of weights · v."""
     return q.shape[0] * q.shape[1] * k.shape[1] * (q.shape[2] * (q.shape[3] + v.shape[3]))
 
 
@@ -90,7 +90,7 @@ def _words(tensors: Mapping[str, View], mask: View | None) -> Words:
 
 
 def _of_rows(name: str, view: View) -> Words:
-    """The words of a number for each query row, [batch, heads, seq]."""
+    """The words of a tensor with one number per query row, [batch, heads, seq]."""
     return {name: view, f"{name}_batch": view.strides[0], f"{name}_head": view.strides[1]}
 
 

@@ -1,4 +1,4 @@
-"""The gated delta net chunk by chunk: products of small matrices in place of a pass over the state for each token.
+"""The gated delta net chunk by chunk: products of small matrices instead of a pass over the state per token.
 
 A unit is a head. Inside a chunk, b is the product of the gates up to a token, D[t, s] that of those after s up to t,
 and w the last row of D. With A = D ∘ KKᵀ below the diagonal and P = D ∘ QKᵀ up to it, what the state lacks is
@@ -38,11 +38,11 @@ from rlx.types import Size
 
 def forward(
     s: Scheduler, node: Node, out: View, chunk: int, times: Size, *, state: View | None, last: View | None,
-    kept: Sequence[View] = (),
+    saved: Sequence[View] = (),
 ) -> None:  # fmt: skip
-    """The launch that does the whole sequence, with `times` as many units as there are heads.
+    """The launch for the complete sequence, with `times` as many units as there are heads.
 
-    `kept` are the states before each chunk, and what is missing in them.
+    `saved` are the states before each chunk, and their residuals.
     """
     head = Head(s, node, out, chunk, times, f"{node.op}_chunks")
     head.matrices(chunk, head.n, "miss", "C", "wC", "out")
@@ -51,7 +51,7 @@ def forward(
     operands.write("y", head.own.rectangular(out))
     if state is not None and last is not None:
         operands.carry(state, last)
-    for name, view in zip(("states", "misses"), kept, strict=False):
+    for name, view in zip(("states", "misses"), saved, strict=False):
         operands.write(name, view)
     head.open()
 
@@ -65,7 +65,7 @@ def forward(
 
     results = [operands.store("y", head.get("out", one(T), one(J)), head.entry, TOKEN, H, J)]
     before: list[Stmt] = []
-    if kept:
+    if saved:
         results.append(operands.store("misses", head.get("miss", one(T), one(J)), B, TOKEN, H, J))
         before.append(
             head.each_of_state(
@@ -76,12 +76,12 @@ def forward(
         *before,
         *head.gates(),
         *head.rows({"K": head.of_token("k"), "Q": head.scale * head.of_token("q"), "miss": head.of_token("v")}),
-        head.transposed("KT", "K"),
+        head.transpose("KT", "K"),
         *head.scores(),
         head.product(tokens, columns, [head.by_state("K")], lacking),
         head.solved("miss", one(T), head.get("A", one(T), one(S)), "C", one(S), "wC", head.get("w", (), one(T))),
         head.product(tokens, columns, [head.by_state("Q", then=read), head.before("P", "C")], head.stored("out")),
-        head.product(head.n, columns, [head.turned("K", "wC")], head.advance),
+        head.product(head.n, columns, [head.left_transposed("K", "wC")], head.advance),
         head.each_token(columns=results),
     ]
 
@@ -148,7 +148,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         return [head.put("dK", total + head.get("KS", column, row), row, column)]
 
     def writers(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        """Keys as they are written with; `gap` is how far those that read are from them."""
+        """Keys used for writing; `gap` is their distance from those used for reading."""
         at = row, columns.column(v)
         wrote, had = Ref(f"wrote{total.name}", kind), Ref(f"had{total.name}", kind)
         return [
@@ -159,7 +159,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         ]
 
     def dot(left: Callable[[Expr], Expr], right: str) -> Expr:
-        """Of two rows of a token."""
+        """Dot product of two rows of a token."""
         i = Index("x")
         return Reduce("sum", "x", n, left(i) * head.get(right, one(T), one(i)))
 
@@ -183,13 +183,13 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
             "bdO": head.get("b", (), one(T)) * head.of_token("d_out"),
             "C": head.get("rate", (), one(T)) * head.of_token("misses"),
         }),
-        head.transposed("KT", "K"),
-        head.transposed("CT", "C"),
-        head.transposed("dOT", "bdO"),
+        head.transpose("KT", "K"),
+        head.transpose("CT", "C"),
+        head.transpose("dOT", "bdO"),
         *head.scores(),
         head.product(chunk, columns, [head.by_state("K", then=through_state), head.after("P", "dO")], head.stored("E")),
         head.solved("E", one(LATE), head.get("A", after, one(LATE)), "dV", after, "bdV", minus_b),
-        head.transposed("dVT", "bdV"),
+        head.transpose("dVT", "bdV"),
         head.product(chunk, tokens, [head.plain("dO", "CT")], head.gated("D", "dP")),
         head.product(chunk, tokens, [head.plain("dV", "CT")], head.gated("below", "dA", minus=True)),
         head.product(n, tokens, [of_start("dOT")], along_tokens("QS")),
@@ -208,7 +208,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
             Assign("of_gates", head.unless_closed(Ref("of_gates", kind) + head.get("dG", (), one(LATE)))),
             operands.store("dg", Ref("of_gates", kind), B, FIRST + LATE, H),
         )),
-        head.product(n, columns, [head.turned("Q", "bdO"), head.turned("K", "bdV")], head.advance),
+        head.product(n, columns, [head.left_transposed("Q", "bdO"), head.left_transposed("K", "bdV")], head.advance),
     ]  # fmt: skip
     start = head.each_of_state(lambda j, row: head.put("state", operands.load("d_last", B, H, R, j), row, one(J)))
     end = head.each_of_state(lambda j, row: operands.store("d_state", head.get("state", row, one(J)), B, H, R, j))
@@ -235,7 +235,7 @@ def _of_ends(head: Head) -> list[Stmt]:
     )
     clear = For("j", columns.width, (head.put("both", head.zero, (), one(J)),), vector=True)
     each = one(Index("x"))
-    kept = Reduce("sum", "x", columns.width, head.get("both", (), each))
+    carried = Reduce("sum", "x", columns.width, head.get("both", (), each))
     changed = Reduce("sum", "x", head.chunk * n, head.get("wKdS", (), each) * head.get("C", (), each))
-    whole = head.get("b", (), one(known(head.chunk - 1, I64)))
-    return [clear, For("tile", columns.strips, (inner,)), Var("of_gates", fma(whole, kept, changed))]
+    all_gates = head.get("b", (), one(known(head.chunk - 1, I64)))
+    return [clear, For("tile", columns.strips, (inner,)), Var("of_gates", fma(all_gates, carried, changed))]

@@ -249,7 +249,7 @@ class Head:
             lambda v: self.get(right, one(START, S), self.columns.column(v)),
         )
 
-    def turned(self, left: str, right: str) -> Term:
+    def left_transposed(self, left: str, right: str) -> Term:
         """leftᵀ @ right, along the tokens of a chunk."""
         return Term(
             [("s", self.chunk)],
@@ -257,7 +257,7 @@ class Head:
             lambda v: self.get(right, one(S), self.columns.column(v)),
         )
 
-    def transposed(self, name: str, source: str) -> For:
+    def transpose(self, name: str, source: str) -> For:
         """Rows of tokens as columns."""
         moved = self.put(name, self.get(source, one(T), one(R)), one(R), one(T))
         return For("t", self.chunk, (For("r", self.n, (moved,)),))
@@ -269,8 +269,8 @@ class Head:
     def advance(self, row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         """The state times all gates of the chunk, and what is new."""
         at = self.strip_row(row), self.columns.within(v)
-        whole = self.get("b", (), one(known(self.chunk - 1, I64)))
-        return [self.put("state", fma(whole, self.get("state", *at), total), *at)]
+        all_gates = self.get("b", (), one(known(self.chunk - 1, I64)))
+        return [self.put("state", fma(all_gates, self.get("state", *at), total), *at)]
 
     def solved(self, x: str, row: Affine, coefficient: Expr, changes: str, known: Affine, scaled: str, by: Expr) -> For:
         """Row after row, `x` less the changes of rows that are known; beta times that is the row's own change.
@@ -281,11 +281,11 @@ class Head:
         sums = [Ref(f"sum{v}", kind) for v in range(axis.vectors)]
         left, change = Ref("left", kind), [Ref(f"change{v}", kind) for v in range(axis.vectors)]
         step: list[Stmt] = [Let("left", -coefficient)]
-        starts: list[Stmt] = []
+        initial: list[Stmt] = []
         ends: list[Stmt] = []
         for v, total in enumerate(sums):
             column = axis.column(v)
-            starts.append(Var(total.name, self.get(x, row, column)))
+            initial.append(Var(total.name, self.get(x, row, column)))
             step.append(Assign(total.name, fma(left, self.get(changes, known, column), total)))
             ends += [
                 self.put(x, total, row, column),
@@ -293,7 +293,7 @@ class Head:
                 self.put(changes, change[v], row, column),
                 self.put(scaled, by * change[v], row, column),
             ]
-        inner = For("j", axis.span, (*starts, For("s", DONE, tuple(step)), *ends), vector=True)
+        inner = For("j", axis.span, (*initial, For("s", DONE, tuple(step)), *ends), vector=True)
         lets = Let("done", T), Let("late", (self.chunk - 1) - T)
         return For("tile", axis.strips, (For("t", self.chunk, (*lets, inner)),))
 
@@ -312,15 +312,15 @@ class Head:
             self.put("gate", self.get("gate", (), one(J)).exp(), (), one(J)),
             self.put("w", self.zero, (), one(J)),
         )
-        given = {"gate": "g", "rate": "beta"}
-        values = {m: self.operands.load(x, self.entry, TOKEN, H) for m, x in given.items()}
+        sources = {"gate": "g", "rate": "beta"}
+        values = {m: self.operands.load(x, self.entry, TOKEN, H) for m, x in sources.items()}
         if self.has_segments:  # the gate of a token that starts one is 0
             values["gate"] = AT_START.select(-math.inf, values["gate"])
         return [
             self.each_token(
                 *find_start(self.operands, B, TOKEN), *(self.put(m, value, (), one(T)) for m, value in values.items())
             ),
-            For("t", PADS, tuple(self.put(m, self.zero, (), one(REST, T)) for m in given)),
+            For("t", PADS, tuple(self.put(m, self.zero, (), one(REST, T)) for m in sources)),
             For("j", self.chunk, start, vector=True),
             For("t", self.chunk, (For("j", self.chunk, row, vector=True),)),
             Var("power", Const(1.0, self.kind)),
@@ -361,9 +361,9 @@ class Head:
 def long_rows(s: Scheduler, tokens: Tokens, chunk: int, limit: Size) -> View:
     """The rows that have at least `chunk` tokens, at most `limit` of them; -1 behind the last."""
     assert tokens.offsets is not None
-    operands, found = Operands(s, "list_long_rows"), s.temporary(TensorType((limit + 1,), I32))
+    operands, long_rows = Operands(s, "list_long_rows"), s.temporary(TensorType((limit + 1,), I32))
     operands.read("starts", tokens.offsets)
-    operands.write("long", found)
+    operands.write("long", long_rows)
     builder, at = operands.builder, Ref("at", I64)
 
     def put(value: Expr, place: Expr) -> Stmt:
@@ -377,4 +377,4 @@ def long_rows(s: Scheduler, tokens: Tokens, chunk: int, limit: Size) -> View:
     rest = Let("rest", builder.arg("places", limit + 1) - at), For("t", REST, (put(known(-1, I64), at + T),))
     root = For("u", builder.arg("units", 1), (Var("at", known(0, I64)), rows, *rest))
     builder.launch(s, root, 1)
-    return found
+    return long_rows

@@ -16,7 +16,7 @@ from rlx.lir.schedule import Scheduler, decode_unit, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, product
 
-VECTORS = (2, 1)  # columns of one unit, in vectors; the first that divides the matrix, and half the L1 cache has room
+VECTORS = (2, 1)  # columns per unit, in vectors; the first that divides the matrix and fits in half the L1 cache
 
 
 def gated_linear_attention(s: Scheduler, node: Node) -> Sequence[View]:
@@ -50,7 +50,7 @@ def by_token(
     if state is not None and last is not None:
         operands.carry(state, last)
     span = cpu_target(s.target).lanes(kind.size)
-    vectors = next((v for v in VECTORS if columns % (v * span) == 0), 0)  # side by side, so that sums do not wait
+    vectors = next((v for v in VECTORS if columns % (v * span) == 0), 0)  # several hide the latency of sums
     span = span if vectors else columns
     vectors = vectors or 1
     width = vectors * span
@@ -90,8 +90,8 @@ def by_token(
         look.append(Assign(seen[v].name, fma(operands.load_at("matrix", cell(v)), key, seen[v])))
         missing = (value - unless_start(operands, decay * seen[v])) * rate if corrects else value
         changes.append(Let(change[v].name, missing))
-        kept = unless_start(operands, decay * operands.load_at("matrix", cell(v)))
-        update.append(Let(new[v].name, fma(key, change[v], kept)))
+        decayed = unless_start(operands, decay * operands.load_at("matrix", cell(v)))
+        update.append(Let(new[v].name, fma(key, change[v], decayed)))
         update.append(operands.store_at("matrix", new[v], cell(v)))
         update.append(Assign(read[v].name, fma(new[v], query, read[v])))
         result = read[v] * (1 / math.sqrt(rows)) if corrects else read[v]
@@ -115,8 +115,8 @@ def by_token(
     )
     walk = For("t", tokens.own(operands), token)
     units = batch * heads * (columns // width) * times
-    whole = _whole_matrix(operands, rows, width, state is not None, walk)
-    carried = tokens.unless_idle(operands, *whole)
+    stmts = _walk_matrix(operands, rows, width, state is not None, walk)
+    carried = tokens.unless_idle(operands, *stmts)
     if tokens.ragged and fewer is not None:
         few = Let("few", (fewer > COUNT).select(known(1, I64), 0))
         carried = few, For("again", Ref("few", I64), carried)
@@ -124,7 +124,7 @@ def by_token(
     builder.launch(s, root, units, split="columns", flops=product(out.shape) * (6 * rows) * times)
 
 
-def _whole_matrix(operands: Operands, rows: int, width: int, carried: bool, walk: For) -> list[Stmt]:
+def _walk_matrix(operands: Operands, rows: int, width: int, carried: bool, walk: For) -> list[Stmt]:
     """The walk, between copying the columns of the state in and out, or from zeros."""
     kind = operands.builder.params[operands.numbers["matrix"]].dtype
     b, h, i, j = Ref("b", I64), Ref("h", I64), Index("i"), Index("j")
@@ -142,7 +142,7 @@ def _whole_matrix(operands: Operands, rows: int, width: int, carried: bool, walk
 
 
 def _exponentials(s: Scheduler, x: View, kind: DType) -> View:
-    """exp(x) in a launch of its own: number by number it costs more than a token's whole matrix."""
+    """exp(x) in a launch of its own: element by element it would cost more than a token's complete matrix."""
     out = s.temporary(TensorType(x.shape, kind))
     map_elements(s, "exp", x.shape, [x], [out], lambda e: ((), [e.load_wide(0).cast(kind).exp()]))
     return out

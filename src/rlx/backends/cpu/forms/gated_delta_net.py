@@ -1,4 +1,4 @@
-"""The gated delta net and its gradient on the CPU: token by token, and, where there are many, by chunks of tokens."""
+"""The gated delta net and its gradient on the CPU: token by token, and for long sequences by chunks of tokens."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def gated_delta_net(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def gated_delta_net_with_states(s: Scheduler, node: Node) -> Sequence[View]:
-    out, last, *kept = (s.result(node, i) for i in range(4))
+    out, last, *saved = (s.result(node, i) for i in range(4))
     state = s.view(node.operands[5])
-    delta_chunks.forward(s, node, out, node.attrs["chunk"], 1, state=state, last=last, kept=kept)
-    return [out, last, *kept]
+    delta_chunks.forward(s, node, out, node.attrs["chunk"], 1, state=state, last=last, saved=saved)
+    return [out, last, *saved]
 
 
 def gated_delta_net_backward(s: Scheduler, node: Node) -> Sequence[View]:

@@ -1,4 +1,4 @@
-"""Products in which each row chooses its matrix, as launches of the matmul kernel."""
+"""Matmuls in which each row selects its matrix, as launches of the matmul kernel."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def grouped_matmul(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def outer_of_runs(s: Scheduler, node: Node) -> Sequence[View]:
-    x, y, starts = (s.view(o) for o in node.operands)
+    x, y, run_offsets = (s.view(o) for o in node.operands)
     out = s.result(node)
     columns = out.shape[2]
-    launch_matmul(s, x, y, [], [out], None, weights=1, layout=None, columns=columns, index=starts, depth=True)
+    launch_matmul(s, x, y, [], [out], None, weights=1, layout=None, columns=columns, index=run_offsets, depth=True)
     return [out]

@@ -1,4 +1,4 @@
-"""Attention over a KV cache as a launch: the kernel reads keys and values where the cache has them."""
+"""Attention over a KV cache as a launch: the kernel reads keys and values in place."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
         ("k", keys, ("page", "head")), ("v", values, ("page", "head", "seq")),
     ):  # fmt: skip
         words |= {f"{name}_{axis}": stride for axis, stride in zip(axes, view.strides, strict=False)}
-    # How far rows see is data; this is the most that it can be.
+    # How far rows see is data; this is the upper bound.
     flops = q.shape[0] * q.shape[1] * capacity * (heads * 2 * (head_dim + value_dim))
     s.launch(kernel, words, flops=flops)
     return [tokens.result]
 
 
 def _has_own_pages(keys: View, values: View, storage: DType) -> bool:
-    """Whether a page is what the kernel reads: values as rows, keys as [head_dim, 64], or as rows if they are packed.
+    """Whether pages have the kernel's layout: values as rows, keys as [head_dim, 64], or as rows if they are packed.
 
     The order of heads and pages does not matter.
     """
@@ -68,7 +68,7 @@ def _has_own_pages(keys: View, values: View, storage: DType) -> bool:
 
 
 def _narrow(s: Scheduler, numbers: View) -> View:
-    """Numbers as i32, contiguous along the last axis; those that an i32 does not hold stay negative, or too large."""
+    """Integers as i32, contiguous along the last axis; those that an i32 cannot hold stay negative, or too large."""
     if numbers.dtype is I32:
         return numbers if numbers.strides[-1] == 1 else s.copied(numbers)
     out = s.temporary(TensorType(numbers.shape, I32))

@@ -47,7 +47,7 @@ def fused_matmul(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def _is_transposed(a: View) -> bool:
-    """Whether the elements of a row do not follow each other."""
+    """Whether the elements of a row are not contiguous."""
     return a.strides[-1] != 1 and a.shape[-1] != 1
 
 
@@ -72,8 +72,8 @@ def launch_matmul(
 ) -> None:
     """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis.
 
-    With an `index` each row has one of the matrices of b; with `depth` too, index is where the pieces of k begin of
-    which each batch of the outputs has one (see `MatmulKernel`).
+    With `index`, each row selects one of the matrices of b; with `depth` as well, index has the offsets of the pieces
+    of k, one per batch of the outputs (see `MatmulKernel`).
     """
     blocks = layout if isinstance(layout, Interleaved) else None
     packed = layout is not None
@@ -83,29 +83,29 @@ def launch_matmul(
         a = s.copied(a)
     operands = [v if v.rank == 0 or v.shape[-1] == 1 or v.strides[-1] in (0, 1) else s.copied(v) for v in operands]
 
-    def collapsed() -> tuple[list[Size], list[list[Size]]] | None:
+    def collapse_axes() -> tuple[list[Size], list[list[Size]]] | None:
         return _pieces(a, outs[0]) if depth else _collapse(a, b, operands, outs, packed or index is not None)
 
-    plan = collapsed()
+    plan = collapse_axes()
     if (
         plan is not None and _is_transposed(a) and plan[1][0][-1] != 1
     ):  # neither its rows nor its columns are contiguous
         a = s.copied(a)
-        plan = collapsed()
+        plan = collapse_axes()
     if plan is None:
         a = s.contiguous(a)
         operands = [s.copied(v) if v.rank == outs[0].rank and not v.is_contiguous() else v for v in operands]
-        plan = collapsed()
+        plan = collapse_axes()
         if plan is None:
             leading = outs[0].shape[:-2]
             b = s.copied(b.expand((*leading, *b.shape[-2:])))
             a = s.copied(a.expand((*leading, *a.shape[-2:])))
             operands = [s.copied(v.expand(outs[0].shape)) if v.rank > 2 else v for v in operands]
-            plan = collapsed()
+            plan = collapse_axes()
     assert plan is not None
     sizes, strides = plan
     m, k = sizes[-1], a.shape[-1]
-    if blocks is not None and blocks.whole:  # rows are words of 8-bit activations
+    if blocks is not None and blocks.integer:  # rows are words of 8-bit activations
         k = k // activations_for(blocks.storage.block).words * blocks.storage.block
     batch1, batch0 = (sizes[-2] if len(sizes) > 1 else 1), (sizes[-3] if len(sizes) > 2 else 1)
 
@@ -113,13 +113,15 @@ def launch_matmul(
         own = [0, 0, *strides[index]][-3:]
         return own[0], own[1], own[2]
 
-    beside = _operands(operands, outs)
-    dtype = F32 if blocks is not None and blocks.whole else a.dtype
-    epilogue = None if body is None or _is_plain(body) else _epilogue(s, body, beside, dtype.wide, weights)
+    epilogue_operands = _operands(operands, outs)
+    dtype = F32 if blocks is not None and blocks.integer else a.dtype
+    epilogue = None if body is None or _is_plain(body) else _epilogue(s, body, epilogue_operands, dtype.wide, weights)
     transposed = _is_transposed(a)
     sums = None if dtype is dtype.wide else dtype.wide
     stored = b.dtype if blocks is None and b.dtype is not dtype and b.dtype.is_float else None
-    kernel = MatmulKernel(dtype, layout, weights, epilogue, tuple(beside), transposed, sums=sums, stored=stored)
+    kernel = MatmulKernel(
+        dtype, layout, weights, epilogue, tuple(epilogue_operands), transposed, sums=sums, stored=stored
+    )
     b_batch0 = steps(1)[0]
     if index is not None:
         index = _plain_index(s, index)
@@ -132,10 +134,10 @@ def launch_matmul(
         "b_k": 0 if packed else b.strides[-2], "b_n": 0 if packed else b.strides[-1],
         "index": index, "groups": b.shape[0],
     }  # fmt: skip
-    for i, (operand, view) in enumerate(zip(beside, [*operands, *outs], strict=True)):
+    for i, (operand, view) in enumerate(zip(epilogue_operands, [*operands, *outs], strict=True)):
         words[operand.name] = view
         words |= {f"{operand.name}_{axis}": step for axis, step in zip(AXES, steps(2 + i), strict=True)}
-    products = batch1 * m if depth else product(outs[0].shape[:-1])  # rows, each of which has all of k
+    products = batch1 * m if depth else product(outs[0].shape[:-1])  # rows, each of which takes all of k
     flops = products * columns * k * (2 * weights) * (4 if dtype is I32 else 1)
     s.launch(kernel, words, flops=flops)
 
@@ -150,13 +152,13 @@ def _plain_index(s: Scheduler, index: View) -> View:
 
 
 def _pieces(a: View, out: View) -> tuple[list[Size], list[list[Size]]]:
-    """Sizes and strides as `_collapse` gives them, of one result for each piece of k."""
+    """Sizes and strides as from `_collapse`, for one result per piece of k."""
     groups, m, _ = out.shape
     return [groups, 1, m], [[0, 0, a.strides[0]], [0, 0, 0], [out.strides[0], 0, out.strides[1]]]
 
 
 def _as_words(view: View) -> View:
-    """Bytes four by four: rows are a whole number of words."""
+    """Bytes in groups of four: rows are a multiple of words."""
     *leading, k = view.shape
     shape = (*leading, k // FOUR)
     return View(view.buffer, I32, shape, contiguous_strides(shape))
@@ -165,7 +167,7 @@ def _as_words(view: View) -> View:
 def _collapse(
     a: View, b: View, operands: Sequence[View], outs: Sequence[View], flat: bool
 ) -> tuple[list[Size], list[list[Size]]] | None:
-    """Sizes and strides of [batch0, batch1, rows] for a, b, each operand and each output; None if that does not do."""
+    """Sizes and strides of [batch0, batch1, rows] for a, b, each operand and each output; None if axes do not merge."""
     out = outs[0]
     lead = (*out.shape[:-2], out.shape[-2])
     rows: list[list[Size]] = [list(a.expand((*lead, a.shape[-1])).strides[:-1])]
@@ -182,19 +184,19 @@ def _collapse(
 
 
 def _operands(views: Sequence[View], outs: Sequence[View]) -> list[EpilogueOperand]:
-    """What an epilogue reads and writes; one element per row where columns are broadcast."""
-    found = []
+    """The operands of an epilogue; one element per row where columns are broadcast."""
+    operands = []
     for i, view in enumerate([*views, *outs]):
         written = i >= len(views)
         broadcast = view.rank == 0 or view.shape[-1] == 1 or view.strides[-1] == 0
-        found.append(EpilogueOperand(f"{'y' if written else 'x'}{i}", view.dtype, written or not broadcast, written))
-    return found
+        operands.append(EpilogueOperand(f"{'y' if written else 'x'}{i}", view.dtype, written or not broadcast, written))
+    return operands
 
 
-def _epilogue(s: Scheduler, body: Graph, beside: Sequence[EpilogueOperand], sums: DType, weights: int) -> Epilogue:
-    """The body at (row, column) of the result."""
+def _epilogue(s: Scheduler, body: Graph, operands: Sequence[EpilogueOperand], sums: DType, weights: int) -> Epilogue:
+    """The epilogue body at (row, column) of the result."""
     inputs: list[Expr] = [Ref(sum_name(i), sums) for i in range(weights)]
-    inputs += [Ref(o.name, o.dtype).cast(s.target.native(o.dtype)) for o in beside if not o.written]
+    inputs += [Ref(o.name, o.dtype).cast(s.target.native(o.dtype)) for o in operands if not o.written]
     lets, values = body_lets(body, inputs, s.target)
     name = "_".join(n.op for n in body.nodes if n.op not in ("input", "const"))[:40]
     return Epilogue(name, tuple(lets), tuple(values))

@@ -1,6 +1,6 @@
-"""Packed weights in panels: where their blocks lie, and the kernels that read them for the matmul.
+"""Packed weights in panels: the offsets of their blocks, and the kernels that read them for the matmul.
 
-Decoders are those of `lir/forms/quant_blocks.py`; here the columns of a matmul lie side by side, a lane each.
+Decoders are those of `lir/forms/quant_blocks.py`; here a lane is a column of the matmul.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from rlx.lir.loops import (
     known,
 )  # fmt: skip
 
-GROUP = 64  # positions that are unrolled at most; longer blocks loop over groups of them
+GROUP = 64  # maximum number of unrolled positions; longer blocks loop over groups of them
 
 
 def dot_rows(storage: DType) -> int:
-    """Rows of x up to which weights are multiplied without unpacking them to memory; long blocks compile long."""
+    """Rows of x up to which weights are multiplied without unpacking them to memory; long blocks compile slowly."""
     return 4 if storage.block <= GROUP else 2
 
 
 @dataclass(frozen=True)
 class Panels:
-    """A block of `lanes` columns side by side: each half or byte that is apart, then each word, of all of them.
+    """A block of `lanes` interleaved columns: each separate half or byte of all columns, then each word.
 
-    `block` is the number of the block. Parameter 0 is read as words, 1 as halves or bytes.
+    `block` is the block number. Parameter 0 is read as words, 1 as halves or bytes.
     """
 
     storage: DType
@@ -82,10 +82,10 @@ class Panels:
 
 
 # -- kernels that the matmul calls ----------------------------------------------------------------------------------
-# Weights lie as [panel][block][vector of columns][halves and words][lane]: all columns of a panel take a block of x
-# before the next comes, so that x is read once a panel, and weights in order. All kernels of a type take the same
-# words: two views of a panel, two of the rows of x, what is written; then `blocks` to go over, `x_row` elements from
-# one row of x to the next.
+# Weights are stored as [panel][block][vector of columns][halves and words][lane]: all columns of a panel process a
+# block of x before the next, so that x is read once per panel, and weights in order. All kernels of a type take the
+# same words: two views of a panel, two of the rows of x, the output; then the number of `blocks`, and the row stride
+# `x_row` of x.
 ARGUMENTS = ("blocks", "x_row")
 
 
@@ -95,13 +95,13 @@ def block_number(vector: Expr, width: int, lanes: int) -> Expr:
 
 
 def over_panel(width: int, lanes: int, body: tuple[Stmt, ...]) -> For:
-    """`body` for each block `u`, vector `v` and column `c` of a panel, as they lie. There is one unit."""
+    """`body` for each block `u`, vector `v` and column `c` of a panel, in memory order. There is one unit."""
     columns = For("v", width // lanes, (For("c", lanes, body, vector=True),))
     return For("all", 1, (For("u", Arg("blocks"), (columns,)),))
 
 
 def _grouped(storage: DType) -> tuple[Int, int, int]:
-    """How a block is walked: the group, its length as a power of two, and how many groups there are."""
+    """How a block is walked: the group, its length as a power of two, and the number of groups."""
     length = min(storage.block, GROUP)
     groups = storage.block // length
     return (Index("g") if groups > 1 else 0), length.bit_length() - 1, groups
@@ -113,7 +113,7 @@ def _over_groups(groups: int, body: Sequence[Stmt]) -> tuple[Stmt, ...]:
 
 
 def unpack_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
-    """Blocks of one panel as f32 rows: out[k][width]."""
+    """Unpacks blocks of one panel to f32 rows: out[k][width]."""
     outer, span, groups = _grouped(storage)
     block = Block(Panels(storage, lanes, block_number(Index("v"), width, lanes)))
     body = block.stmts
@@ -131,9 +131,9 @@ def panel_params(storage: DType) -> tuple[Param, Param]:
 
 
 def dot_kernel(storage: DType, width: int, target: CpuTarget, rows: int) -> LoopKernel:
-    """sums[rows][width] += x[rows][k] · blocks of one panel: one chain of multiply-adds over k a sum.
+    """sums[rows][width] += x[rows][k] · blocks of one panel: one chain of multiply-adds over k per sum.
 
-    There is one unit, with all columns, so that enough chains run side by side; a weight is unpacked once for all rows.
+    There is one unit, with all columns, so that enough chains run in parallel; a weight is unpacked once for all rows.
     """
     outer, span, groups = _grouped(storage)
     lanes = target.lanes(4)
@@ -167,12 +167,12 @@ def dot_kernel(storage: DType, width: int, target: CpuTarget, rows: int) -> Loop
 
 @functools.cache
 def block_kernels(storage: DType, target: CpuTarget) -> Blocks:
-    """All of them for one type; made once, since every layer asks."""
+    """All kernels of one type; cached, since every layer asks for them."""
     width, lanes = target.panel(F32.size), target.lanes(F32.size)
     dots = tuple(dot_kernel(storage, width, target, rows) for rows in range(1, dot_rows(storage) + 1))
     return Blocks(storage, unpack_kernel(storage, width, lanes), storage.block * F32.size, dots)
 
 
 def multiply_add(x: Expr, y: Expr, total: Expr, target: CpuTarget) -> Expr:
-    """x · y + total, rounded once where the target does that."""
+    """x · y + total, rounded once if the target has FMA."""
     return fma(x, y, total) if target.has_fma else x * y + total

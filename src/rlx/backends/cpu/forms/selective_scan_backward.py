@@ -1,9 +1,9 @@
 """The gradient of the selective scan, from the last chunk of tokens to the first.
 
-A unit is a block of channels, some spans of them, each a vector loop. For a chunk and a vector, the states of a few
-of the n components are computed again, and kept with their decays in memory of the unit; then the tokens go backwards.
-The gradients of b and c are sums over channels: a unit adds up its spans channel by channel, then the channels, and a
-second launch adds up the units, always in the same order, whichever thread computed them.
+A unit is a block of channels, several spans of them, each a vector loop. For a chunk and a vector, the states of a few
+of the n components are recomputed and stored with their decays in the unit's memory; then the tokens are walked
+backwards. The gradients of b and c are sums over channels: a unit sums its spans channel by channel, then the channels,
+and a second launch sums the units, always in the same order, whichever thread computed them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rlx.lir.views import View
 from rlx.ops.recurrent import chunks_of
 from rlx.types import TensorType, product
 
-VECTORS = 4  # of a unit's channels
-COMPONENTS = (4, 3, 2, 1)  # of the state that go together, the first that divides them all: their sums are in registers
+VECTORS = 4  # per unit, of channels
+COMPONENTS = (4, 3, 2, 1)  # of the state, processed together with sums in registers: the first that divides them all
 NAMES = ("x", "delta", "a", "b", "c", "states", "d_out", "d_last")
 RESULTS = ("dx", "ddelta", "da", "db", "dc", "d_state")
-SUMS = {"db": "part_b", "dc": "part_c"}  # results that are sums over channels, and where those of a unit go
+SUMS = {"db": "part_b", "dc": "part_c"}  # results that are sums over channels, and the buffers of the units' sums
 U, B, V, J, G, T, ITH, TURN, BACK = (Index(name) for name in ("u", "b", "v", "j", "g", "t", "i", "turn", "back"))
 WORK, BLOCK, CHANNEL, WIDTH, MANY, HERE, FIRST, REST, TOKEN = (
     Ref(name, I64) for name in ("work", "block", "channel", "width", "vectors", "chunk", "first", "rest", "token")
 )
-ROW: Place = ((Ref("x_base", I64), 1), (J, 1))  # the channels of a token, of all that is [batch, seq, channels]
+ROW: Place = ((Ref("x_base", I64), 1), (J, 1))  # the channels of a token, in operands [batch, seq, channels]
 
 
 class _Unit:
-    """Memory of a unit by name, each place a number of rows of one span of channels."""
+    """Memory of a unit by name, each offset in rows of one span of channels."""
 
     def __init__(self, s: Scheduler, node: Node, results: Sequence[View]) -> None:
         self.chunk, self.n = node.attrs["chunk"], node.attrs["state_size"]
@@ -47,9 +47,9 @@ class _Unit:
         rows |= dict.fromkeys(("decay", "kept"), self.chunk * self.together)
         rows |= dict.fromkeys(("drive_d", "step_d"), self.chunk)
         rows |= dict.fromkeys(("db", "dc"), self.chunk * self.n)
-        self.starts, self.rows = {}, 0
+        self.first_rows, self.rows = {}, 0
         for name, many in rows.items():
-            self.starts[name] = self.rows
+            self.first_rows[name] = self.rows
             self.rows += many
         self.operands = Operands(s, node.op)
         for name, operand in zip(NAMES, node.operands, strict=False):
@@ -64,8 +64,8 @@ class _Unit:
         self.operands.write("work", s.temporary(TensorType((self.blocks, self.rows * self.span), self.kind)))
 
     def at(self, name: str, *rows: tuple[Expr, int], at: Expr = J) -> Place:
-        whole = ((row, times * self.span) for row, times in rows)
-        return ((WORK, 1), (known(self.starts[name] * self.span, I64), 1), *whole, (at, 1))
+        offsets = ((row, times * self.span) for row, times in rows)
+        return ((WORK, 1), (known(self.first_rows[name] * self.span, I64), 1), *offsets, (at, 1))
 
     def get(self, name: str, *rows: tuple[Expr, int], at: Expr = J) -> Expr:
         return self.operands.load_at("work", self.at(name, *rows, at=at))
@@ -89,14 +89,14 @@ class _Unit:
         ]
 
     def component(self, name: str, k: int) -> Expr:
-        """Of b or c at a token: one number for all channels."""
+        """A component of b or c at a token: one number for all channels."""
         return self.operands.load_at(name, ((Ref("b_base", I64), 1), (G, self.together), (known(k, I64), 1)))
 
     def each(self, name: str) -> list[Ref]:
         return [self.value(f"{name}{k}") for k in range(self.together)]
 
     def vectors(self, *body: Stmt) -> For:
-        """Statements for each channel of the unit."""
+        """Statements per channel of the unit."""
         lets = [Let("channel", BLOCK + V * self.span)]
         width: int | Ref = self.span
         if not isinstance(self.channels, int) or self.channels % self.span:
@@ -109,18 +109,18 @@ class _Unit:
     def of_vector(self, k: int) -> tuple[tuple[Expr, int], ...]:
         return (V, self.n), (G, self.together), (known(k, I64), 1)
 
-    def again(self) -> For:
-        """The states of the chunk from the one before it: what is left of each, and its decay."""
+    def recompute(self) -> For:
+        """Recomputes the states of the chunk from the one before it: the decayed state of each token, and its decay."""
         step: list[Stmt] = self.token(T)
         for k, (h, rate) in enumerate(zip(self.each("h"), self.each("rate"), strict=True)):
-            decay, kept = self.value(f"decay{k}"), self.value(f"kept{k}")
+            decay, decayed = self.value(f"decay{k}"), self.value(f"kept{k}")
             row = (T, self.together), (known(k, I64), 1)
             step += [
                 Let(decay.name, (self.value("step") * rate).exp()),
-                Let(kept.name, unless_start(self.operands, decay * h)),
+                Let(decayed.name, unless_start(self.operands, decay * h)),
                 self.put("decay", decay, *row),
-                self.put("kept", kept, *row),
-                Assign(h.name, fma(self.value("drive"), self.component("b", k), kept)),
+                self.put("kept", decayed, *row),
+                Assign(h.name, fma(self.value("drive"), self.component("b", k), decayed)),
             ]
         return For("t", REST, tuple(step))
 
@@ -133,16 +133,16 @@ class _Unit:
         body.append(Let("out", self.operands.load_at("d_out", ROW)))
         refs = zip(self.each("state_d"), self.each("rate_d"), self.each("rate"), strict=True)
         for k, (state_d, rate_d, rate) in enumerate(refs):
-            kept, key, growth = (self.value(f"{name}{k}") for name in ("kept", "key", "growth"))
+            decayed, key, growth = (self.value(f"{name}{k}") for name in ("kept", "key", "growth"))
             row = (at, self.together), (known(k, I64), 1)
             of_token = (at, self.n), (G, self.together), (known(k, I64), 1)
             body += [
-                Let(kept.name, self.get("kept", *row)),
+                Let(decayed.name, self.get("kept", *row)),
                 Let(key.name, self.component("b", k)),
                 Assign(state_d.name, fma(self.component("c", k), out, state_d)),
-                self.put("dc", fma(fma(drive, key, kept), out, self.get("dc", *of_token)), *of_token),
+                self.put("dc", fma(fma(drive, key, decayed), out, self.get("dc", *of_token)), *of_token),
                 self.put("db", fma(state_d, drive, self.get("db", *of_token)), *of_token),
-                Let(growth.name, state_d * kept),
+                Let(growth.name, state_d * decayed),
                 Let(f"drive_d{k}", fma(state_d, key, drive_d)),
                 Let(f"step_d{k}", fma(growth, rate, step_d)),
                 Assign(rate_d.name, fma(growth, step, rate_d)),
@@ -153,13 +153,13 @@ class _Unit:
         return For("back", REST, tuple(body))
 
     def components(self) -> For:
-        """Some components of the state, there and back."""
-        starts: list[Stmt] = []
+        """Some components of the state, forward and back."""
+        loads: list[Stmt] = []
         ends: list[Stmt] = []
         for k in range(self.together):
             where = G * self.together + k
             place = (*self.operands.place("states", B, HERE, where, CHANNEL), (J, 1))
-            starts += [
+            loads += [
                 Var(f"h{k}", self.operands.load_at("states", place)),
                 Let(f"rate{k}", self.get("rates", *self.of_vector(k))),
                 Var(f"state_d{k}", self.get("state_d", *self.of_vector(k))),
@@ -169,10 +169,10 @@ class _Unit:
                 self.put("state_d", self.value(f"state_d{k}"), *self.of_vector(k)),
                 self.put("rates_d", self.value(f"rate_d{k}"), *self.of_vector(k)),
             ]
-        return For("g", self.n // self.together, (*starts, self.again(), self.backwards(), *ends))
+        return For("g", self.n // self.together, (*loads, self.recompute(), self.backwards(), *ends))
 
     def walk(self) -> list[Stmt]:
-        """A chunk."""
+        """The statements of a chunk."""
         zero, drive_d = Const(0.0, self.kind), self.value("of_drive")
         clear = For("t", REST, (self.put("drive_d", zero, (T, 1)), self.put("step_d", zero, (T, 1))))
         ddelta = fma(drive_d, self.value("now"), self.get("step_d", (T, 1)))
@@ -236,13 +236,13 @@ def selective_scan_backward(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def _add_up(s: Scheduler, unit: _Unit, results: dict[str, View]) -> None:
-    """The sums of all units."""
-    operands, given = Operands(s, "selective_scan_sums"), unit.operands
+    """Sums over all units."""
+    operands, unit_operands = Operands(s, "selective_scan_sums"), unit.operands
     size = product([unit.batch, unit.seq, unit.n])
     stride = operands.builder.arg("size", size)
     body: list[Stmt] = []
     for name, part in SUMS.items():
-        operands.read(part, given.builder.views[given.numbers[part]])
+        operands.read(part, unit_operands.builder.views[unit_operands.numbers[part]])
         operands.write(name, results[name])
         here = operands.load_at(part, ((U, stride), (J, 1)))
         total = unit.value(f"total_{name}")

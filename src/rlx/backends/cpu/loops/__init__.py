@@ -1,7 +1,7 @@
-"""The loops generator: a `LoopKernel` as LLVM IR, vectorised for the target.
+"""The loops generator: compiles a `LoopKernel` to LLVM IR, vectorised for the target.
 
 `emitter` has statements, addresses and reductions, `scalars` operations on single values, `memory` vector loads and
-stores, `byte_dots` the products of bytes.
+stores, `byte_dots` dot products of bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ def routine(kernel: LoopKernel, target: CpuTarget) -> Routine:
     symbol = f"loops.{kernel.symbol}.{kernel.fingerprint}"
 
     def define(module: Module) -> None:
-        module.define(symbol, ENTRY_ARGUMENTS, lambda b, *given: Emitter(b, kernel, target, *given).run())
+        module.define(symbol, ENTRY_ARGUMENTS, lambda b, *arguments: Emitter(b, kernel, target, *arguments).run())
 
     return Routine(symbol, define)

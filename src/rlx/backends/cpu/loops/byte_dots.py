@@ -1,4 +1,4 @@
-"""Dot products of four bytes in each 32-bit lane, with the instructions that the target has."""
+"""Dot products of four bytes per 32-bit lane, with the instructions that the target has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MULTIPLY_WORDS = {16: "sse2.pmadd.wd", 32: "avx2.pmadd.wd", 64: "avx512.pmaddw.
 
 
 def dot(b: Builder, total: Value, x: Value, y: Value, target: CpuTarget, *, small: bool) -> Value:
-    """total + the four products of the bytes of x, unsigned (below 128 if `small`), and of y, signed, in each i32."""
+    """total + dot product of four unsigned bytes of x (below 128 if `small`) and four signed bytes of y, per i32."""
     lanes = lanes_of(total.type)
     size = 4 * lanes
     if target.arch != "x86_64" or size != target.vector_bytes:
@@ -34,7 +34,7 @@ def dot(b: Builder, total: Value, x: Value, y: Value, target: CpuTarget, *, smal
 
 
 def _add_pairs(b: Builder, x: Value, y: Value, result: str) -> Value:
-    """The sums of the products of two neighbours."""
+    """Sums of the products of adjacent pairs."""
     return b.call(result, f"llvm.x86.{_MULTIPLY_WORDS[2 * lanes_of(x.type)]}", x, y)
 
 

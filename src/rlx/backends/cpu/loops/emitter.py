@@ -1,8 +1,8 @@
 """The emitter of loop kernels.
 
 Inside a vector loop every value is a vector of `lanes` elements; outside it is a vector of one, so there is one path.
-Addresses are split into a scalar part and what changes from lane to lane: nothing (broadcast), one element a lane
-(a plain vector access) or anything else (gather, scatter). Partial vectors and untaken choices are masked.
+Addresses are split into a scalar part and a per-lane part: none (broadcast), one element per lane (a contiguous vector
+access) or anything else (gather, scatter). Partial vectors and branches not taken are masked.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ def _chains(expr: Reduce) -> int:
 
 @dataclass(frozen=True)
 class _Lanes:
-    """The vector loop that is being emitted: how many lanes, over which index, from which start, under which mask."""
+    """The vector loop being emitted: its lane count, index, first value and mask."""
 
     count: int = 1
     index: str = ""
     base: Value | None = None
     mask: Value | None = None
-    choice: bool = False  # the mask is also that of a side of a `Choose`, which may be off in all lanes
+    choice: bool = False  # whether the mask includes a side of a `Choose`, and so may be off in all lanes
 
 
 @dataclass
 class _Address:
-    """Where a load or store goes: `pointer`, and how far lanes are apart (in elements)."""
+    """The address of a load or store: `pointer`, and the distance between lanes (in elements)."""
 
     pointer: Value
-    step: int | Value = 0  # between lanes; 0 is the same element for all
-    varying: Value | None = None  # a further offset a lane
+    step: int | Value = 0  # between lanes; 0 is a broadcast
+    varying: Value | None = None  # a further offset per lane
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Emitter:
     env: dict[str, Value] = field(default_factory=dict)
     lanes: _Lanes = field(default_factory=_Lanes)
     memo: dict[int, Value] = field(default_factory=dict)
-    keep: list[Expr] = field(default_factory=list)  # expressions in `memo`, so that their ids stay theirs
+    keep: list[Expr] = field(default_factory=list)  # expressions in `memo`, kept alive so that their ids stay unique
 
     def __post_init__(self) -> None:
         self.scalars = Scalars(self.b, self.target)
@@ -111,7 +111,7 @@ class Emitter:
 
     @contextmanager
     def scope(self, lanes: _Lanes | None = None) -> Iterator[None]:
-        """Names and memoised values made inside do not leave."""
+        """Names and memoised values from inside do not escape."""
         saved = self.env, self.lanes, self.memo
         self.env, self.memo = dict(self.env), {}
         self.lanes = lanes or self.lanes
@@ -122,13 +122,13 @@ class Emitter:
 
     @property
     def width(self) -> int:
-        """Lanes of a vector loop: whole registers of the kernel's widest data."""
+        """Lanes of a vector loop: as many as fill registers with the kernel's widest data."""
         wide = any(p.dtype.size == 8 for p in self.kernel.params)
         return self.target.lanes(8 if wide else 4)
 
     # -- statements -----------------------------------------------------------------------------------------------
     def body(self, stmts: tuple[Stmt, ...]) -> None:
-        """Statements in order; neighbouring reductions over the same elements share one loop."""
+        """Statements in order; adjacent reductions over the same range share one loop."""
         at = 0
         while at < len(stmts):
             together = self.reductions(stmts[at:])
@@ -140,21 +140,20 @@ class Emitter:
             at += max(1, len(together))
 
     def reductions(self, stmts: tuple[Stmt, ...]) -> list[tuple[str, Reduce]]:
-        """The leading lets that are reductions over one range, none of which needs another; what lanes reduce is not
-        among them."""
-        found: list[tuple[str, Reduce]] = []
+        """The leading lets that are independent reductions over one range, without reductions that run per lane."""
+        group: list[tuple[str, Reduce]] = []
         for stmt in stmts:
             if self.lanes.count > 1 or not isinstance(stmt, Let) or not isinstance(stmt.value, Reduce):
                 break
-            value, names = stmt.value, {name for name, _ in found}
+            value, names = stmt.value, {name for name, _ in group}
             if any(isinstance(e, Ref) and e.name in names for e in walk(value)):
                 break
-            if found and (value.index, value.extent) != (found[0][1].index, found[0][1].extent):
+            if group and (value.index, value.extent) != (group[0][1].index, group[0][1].extent):
                 break
-            if found and _chains(value) != _chains(found[0][1]):  # else the order of a sum would be another
+            if group and _chains(value) != _chains(group[0][1]):  # otherwise the order of a sum would change
                 break
-            found.append((stmt.name, value))
-        return found
+            group.append((stmt.name, value))
+        return group
 
     def stmt(self, stmt: Stmt) -> None:
         match stmt:
@@ -176,28 +175,28 @@ class Emitter:
                 self.serial_loop(stmt)
 
     def let(self, value: Expr) -> Value:
-        """Indices that are the same in all lanes stay scalar integers."""
+        """An expression's value; indices that are uniform over lanes stay scalar integers."""
         uniform = self.uniform(value) if value.dtype is I64 else None
         return uniform if uniform is not None else self.value(value)
 
     def vector_loop(self, loop: For, start: Value, stop: Value) -> None:
-        """Whole vectors, then one masked vector for the rest."""
+        """Full vectors, then one masked vector for the remainder."""
         b, width = self.b, self.width
-        whole = b.add(start, b.mul(b.sdiv(b.sub(stop, start), width), width))
+        full = b.add(start, b.mul(b.sdiv(b.sub(stop, start), width), width))
 
         def body(at: Value, mask: Value | None) -> None:
             with self.scope(_Lanes(width, loop.index, at, mask)):
                 self.body(loop.body)
 
-        b.loop(start, whole, width, lambda at: body(at, None))
-        if whole.constant is not None and whole.constant == stop.constant:
+        b.loop(start, full, width, lambda at: body(at, None))
+        if full.constant is not None and full.constant == stop.constant:
             return
-        # Not a constant in LLVM's eyes: it turns a masked store of one narrowed lane into one of its wide original.
-        rest = b.opaque(b.sub(stop, whole))
-        b.when(b.icmp("sgt", rest, 0), lambda: body(whole, b.lane_mask(rest, width)))
+        # Hidden from LLVM: it would turn a masked store of one narrowed lane into one of its wide original.
+        rest = b.opaque(b.sub(stop, full))
+        b.when(b.icmp("sgt", rest, 0), lambda: body(full, b.lane_mask(rest, width)))
 
     def serial_loop(self, loop: For) -> None:
-        """One iteration after the other; variables of outer scopes that it assigns are carried."""
+        """A sequential loop; variables of outer scopes that it assigns are carried."""
         assigned = dict.fromkeys(s.name for s in statements(loop) if isinstance(s, Assign) and s.name in self.env)
 
         def body(index: Value, *carried: Value) -> list[Value]:
@@ -226,7 +225,7 @@ class Emitter:
             memory.scatter(b, value, self.lane_pointers(address, unit), param.dtype.size, mask)
 
     def check(self, stmt: Check) -> None:
-        """Lanes that are live and false set the status word."""
+        """Live lanes whose condition is false set the status word."""
         b = self.b
         good = self.value(stmt.condition)
         bad = b.op("xor", good, const(good.type, True))
@@ -234,16 +233,16 @@ class Emitter:
             bad = b.op("and", bad, self.lanes.mask)
         b.when(b.any(bad), lambda: b.store(Value("i64", str(stmt.code)), self.scratch, align=8))
 
-    # -- integers that are the same in all lanes -----------------------------------------------------------------------
+    # -- uniform integers (the same in all lanes) ----------------------------------------------------------------------
     def integer(self, extent: int | Arg | Ref) -> Value:
         if isinstance(extent, Ref):
             value = self.uniform(extent)
-            assert value is not None, f"{extent.name} is not the same in all lanes"
+            assert value is not None, f"{extent.name} is not uniform over lanes"
             return value
         return i64(extent) if isinstance(extent, int) else self.words[extent.name]
 
     def uniform(self, expr: Expr) -> Value | None:
-        """An i64 expression as a scalar, or None where lanes differ or data is involved."""
+        """An i64 expression as a scalar, or None if lanes differ or data is involved."""
         b = self.b
         match expr:
             case Const() if expr.dtype is I64:
@@ -277,8 +276,7 @@ class Emitter:
                 return None
 
     def uniform_load(self, load: Load) -> Value | None:
-        """An integer that all lanes load from one place, such as the row of a table. Some lane is live, unless a choice
-        has been made."""
+        """An integer that all lanes load from one address, such as a table row. Some lane is live, outside choices."""
         if self.lanes.choice or not load.dtype.is_integer or any(self.uniform(index) is None for index, _ in load.at):
             return None
         with self.scope(_Lanes()):
@@ -309,7 +307,7 @@ class Emitter:
         return _Address(pointer, step, varying)
 
     def affine(self, index: Expr) -> tuple[int, Value] | None:
-        """The index as `lane · coefficient + rest`, coefficient 0 or 1; None for anything else."""
+        """The index as `lane · coefficient + rest` with coefficient 0 or 1; None for anything else."""
         uniform = self.uniform(index)
         if uniform is not None:
             return 0, uniform
@@ -341,12 +339,12 @@ class Emitter:
     def value(self, expr: Expr) -> Value:
         """An expression as a vector of the current lanes."""
         key = id(expr)
-        found = self.memo.get(key)
-        if found is None:
-            found = self.evaluate(expr)
-            self.memo[key] = found
+        result = self.memo.get(key)
+        if result is None:
+            result = self.evaluate(expr)
+            self.memo[key] = result
             self.keep.append(expr)
-        return found
+        return result
 
     def evaluate(self, expr: Expr) -> Value:
         b, count = self.b, self.lanes.count
@@ -373,7 +371,7 @@ class Emitter:
                 return self.lookup(expr)
 
     def broadcast(self, value: Value) -> Value:
-        """A scalar, or a value from outside the vector loop, in every lane."""
+        """Broadcasts a scalar, or a value from outside the vector loop, to every lane."""
         count = self.lanes.count
         have = lanes_of(value.type)
         if have == count:
@@ -396,7 +394,7 @@ class Emitter:
         return b.icmp("ne", loaded, const(type_, 0)) if dtype is BOOL else loaded
 
     def lookup(self, expr: Lookup) -> Value:
-        """Where lanes differ, each loads its own; the index is inside the table even in lanes that are not live."""
+        """Table lookup. If lanes differ, each loads its own element; indices are in range even in masked lanes."""
         b, count = self.b, self.lanes.count
         same = self.uniform(expr.index)
         table = b.module.table(expr.table.name, "i32", expr.table.values)
@@ -404,12 +402,12 @@ class Emitter:
             return b.splat(b.load("i32", b.offset(table, same, "i32"), align=4), count)
         at = self.value(expr.index)
         if len(expr.table.values) <= 16 and self.target.arch == "x86_64" and count in (8, 16):
-            return memory.shuffled(b, expr.table.values, at)
+            return memory.register_lookup(b, expr.table.values, at)
         places = b.assign(f"<{count} x ptr>", f"getelementptr i32, {table}, {at}")
         return memory.gather(b, vector(count, "i32"), places, 4, None)
 
     def choose(self, expr: Choose) -> Value:
-        """Each side is evaluated under its own mask, so that what is not taken is not loaded."""
+        """Evaluates each side under its own mask, so that the side not taken is not loaded."""
         b = self.b
         condition = self.value(expr.condition)
         opposite = b.op("xor", condition, const(condition.type, True))
@@ -423,7 +421,7 @@ class Emitter:
 
     # -- reductions ---------------------------------------------------------------------------------------------------
     def reduce_serial(self, expr: Reduce) -> Value:
-        """Each lane reduces by itself, in index order."""
+        """Each lane reduces on its own, in index order."""
         start = self.scalars.identity(expr.op, expr.dtype, self.lanes.count)
 
         def body(index: Value, total: Value) -> list[Value]:
@@ -434,40 +432,42 @@ class Emitter:
         return self.b.loop(0, self.integer(expr.extent), 1, body, [start])[0]
 
     def reduce_lanes(self, exprs: Sequence[Reduce]) -> list[Value]:
-        """Reductions over the same range, in one loop. Lanes and chains take turns over the index; then chains, then
-        lanes, are combined in one fixed order."""
+        """Reduces over the same range in one loop.
+
+        Lanes and chains interleave over the index; then chains, then lanes, are combined in one fixed order.
+        """
         b, width, chains = self.b, self.width, _chains(exprs[0])
         index, extent = exprs[0].index, self.integer(exprs[0].extent)
-        starts = [self.scalars.identity(expr.op, expr.dtype, width) for expr in exprs]
+        identities = [self.scalars.identity(expr.op, expr.dtype, width) for expr in exprs]
 
         def step(at: Value, totals: Sequence[Value], mask: Value | None = None) -> list[Value]:
-            found = []
+            sums = []
             with self.scope(_Lanes(width, index, at, mask)):
-                for expr, start, total in zip(exprs, starts, totals, strict=True):
+                for expr, start, total in zip(exprs, identities, totals, strict=True):
                     value = self.value(expr.value)
                     value = value if mask is None else b.select(mask, value, start)
-                    found.append(self.scalars.combine(expr.op, total, value, expr.dtype))
-            return found
+                    sums.append(self.scalars.combine(expr.op, total, value, expr.dtype))
+            return sums
 
         def steps(at: Value, *totals: Value) -> list[Value]:
             of_chain = [step(b.add(at, i * width), totals[i * count : (i + 1) * count]) for i in range(chains)]
-            return [total for found in of_chain for total in found]
+            return [total for sums in of_chain for total in sums]
 
         count, stride = len(exprs), width * chains
-        whole = b.mul(b.sdiv(extent, stride), stride)
-        totals = b.loop(0, whole, stride, steps, starts * chains)
+        full = b.mul(b.sdiv(extent, stride), stride)
+        totals = b.loop(0, full, stride, steps, identities * chains)
         if chains > 1:
             more = b.mul(b.sdiv(extent, width), width)
-            totals[:count] = b.loop(whole, more, width, lambda at, *t: step(at, t), totals[:count])
-            whole = more
-        rest = b.sub(extent, whole)
+            totals[:count] = b.loop(full, more, width, lambda at, *t: step(at, t), totals[:count])
+            full = more
+        rest = b.sub(extent, full)
         first = totals[:count]
         totals[:count] = b.when(
-            b.icmp("sgt", rest, 0), lambda: step(whole, first, b.lane_mask(rest, width)), lambda: first
+            b.icmp("sgt", rest, 0), lambda: step(full, first, b.lane_mask(rest, width)), lambda: first
         )
-        return [self._combined(expr, totals[i::count]) for i, expr in enumerate(exprs)]
+        return [self._combine_chains(expr, totals[i::count]) for i, expr in enumerate(exprs)]
 
-    def _combined(self, expr: Reduce, totals: list[Value]) -> Value:
+    def _combine_chains(self, expr: Reduce, totals: list[Value]) -> Value:
         def both(x: Value, y: Value) -> Value:
             return self.scalars.combine(expr.op, x, y, expr.dtype)
 

@@ -1,4 +1,4 @@
-"""Loads and stores of vectors: contiguous, gathered and scattered, under a mask."""
+"""Vector loads and stores: contiguous, gathered and scattered, under a mask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlx.backends.cpu.builder import Builder, Value, const, intrinsic_suffix, la
 
 
 def load(b: Builder, type_: str, pointer: Value, align: int, mask: Value | None) -> Value:
-    """A contiguous vector; lanes that `mask` leaves out are 0."""
+    """Loads a contiguous vector; lanes outside `mask` are 0."""
     if mask is None:
         return b.load(type_, pointer, align=align)
     name = f"llvm.masked.load.{intrinsic_suffix(type_)}.p0"
@@ -18,7 +18,7 @@ def load(b: Builder, type_: str, pointer: Value, align: int, mask: Value | None)
 
 
 def gather(b: Builder, type_: str, pointers: Value, align: int, mask: Value | None) -> Value:
-    """An element from each pointer; lanes that `mask` leaves out are 0."""
+    """Loads an element from each pointer; lanes outside `mask` are 0."""
     count = lanes_of(type_)
     live = mask or const(vector(count, "i1"), True)
     name = f"llvm.masked.gather.{intrinsic_suffix(type_)}.v{count}p0"
@@ -28,7 +28,7 @@ def gather(b: Builder, type_: str, pointers: Value, align: int, mask: Value | No
 
 
 def store(b: Builder, value: Value, pointer: Value, align: int, mask: Value | None) -> None:
-    """Stores a contiguous vector, but for lanes that `mask` leaves out."""
+    """Stores a contiguous vector, except for lanes outside `mask`."""
     if mask is None:
         b.store(value, pointer, align=align)
     else:
@@ -36,7 +36,7 @@ def store(b: Builder, value: Value, pointer: Value, align: int, mask: Value | No
 
 
 def scatter(b: Builder, value: Value, pointers: Value, align: int, mask: Value | None) -> None:
-    """Stores an element to each pointer, but for lanes that `mask` leaves out."""
+    """Stores an element to each pointer, except for lanes outside `mask`."""
     count = lanes_of(value.type)
     name = f"llvm.masked.scatter.{intrinsic_suffix(value.type)}.v{count}p0"
     _masked_store(b, name, value, pointers, align, mask or const(vector(count, "i1"), True))
@@ -47,8 +47,8 @@ def _masked_store(b: Builder, intrinsic: str, value: Value, to: Value, align: in
     b.line(f"call void @{intrinsic}({value}, {to.type} align {align} {to.text}, {mask})")
 
 
-def shuffled(b: Builder, table: Sequence[int], at: Value) -> Value:
-    """Looks up to 16 numbers up in registers, at 8 or 16 indices: several times as fast as a load per lane."""
+def register_lookup(b: Builder, table: Sequence[int], at: Value) -> Value:
+    """Looks up to 16 numbers up in registers, at 8 or 16 indices: several times as fast as one load per lane."""
     type_ = vector(lanes_of(at.type), "i32")
     at = at if at.type == type_ else b.convert("trunc", at, type_)
     values = [*table, *[0] * (16 - len(table))]

@@ -11,7 +11,7 @@ from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BOOL, F32, F64, I64, U8, U32, DType
 from rlx.errors import LowerError
 
-# How elements lie in memory, and how values are held in registers. Narrow floats are bit patterns until they are cast.
+# Element types in memory, and value types in registers. Narrow floats are bit patterns until they are cast.
 MEMORY = {"f64": "double", "f32": "float", "f16": "i16", "bf16": "i16", "i64": "i64", "i32": "i32", "i16": "i16",
           "i8": "i8", "u32": "i32", "u8": "i8", "bool": "i8"}  # fmt: skip
 REGISTER = MEMORY | {"bool": "i1"}
@@ -99,12 +99,12 @@ class Scalars:
                 return b.op("add", b.op("mul", args[0], args[1]), args[2])
             case "floordiv" | "mod":
                 return self.floor_division(op, args[0], args[1], signed)
-            case "quot" | "rem":  # of numbers that are not negative; lanes that are masked may divide by zero
+            case "quot" | "rem":  # of non-negative numbers; masked lanes may divide by zero
                 return self.floor_division("floordiv" if op == "quot" else "mod", args[0], args[1], signed=False)
         raise LowerError(f"loops: no integer operation {op!r}")
 
     def floor_division(self, op: str, a: Value, c: Value, signed: bool) -> Value:
-        """Rounds down; a zero divisor gives 0; the least number by -1 wraps instead of trapping."""
+        """Rounds down; a zero divisor gives 0; the minimum divided by -1 wraps instead of trapping."""
         b = self.b
         zero = const(a.type, 0)
         is_zero = b.icmp("eq", c, zero)
@@ -122,7 +122,7 @@ class Scalars:
         return b.select(b.op("or", is_zero, minus), zero, up)
 
     def order(self, x: Value) -> Value:
-        """Sign-magnitude bits as two's complement; -0.0 counts as 0.0, NaN as the largest."""
+        """Sign-magnitude bits as two's complement; -0.0 equals 0.0, NaN is the largest."""
         b = self.b
         bits = 64 if scalar_of(x.type) == "double" else 32
         type_ = vector(lanes_of(x.type), f"i{bits}")
@@ -134,7 +134,7 @@ class Scalars:
 
     # -- reductions -------------------------------------------------------------------------------------------------
     def identity(self, op: str, dtype: DType, count: int) -> Value:
-        """What a reduction starts from, in `count` lanes."""
+        """The identity of a reduction, in `count` lanes."""
         type_ = vector(count, REGISTER[dtype.name])
         if op in ("sum", "prod"):
             return const(type_, 0 if op == "sum" else 1)
@@ -146,7 +146,7 @@ class Scalars:
         return const(type_, -(2 ** (bits - 1)) if op == "max" else 2 ** (bits - 1) - 1)
 
     def combine(self, op: str, a: Value, c: Value, dtype: DType) -> Value:
-        """Two results of a reduction."""
+        """Combines two partial results of a reduction."""
         return self.arithmetic({"sum": "add", "prod": "mul"}.get(op, op), [a, c], dtype)
 
     # -- casts ------------------------------------------------------------------------------------------------------
@@ -188,6 +188,6 @@ class Scalars:
         return b.convert("trunc", value, vector(count, REGISTER[want.name]))
 
     def to_memory(self, x: Value, have: DType, want: DType) -> Value:
-        """A value as memory of dtype `want` holds it."""
+        """A value as it is stored in memory of dtype `want`."""
         x = self.cast(x, have, want)
         return self.b.convert("zext", x, vector(lanes_of(x.type), "i8")) if want is BOOL else x

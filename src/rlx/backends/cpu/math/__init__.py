@@ -1,13 +1,13 @@
-"""Vector transcendentals and number conversions, written out as instructions. `FUNCTIONS` has the transcendentals.
+"""Vector transcendentals and number conversions, as inline instructions. `FUNCTIONS` has the transcendentals.
 
-Each function takes a builder and values of any width (`<1 x float>` to `<16 x double>` and beyond) and gives back the
-result value. Nothing branches, nothing reads memory and nothing becomes a call, on any target, except for sines,
-cosines and tangents of large angles; the bits of a lane do not depend on how many lanes there are.
+Each function takes a builder and values of any width (`<1 x float>` to `<16 x double>` and beyond) and returns the
+result value. There are no branches, memory reads or calls on any target, except for sines, cosines and tangents of
+large angles; the bits of a lane do not depend on the number of lanes.
 
-Errors are in ulp of the result, the worst of sweeps of millions of arguments over all exponents. The polynomials are
-our own minimax fits: a Remez exchange in 50-digit arithmetic on the reduced interval, of the relative error of the
-result unless said otherwise; `float` coefficients were then moved by hill climbing over neighbouring floats until the
-rounded polynomial was as good as the ideal one. All lists start at the lowest power.
+Errors are in ulp of the result, the maximum over sweeps of millions of arguments over all exponents. The polynomials
+are our own minimax fits: a Remez exchange in 50-digit arithmetic on the reduced interval, of the relative error of the
+result unless stated otherwise; `float` coefficients were then moved by hill climbing over neighbouring floats until the
+rounded polynomial was as good as the ideal one. All coefficient lists start at the lowest power.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Number = Value | float
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """How a float type lies in its bits."""
+    """The bit layout of a float type."""
 
     bytes: int
     fraction: int
@@ -68,7 +68,7 @@ class Lanes:
         return result
 
     def at_most(self, x: Value, bound: float) -> Value:
-        """min(x, bound), NaN staying NaN: one minps, since its second operand wins where it is NaN."""
+        """min(x, bound) that propagates NaN: one minps, which returns its second operand if either is NaN."""
         return self.b.select(self.compare("olt", bound, x), self.of(bound), x)
 
     def at_least(self, x: Value, bound: float) -> Value:
@@ -104,29 +104,29 @@ class Lanes:
         return self.from_bits(self.b.op("shl", x, self.integer(self.format.fraction)))
 
     def rounder(self, bias: int = 0) -> float:
-        """Adding this rounds to an integer, which the low bits of the sum then hold, `bias` more than it.
+        """Adding this rounds to an integer, which the low bits of the sum then hold, plus `bias`.
 
         Valid below 2^22 (float) and 2^51 (double) in magnitude.
         """
         return 1.5 * 2.0**self.format.fraction + bias
 
     # -- powers of two --------------------------------------------------------------------------------------------
-    def scaled(self, x: Value, n: Value, rounded: Value) -> Value:
-        """x·2^n rounded once, x near 1; `rounded` is n + rounder(2·bias).
+    def scale(self, x: Value, n: Value, rounded: Value) -> Value:
+        """x·2^n rounded once, for x near 1; `rounded` is n + rounder(2·bias).
 
-        Two factors of about half the exponent each keep both in range, so results underflow gradually.
+        Two factors of about half the exponent each stay in range, so results underflow gradually.
         """
         if self.has_register_instructions:
             return self.per_register("scalef", x, n)
-        whole = self.bits(rounded)
-        half = self.b.op("lshr", whole, self.integer(1))
-        rest = self.b.op("sub", whole, half)
+        exponent = self.bits(rounded)
+        half = self.b.op("lshr", exponent, self.integer(1))
+        rest = self.b.op("sub", exponent, half)
         return self.mul(self.mul(x, self.into_exponent(half)), self.into_exponent(rest))
 
     def split(self, x: Value, *, normal: bool = False) -> tuple[Value, Value]:
         """(e, m) with x = m·2^e and m in [3/4, 3/2), for positive finite x; `normal`: no x is denormal or negative.
 
-        Elsewhere e carries the logarithm: -inf for zeros, inf for inf, NaN for NaN; m is NaN for negative x.
+        For other x, e carries the logarithm: -inf for zeros, inf for inf, NaN for NaN; m is NaN for negative x.
         """
         if self.has_register_instructions:
             mantissa = self.per_register("getmant", x)
@@ -144,7 +144,7 @@ class Lanes:
         mantissa = self.from_bits(self.b.op("add", within, self.integer(lowest)))
         if not normal:
             mantissa = self.choose(self.compare("olt", x, 0.0), math.nan, mantissa)
-        # Planted in the low bits of 2^fraction the exponent becomes a float; AVX2 has no conversion from i64.
+        # Placed in the low bits of 2^fraction the exponent becomes a float; AVX2 has no conversion from i64.
         biased = self.b.op("lshr", offset, self.integer(fraction))
         planted = self.b.op("or", biased, self.integer(bias + fraction << fraction))
         exponent = self.sub(self.from_bits(planted), unbias)
@@ -173,10 +173,10 @@ class Lanes:
         if name == "getmant":
             operands.append(const("i32", 0b1011))  # mantissa in [3/4, 3/2), NaN for negative x
         if name == "reduce":
-            operands.append(const("i32", 0))  # less the nearest integer, of two the even one
+            operands.append(const("i32", 0))  # minus the nearest integer, ties to even
         operands += [const(x.type, 0.0), const("i16" if lanes == 16 else "i8", -1)]
         if bits == 512:
-            operands.append(const("i32", 4))  # the rounding mode in force
+            operands.append(const("i32", 4))  # the current rounding mode
         letter = "d" if self.scalar == "double" else "s"
         return self.b.call(x.type, f"llvm.x86.avx512.mask.{name}.p{letter}.{bits}", *operands)
 
@@ -187,29 +187,30 @@ def with_scalar(type_: str, scalar: str) -> str:
 
 
 def fma(b: Builder, x: Value, y: Value, z: Value, target: CpuTarget) -> Value:
-    """x·y + z, with one rounding where the target can."""
+    """x·y + z, with one rounding if the target has FMA."""
     if target.has_fma:
         return b.intrinsic("fma", x, y, z)
     return b.op("fadd", b.op("fmul", x, y), z)
 
 
 def max(b: Builder, x: Value, y: Value) -> Value:
-    """The larger, NaN where either is NaN, as np.maximum. Of two zeros it is `y`."""
+    """The larger, NaN if either is NaN, as np.maximum. Of two zeros it is `y`."""
     return b.select(b.fcmp("uno", x, x), x, b.select(b.fcmp("ogt", x, y), x, y))
 
 
 def min(b: Builder, x: Value, y: Value) -> Value:
-    """The smaller, NaN where either is NaN, as np.minimum. Of two zeros it is `y`."""
+    """The smaller, NaN if either is NaN, as np.minimum. Of two zeros it is `y`."""
     return b.select(b.fcmp("uno", x, x), x, b.select(b.fcmp("olt", x, y), x, y))
 
 
 def round_even(b: Builder, x: Value) -> Value:
-    """The nearest integer, ties to even, for every x: the sign of zero, infinities and NaN stay.
+    """The nearest integer, ties to even, for every x; preserves the sign of zero, infinities and NaN.
 
-    Adding and subtracting 2^23 (2^52 for double) rounds what is smaller; what is larger has no fraction and is kept.
+    Adding and subtracting 2^23 (2^52 for double) rounds smaller numbers; larger ones have no fraction and are returned
+    unchanged.
     """
     scalar = scalar_of(x.type)
-    whole = const(x.type, 2.0 ** _FORMATS[scalar].fraction)
+    limit = const(x.type, 2.0 ** _FORMATS[scalar].fraction)
     size = b.intrinsic("fabs", x)
-    rounded = b.op("fsub", b.op("fadd", size, whole), whole)
-    return b.select(b.fcmp("olt", size, whole), b.intrinsic("copysign", rounded, x), x)
+    rounded = b.op("fsub", b.op("fadd", size, limit), limit)
+    return b.select(b.fcmp("olt", size, limit), b.intrinsic("copysign", rounded, x), x)

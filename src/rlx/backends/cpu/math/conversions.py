@@ -1,4 +1,4 @@
-"""Conversions of vectors between float types, and from floats to integers."""
+"""Vector conversions between float types, and from floats to integers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def half_to_float(b: Builder, x: Value, target: CpuTarget) -> Value:
     wide = with_scalar(x.type, "i32")
     pattern = b.convert("zext", x, wide)
     size = b.op("and", pattern, const(wide, 0x7FFF))
-    # Shifted into place the exponent is 112 too small; a multiplication repairs that for denormals too.
+    # Shifted into place the exponent is 112 too small; a multiplication corrects that for denormals too.
     number = b.convert("bitcast", b.op("shl", size, const(wide, 13)), result)
     number = b.convert("bitcast", b.op("fmul", number, const(result, 2.0**112)), wide)
     special = b.icmp("ugt", size, const(wide, 0x7BFF))
@@ -61,7 +61,7 @@ def bfloat_to_float(b: Builder, x: Value, target: CpuTarget) -> Value:
 def float_to_bfloat(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The bf16 bit patterns nearest to f32 or f64 values, ties to even; overflow gives inf, NaN stays NaN.
 
-    Integer arithmetic on every target: vcvtneps2bf16 takes denormals for zeros.
+    Integer arithmetic on every target: vcvtneps2bf16 treats denormals as zeros.
     """
     x = _as_float(b, x)
     wide = with_scalar(x.type, "i32")
@@ -77,7 +77,7 @@ def _bit(b: Builder, x: Value, index: int) -> Value:
 
 
 def _as_float(b: Builder, x: Value) -> Value:
-    """A double as a float for one more rounding: rounded to odd, so that the second rounding sees what was lost."""
+    """A double as a float for one more rounding: rounded to odd, so that the second rounding is correct."""
     if scalar_of(x.type) == "float":
         return x
     short, integer = with_scalar(x.type, "float"), with_scalar(x.type, "i32")
@@ -92,7 +92,7 @@ def _as_float(b: Builder, x: Value) -> Value:
 
 # -- integers -----------------------------------------------------------------------------------------------------
 def nearest(b: Builder, x: Value, target: CpuTarget) -> Value:
-    """The integer as wide as x that is nearest to it, ties to even, for |x| below 2^22 (2^51); any integer for others.
+    """The nearest integer of x's width, ties to even, for |x| below 2^22 (2^51); any integer for others.
 
     AVX-512 rounds as it converts; elsewhere the low bits of a sum hold the integer.
     """
@@ -104,15 +104,15 @@ def nearest(b: Builder, x: Value, target: CpuTarget) -> Value:
 
 
 def float_to_int(b: Builder, x: Value, scalar_int_type: str, target: CpuTarget, *, signed: bool = True) -> Value:
-    """x cut off toward zero and saturated to the range of the integer type; NaN gives 0.
+    """x truncated toward zero and saturated to the range of the integer type; NaN gives 0.
 
-    Not llvm.fptosi.sat, which comes apart into single lanes on x86.
+    Not llvm.fptosi.sat, which is scalarised on x86.
     """
     v = Lanes(b, x.type, target)
     width = int(scalar_int_type[1:])
     lowest, highest = (-(1 << width - 1), (1 << width - 1) - 1) if signed else (0, (1 << width) - 1)
     result = with_scalar(x.type, scalar_int_type)
-    # Conversions exist to 32 bits and more; outside its range a conversion is poison, so x is clamped first.
+    # Conversions need 32 bits or more and are poison out of range, so x is clamped first.
     through = with_scalar(x.type, "i32") if width < 32 else result
     last = _largest_within(highest, v.format.fraction + 1)
     number = v.choose(v.compare("ord", x, x), x, 0.0) if lowest else v.choose(v.compare("ogt", x, 0.0), x, 0.0)

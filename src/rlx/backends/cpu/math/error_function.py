@@ -57,8 +57,8 @@ def erf(b: Builder, x: Value, target: CpuTarget) -> Value:
 
 
 # -- the Gaussian error linear unit ---------------------------------------------------------------------------------
-# |x|·Φ(-|x|), what gelu takes off relu, around the multiples of 0.4, by rising powers of the distance to the nearest: a
-# column each, of the relative error. The last is for 5.8 and beyond, where less than 2e-8 is taken off.
+# |x|·Φ(-|x|), the difference of relu and gelu, around the multiples of 0.4, by rising powers of the distance to the
+# nearest: one column each, fitted for relative error. The last is for 5.8 and beyond, where it is below 2e-8.
 _GELU_LOSS = (
     (
         0, 0.1378313, 0.169484332, 0.138083622, 0.087678872, 0.0455002598, 0.0196740814, 0.00715436181,
@@ -95,10 +95,10 @@ _GELU_STEP = 0.4
 
 
 def gelu(b: Builder, x: Value, target: CpuTarget) -> Value:
-    """x·Φ(x), Φ being the share of a normal distribution that is below x.
+    """x·Φ(x), where Φ is the standard normal CDF.
 
-    Worst, of floats with AVX-512, whose registers are tables of 16: 2.8 ulp for x > -1, 3e-8 in all below. Elsewhere
-    x (1 + erf(x/√2))/2, which loses digits below 0: 3.2 ulp for x > -1, 2.5e-7 below.
+    Worst, of floats with AVX-512, whose registers are tables of 16: 2.8 ulp for x > -1, absolute error 3e-8 below.
+    Elsewhere x (1 + erf(x/√2))/2, which loses digits below 0: 3.2 ulp for x > -1, 2.5e-7 below.
     """
     v = Lanes(b, x.type, target)
     if v.scalar == "float" and "+avx512f" in target.features:
@@ -123,7 +123,7 @@ def _gelu_by_table(v: Lanes, x: Value) -> Value:
 
 
 def _by_sixteen(b: Builder, x: Value, function: Callable[[Value], Value]) -> Value:
-    """A function of 16 lanes on any number of them."""
+    """Applies a function of 16 lanes to any number of lanes."""
     lanes = lanes_of(x.type)
     if lanes > 16:
         halves = [b.shuffle(x, x, part) for part in (range(lanes // 2), range(lanes // 2, lanes))]

@@ -17,7 +17,7 @@ _LN2_PARTS = {
     "float": (0.693145751953125, 1.4286068203094173e-06),
     "double": (0.6931471805598903, 5.497923018708371e-14),
 }
-# Beyond these the result is inf or 0 whatever the argument.
+# Beyond these bounds the result is inf or 0.
 _EXP_RANGE = {"float": (-104.0, 89.0), "double": (-746.0, 710.0)}
 _EXP2_RANGE = {"float": (-151.0, 129.0), "double": (-1076.0, 1025.0)}
 # e^r for |r| <= ln(2)/2: within 2^-28.2 and 2^-56.4.
@@ -54,20 +54,20 @@ def _exp_of_sum(v: Lanes, x: Value, rest: Value | None) -> Value:
     high, low = _LN2_PARTS[v.scalar]
     r = v.less_product(x, n, high)
     r = v.less_product(r, n, low) if rest is None else v.add(r, v.less_product(rest, n, low))
-    return v.scaled(v.polynomial(r, _EXP[v.scalar]), n, rounded)
+    return v.scale(v.polynomial(r, _EXP[v.scalar]), n, rounded)
 
 
 def exp2(b: Builder, x: Value, target: CpuTarget) -> Value:
     """2^x; exact for integers. Worst: float 0.9 ulp (1.1 without FMA), double 0.95 (1.25)."""
     v = Lanes(b, x.type, target)
-    if v.has_register_instructions:  # which take any x: of an infinity, the distance to an integer is 0
+    if v.has_register_instructions:  # which accept any x: the distance of an infinity to an integer is 0
         r = v.per_register("reduce", x)
         return v.per_register("scalef", v.polynomial(r, _EXP2[v.scalar]), v.sub(x, r))
     x = v.clamp(x, *_EXP2_RANGE[v.scalar])
     rounder = v.rounder(2 * v.format.bias)
     rounded = v.add(x, rounder)
     n = v.sub(rounded, rounder)
-    return v.scaled(v.polynomial(v.sub(x, n), _EXP2[v.scalar]), n, rounded)
+    return v.scale(v.polynomial(v.sub(x, n), _EXP2[v.scalar]), n, rounded)
 
 
 # Where tanh rounds to 1.
@@ -78,8 +78,8 @@ _HALF_LN2_PARTS = {
 }
 # Doubles round 2|x|/ln 2 down up to 0.7369: |x| up to 1/4, where n = 1 would cost half an ulp, then still has n = 0.
 _TANH_SHIFT = 0.2369
-# ((e^2w - 1)/2 - w) / w² for w from -ln(2)/4 to ln(2)/4 (float) and -0.0913 to 0.2555 (double): the whole within 2^-26
-# and 2^-61.6.
+# ((e^2w - 1)/2 - w) / w² for w from -ln(2)/4 to ln(2)/4 (float) and -0.0913 to 0.2555 (double): the full expression is
+# within 2^-26 and 2^-61.6.
 _HALF_EXPM1 = {
     "float": (1.0, 0.666661739, 0.333338827, 0.133866027, 0.0444233231),
     "double": (
@@ -117,9 +117,9 @@ def tanh(b: Builder, x: Value, target: CpuTarget) -> Value:
 
 
 # -- logarithm ----------------------------------------------------------------------------------------------------
-# (log(1 + f) - f) / f² for 1 + f in [3/4, 3/2): the whole within 2^-25.
+# (log(1 + f) - f) / f² for 1 + f in [3/4, 3/2): the full expression is within 2^-25.
 _LOG = (-0.500000596, 0.333335489, -0.249934569, 0.199770555, -0.168227956, 0.149840638, -0.120673411, 0.0541319586)
-# (log m - 2s) / s³ in s² for s = (m - 1)/(m + 1), m in [3/4, 3/2): the whole within 2^-61.7.
+# (log m - 2s) / s³ in s² for s = (m - 1)/(m + 1), m in [3/4, 3/2): the full expression is within 2^-61.7.
 _LOG_ODD = (
     0.666666666666666, 0.4000000000005594, 0.28571428556007344, 0.22222224276185013, 0.18181667089515416,
     0.15391072395946803, 0.13174262397136222, 0.1383856315147174,
@@ -154,7 +154,7 @@ _EXP2_MIDDLE = (
     1.0, 0.6931472028548291, 0.24022647913512113, 0.05550332471388891, 0.009618437369221314, 0.001339887435410092,
     0.00015353359205362137,
 )  # fmt: skip
-# ((log m - 2s) / s³ - 2/3) / s² in s², s as above: the whole within 2^-68.
+# ((log m - 2s) / s³ - 2/3) / s² in s², s as above: the full expression is within 2^-68.
 _LOG_ODD_TAIL = (
     0.39999999999999725, 0.28571428571577184, 0.22222222191273655, 0.1818182152362603, 0.15384406768886882,
     0.1334114125120383, 0.11592403662956598, 0.12571173974798108,
@@ -165,25 +165,25 @@ _TWO_THIRDS = (0.6666666666666666, 3.700743415417188e-17)
 def pow(b: Builder, x: Value, y: Value, target: CpuTarget) -> Value:
     """x to the power y, with C's (and NumPy's) special cases.
 
-    x^0 and 1^y are 1 even for NaN; a negative x needs an integer y, whose parity gives the sign, else NaN.
-    Worst: float 0.56 ulp, double 1.0 (1.2 without FMA).
+    x^0 and 1^y are 1 even for NaN; a negative x needs an integer y, whose parity determines the sign, else the result
+    is NaN. Worst: float 0.56 ulp, double 1.0 (1.2 without FMA).
     """
     v = Lanes(b, x.type, target)
     size = v.magnitude(x)
     result = (_positive_power if v.scalar == "float" else _positive_power_exact)(v, size, y)
-    whole = v.compare("oeq", round_even(b, y), y)
+    is_integer = v.compare("oeq", round_even(b, y), y)
     half = v.mul(y, 0.5)
-    odd = b.op("and", whole, v.compare("one", round_even(b, half), half))
+    odd = b.op("and", is_integer, v.compare("one", round_even(b, half), half))
     result = b.select(odd, v.with_sign_of(result, x), result)
     bounded = b.op("and", v.compare("olt", x, 0.0), v.compare("ogt", x, -math.inf))
-    strange = b.op("and", bounded, b.op("xor", whole, const(whole.type, True)))
+    strange = b.op("and", bounded, b.op("xor", is_integer, const(is_integer.type, True)))
     result = v.choose(strange, math.nan, result)
     trivial = b.op("or", v.compare("oeq", y, 0.0), v.compare("oeq", x, 1.0))
     return v.choose(trivial, 1.0, result)
 
 
 def _positive_power(v: Lanes, x: Value, y: Value) -> Value:
-    """x^y of floats for x >= 0 as 2^(y·log2 x), all in double: the one rounding that counts is the last."""
+    """x^y of floats for x >= 0 as 2^(y·log2 x), all in double: only the last rounding matters."""
     b, wide = v.b, Lanes(v.b, with_scalar(x.type, "double"), v.target)
     exponent, mantissa = wide.split(b.convert("fpext", x, wide.type), normal=True)
     s = wide.div(wide.sub(mantissa, 1.0), wide.add(mantissa, 1.0))
@@ -198,14 +198,14 @@ def _positive_power(v: Lanes, x: Value, y: Value) -> Value:
 
 
 def _positive_power_exact(v: Lanes, x: Value, y: Value) -> Value:
-    """x^y of doubles for x >= 0 as e^(y·log x), the logarithm and the product being unevaluated sums of two doubles."""
+    """x^y of doubles for x >= 0 as e^(y·log x); logarithm and product are unevaluated sums of two doubles."""
     high, low = _log_pair(v, x)
-    # See above: here the logarithm is at least 2^-53.
+    # As above: here the logarithm is at least 2^-53.
     bounded = v.clamp(y, -(2.0**65), 2.0**65)
     product, error = exact_product(v, bounded, high)
     rest = v.fma(bounded, low, error)
     edge_low, edge_high = _EXP_RANGE["double"]
-    # The rest is tiny unless the product lies far outside the range, where it only has to stay harmless.
+    # The rest is tiny unless the product is far out of range, where it only has to do no harm.
     result = _exp_of_sum(v, v.clamp(product, edge_low - 2, edge_high + 2), v.clamp(rest, -1.0, 1.0))
     grows = v.b.op("xor", v.compare("oeq", x, 0.0), v.compare("ogt", y, 0.0))
     edge = v.b.op("or", v.compare("oeq", x, 0.0), v.compare("oeq", x, math.inf))
@@ -214,7 +214,7 @@ def _positive_power_exact(v: Lanes, x: Value, y: Value) -> Value:
 
 
 def _log_pair(v: Lanes, x: Value) -> tuple[Value, Value]:
-    """log x as a sum of two doubles, right to about 2^-65, for positive finite x.
+    """log x as a sum of two doubles, accurate to about 2^-65, for positive finite x.
 
     log m = 2s + s (2/3 s² + s⁴ tail(s²)) with s, s² and the 2/3 as pairs.
     """

@@ -1,8 +1,8 @@
-"""Large angles, reduced exactly: for arguments of sine, cosine and tangent that the fast reduction is too short for.
+"""Exact reduction of large angles, for arguments of sine, cosine and tangent beyond the fast reduction.
 
 The method of Payne and Hanek (1983). A double is m·2^e with an integer m of 53 bits, and of m·2^e/π mod 2 only 192 bits
-of 1/π matter: those before them make multiples of 2, those after them add less than 2^-138. No double comes nearer to a
-multiple of π/2 than 2^-61, so the distance has at least 76 correct bits.
+of 1/π matter: earlier bits contribute multiples of 2, later ones less than 2^-138. No double is closer to a multiple of
+π/2 than 2^-61, so the distance has at least 76 correct bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _pi(bits: int) -> int:
 
 @functools.cache
 def _inverse_pi() -> list[int]:
-    """1/π as words, the highest first; the first one is before the point and 0."""
+    """1/π as words, highest first; the first one is before the point and 0."""
     after_point = 64 * (_WORDS - 1)
     scaled = (1 << 2 * after_point + 128) // _pi(after_point + 128)
     return [scaled >> 64 * (_WORDS - 1 - i) & 2**64 - 1 for i in range(_WORDS)]
@@ -44,10 +44,10 @@ def _inverse_pi() -> list[int]:
 def reduce_large(
     b: Builder, x: Value, limit: float, *, quarter: bool = False, turn: bool = False
 ) -> tuple[Value, Value, Value]:
-    """x + turn·π/2 = n·u + r, |r| <= u/2, for the unit u = π, or π/2 if `quarter`: r, n and what r lacks.
+    """x + turn·π/2 = n·u + r, |r| <= u/2, for the unit u = π, or π/2 if `quarter`; returns r, n and r's rounding error.
 
-    Only for lanes of doubles beyond ±limit, which is at least 2^26; the others get zeros. Of n, the last bit counts.
-    With `turn` (a cosine) they are those of |x|. Infinities have NaN for r.
+    Only for lanes of doubles beyond ±limit, which is at least 2^26; the others get zeros. Only the last bit of n
+    matters. With `turn` (a cosine) the results are those of |x|. Infinities have NaN for r.
     """
     count = lanes_of(x.type)
     zeros = [const(t, 0) for t in (x.type, vector(count, "i64"), x.type)]
@@ -56,8 +56,8 @@ def reduce_large(
         element = b.extract(x, i)
 
         def exact() -> list[Value]:
-            found = _reduced(b, element, quarter=quarter, turn=turn)
-            return [b.insert(lanes, one, i) for lanes, one in zip(so_far, found, strict=True)]
+            reduced = _reduce_one(b, element, quarter=quarter, turn=turn)
+            return [b.insert(lanes, one, i) for lanes, one in zip(so_far, reduced, strict=True)]
 
         is_large = b.fcmp("ogt", b.intrinsic("fabs", element), const("double", limit))
         return b.when(is_large, exact, lambda: list(so_far))
@@ -66,8 +66,8 @@ def reduce_large(
     return r, n, lacks
 
 
-def _reduced(b: Builder, x: Value, *, quarter: bool, turn: bool) -> tuple[Value, Value, Value]:
-    """r, n and what r lacks, of one double."""
+def _reduce_one(b: Builder, x: Value, *, quarter: bool, turn: bool) -> tuple[Value, Value, Value]:
+    """r, n and r's rounding error, for one double."""
 
     def number(value: int) -> Value:
         return const("i64", value)
@@ -107,7 +107,7 @@ def _reduced(b: Builder, x: Value, *, quarter: bool, turn: bool) -> tuple[Value,
     distance = b.intrinsic("fshl", outer, inner, zeros)
     product = high(b.op("mul", wide(distance), const("i128", _pi(62))))  # times 2^(-62 - zeros) it is r
 
-    # 53 bits of it are r, the others what r lacks.
+    # 53 bits of it are r, the others its rounding error.
     exponent = b.op("sub", number(_BIAS - 61 - quarter), zeros)
     scale = b.convert("bitcast", b.op("shl", exponent, number(_FRACTION)), "double")
     below = (1 << 11) - 1

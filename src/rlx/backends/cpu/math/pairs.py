@@ -1,4 +1,4 @@
-"""Sums of two floats, for intermediate results that one float is too short for: sums, products and quotients."""
+"""Double-word arithmetic: sums, products and quotients as unevaluated sums of two floats."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from rlx.backends.cpu.math.arithmetic import Lanes
 
 
 def ordered_sum(v: Lanes, x: Value, y: Value) -> tuple[Value, Value]:
-    """x + y and its rounding error, where x is 0 or the larger."""
+    """x + y and its rounding error, if x is 0 or the larger."""
     total = v.add(x, y)
     return total, v.sub(y, v.sub(total, x))
 
 
 def exact_product(v: Lanes, x: Value, y: Value) -> tuple[Value, Value]:
-    """x·y and its rounding error (Dekker's way where there is no FMA; doubles below 2^900)."""
+    """x·y and its rounding error (Dekker's algorithm if there is no FMA; doubles below 2^900)."""
     product = v.mul(x, y)
     if v.target.has_fma:
         return product, v.fma(x, y, v.b.fneg(product))

@@ -13,14 +13,14 @@ from rlx.backends.cpu.targets import CpuTarget
 
 # -- sine and cosine ----------------------------------------------------------------------------------------------
 _ONE_OVER_PI = 0.3183098861837907
-# π in parts: with FMA a part is a whole double, without it 27 bits, whose products with |n| <= 2^26 are exact.
+# π in parts: with FMA a part is a full double, without it 27 bits, whose products with |n| <= 2^26 are exact.
 _PI_PARTS: tuple[float, ...] = (3.141592653589793, 1.2246467991473532e-16, -2.9947698097183397e-33)
 _PI_SHORT_PARTS: tuple[float, ...] = (
     3.141592651605606, 1.9841871479187034e-09, 1.144237741932715e-17, 3.2892513872648515e-26, 4.1340642196527976e-43,
 )  # fmt: skip
-_PI_REACH = {True: 1e9, False: 1e8}  # the largest angles that the parts are long enough for, with FMA and without
-# (sin(r)/r - 1) / r² in r² for |r| <= π/2: the whole within 2^-27.2 and 2^-61.6. The float ones were searched further,
-# with the rounding of each step: no sine exceeds 1, and cos(0) is 1 with and without FMA.
+_PI_REACH = {True: 1e9, False: 1e8}  # the largest angles that the parts suffice for, with FMA and without
+# (sin(r)/r - 1) / r² in r² for |r| <= π/2: the full expression is within 2^-27.2 and 2^-61.6. The float ones were
+# searched further, with the rounding of each step: no sine exceeds 1, and cos(0) is 1 with and without FMA.
 _SIN = {
     "float": (-0.166666582, 0.00833307207, -0.000198100854, 2.60572665e-06),
     "double": (
@@ -68,7 +68,7 @@ def _sine_of_rest(v: Lanes, wide: Lanes, r: Value, n: Value, rest: Value | None)
         rest = v.clamp(_xor_sign(wide, rest, flip), -(2.0**-52), 2.0**-52)
         rest = v.fma(v.mul(rest, z), -0.5, rest)  # times cos(r), nearly
         result = v.add(r, v.fma(v.mul(r, z), series, rest))
-    return v.with_sign_of(result, r)  # the sum above makes 0 of -0
+    return v.with_sign_of(result, r)  # the sum above turns -0 into 0
 
 
 def _with_large(
@@ -78,9 +78,9 @@ def _with_large(
     name: str,
     function: Callable[[Lanes, Lanes, Value, Value, Value | None], Value],
 ) -> Value:
-    """`result`, with `function` of exactly reduced angles where |x| is beyond the reach of the parts of π.
+    """`result`, with `function` of exactly reduced angles where |x| exceeds the range of the parts of π.
 
-    Vectors with such lanes are rare: they are left to a function of the module.
+    Vectors with such lanes are rare, so they go through an out-of-line function.
     """
     b, target, reach = v.b, v.target, _PI_REACH[v.target.has_fma]
     symbol = f"large_{name}.{lanes_of(x.type)}.{v.scalar}"
@@ -104,17 +104,17 @@ def _xor_sign(v: Lanes, x: Value, flip: Value) -> Value:
 
 
 def _less_multiple_of_pi(v: Lanes, x: Value, n: Value, *, exact: bool) -> tuple[Value, Value | None]:
-    """x - nπ as a double, with a second one for what is below its last bit where `exact`."""
+    """x - nπ as a double, with its rounding error as a second one if `exact`."""
     parts, exact_parts = (_PI_PARTS, 1) if v.target.has_fma else (_PI_SHORT_PARTS, 2)
     middle, *last = parts[exact_parts:]
     before = x
-    for part in parts[:exact_parts]:  # these differences are exact, but for the second of two where much remains
+    for part in parts[:exact_parts]:  # these differences are exact, except the second of two where much remains
         before, x = x, v.less_product(x, n, part)
     if not exact:
         return v.less_product(x, n, middle), None
     product = v.mul(n, middle)
     r = v.sub(x, product)
-    rest = v.sub(v.sub(x, r), product)  # exact, x being a multiple of the last bit of the product
+    rest = v.sub(v.sub(x, r), product)  # exact, since x is a multiple of the last bit of the product
     if v.target.has_fma:
         rest = v.sub(rest, v.fma(n, middle, v.b.fneg(product)))
     else:
@@ -125,7 +125,7 @@ def _less_multiple_of_pi(v: Lanes, x: Value, n: Value, *, exact: bool) -> tuple[
 
 
 # -- tangent ------------------------------------------------------------------------------------------------------
-# (cos(r) - 1 + r²/2) / r⁴ in r² for |r| <= π/4: the whole within 2^-33 and 2^-64.
+# (cos(r) - 1 + r²/2) / r⁴ in r² for |r| <= π/4: the full expression is within 2^-33 and 2^-64.
 _COS = {
     "float": (0.04166664567699405, -0.0013887316015783516, 2.4433133858264908e-05),
     "double": (
@@ -146,7 +146,7 @@ def tan(b: Builder, x: Value, target: CpuTarget) -> Value:
     halves = wide.mul(wide.sub(rounded, wide.rounder()), 0.5)
     r, rest = _less_multiple_of_pi(wide, full, halves, exact=v.scalar == "double")
     result = _with_large(v, x, _tangent_of_rest(v, wide, r, wide.bits(rounded), rest), "tan", _tangent_of_rest)
-    # A sum made 0 of -0, which is the only argument whose tangent is one.
+    # The sum turned -0 into 0; only tan(-0) is -0.
     return v.choose(v.compare("oeq", x, 0.0), x, result)
 
 
@@ -174,7 +174,7 @@ def _tangent_of_rest(v: Lanes, wide: Lanes, r: Value, n: Value, rest: Value | No
     return b.convert("fptrunc", result, v.type)
 
 
-# (atan(t)/t - 1) / t² in t² for |t| <= tan(π/8): the whole within 2^-30.5 and 2^-64.2.
+# (atan(t)/t - 1) / t² in t² for |t| <= tan(π/8): the full expression is within 2^-30.5 and 2^-64.2.
 _ATAN = {
     "float": (
         -0.33333315182022866, 0.19998471006904658, -0.14243522218746518, 0.10593722795854849, -0.06077973349938406,
@@ -185,24 +185,24 @@ _ATAN = {
         -0.033471962292091394, 0.015193231080795462,
     ),
 }  # fmt: skip
-_TAN_EIGHTH = 0.41421356237309503  # of π; its inverse is the tangent of 3π/8
+_TAN_EIGHTH = 0.41421356237309503  # tan(π/8); its inverse is tan(3π/8)
 _TAN_THREE_EIGHTHS = 2.414213562373095
 
 
 def atan(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The inverse tangent. Worst: float 0.51 ulp, double 0.7 (0.75 without FMA).
 
-    atan|x| = c + atan(t), |t| <= tan(π/8): of c = 0, t = |x|; of c = π/4, t = (|x| - 1)/(|x| + 1); of c = π/2,
-    t = -1/|x|. All in double.
+    atan|x| = c + atan(t), |t| <= tan(π/8): for c = 0, t = |x|; for c = π/4, t = (|x| - 1)/(|x| + 1); for c = π/2, t =
+    -1/|x|. All in double.
     """
     v, wide = Lanes(b, x.type, target), Lanes(b, with_scalar(x.type, "double"), target)
-    size = wide.at_most(wide.magnitude(b.convert("fpext", x, wide.type)), 2.0**100)  # where it is π/2 long since
+    size = wide.at_most(wide.magnitude(b.convert("fpext", x, wide.type)), 2.0**100)  # where the result is long π/2
     small, large = wide.compare("olt", size, _TAN_EIGHTH), wide.compare("ogt", size, _TAN_THREE_EIGHTHS)
 
     def by_size(low: Number, middle: Number, high: Number) -> Value:
         return wide.choose(small, low, wide.choose(large, high, middle))
 
-    # Both are exact pairs: where size is above 1, 1 - size is exact and so is the sum less 1.
+    # Both are exact pairs: for size above 1, 1 - size is exact and so is the sum minus 1.
     below, below_low = ordered_sum(wide, wide.of(1.0), size)
     above, above_low = ordered_sum(wide, wide.of(-1.0), size)
     above, below = by_size(size, above, -1.0), by_size(1.0, below, size)

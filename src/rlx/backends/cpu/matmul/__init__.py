@@ -1,10 +1,10 @@
-"""The matmul generator: micro-kernels (register tiles), the loop nest that calls them, and packing of the right side.
+"""The matmul generator: micro-kernels (register tiles), the loop nest that calls them, and packing of B.
 
-In comes a `MatmulKernel` and a target, out comes an `Entry`; `call` turns a launch into an argument block and units.
+`entry` compiles a `MatmulKernel` for a target to an `Entry`; `call` turns a launch into an argument block and units.
 
-`plan` holds sizes and the map of scratch, `tiles` the micro-kernels, `nest` the loops over units, panels and tiles,
-`quantised` and `grouped` what is different there for packed blocks and for rows that choose their matrix, `packing`
-the panels that are made at run time.
+`plan` has sizes and the scratch map, `tiles` the micro-kernels, `nest` the loops over units, panels and tiles,
+`quantised` and `grouped` the variants for packed blocks and for rows that select their matrix, `packing` the panels
+packed at run time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from rlx.lir.program import Launch
 
 
 def entry(kernel: MatmulKernel, target: CpuTarget) -> Entry:
-    """The nest of `kernel`, and what it calls by address.
+    """The nest of `kernel`, and the routines it calls by address.
 
-    `tiles` are the micro-kernels by height, the first has one row; where B is not packed, its packing comes after them.
-    Where panels are narrow, those that widen them come first, then those that do not, then what widens a panel.
+    `tiles` are the micro-kernels by height, starting at one row; if B is not packed, its packing routine follows them.
+    With narrow panels, the tiles that widen them come first, then those that do not, then the routine that widens a
+    panel.
     """
     plan = Plan(kernel, target)
-    heights = range(0) if plan.integers else range(1, target.tile_rows + 1)  # integers have tiles of their own
+    heights = range(0) if plan.integers else range(1, target.tile_rows + 1)  # integer matmuls have their own tiles
     transposed = kernel.transposed
     tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target, transposed=transposed) for h in heights)
     if kernel.stored is not None:
@@ -49,14 +50,14 @@ def call(launch: Launch, target: CpuTarget) -> Call:
     """The argument block of a launch, and its units: (batch, row block, panel)."""
     assert isinstance(launch.kernel, MatmulKernel)
     plan = Plan(launch.kernel, target)
-    given: dict[str, Any] = dict(zip(launch.kernel.words, launch.words, strict=True))
-    row_blocks = (given["m"] + (plan.row_block - 1)) // plan.row_block
-    panels = (given["n"] + (plan.columns - 1)) // plan.columns
-    given["row_blocks"] = row_blocks
-    units = given["batch0"] * given["batch1"] * panels * row_blocks
-    return Call({word: given.get(word) for word in plan.words}, units)
+    values: dict[str, Any] = dict(zip(launch.kernel.words, launch.words, strict=True))
+    row_blocks = (values["m"] + (plan.row_block - 1)) // plan.row_block
+    panels = (values["n"] + (plan.columns - 1)) // plan.columns
+    values["row_blocks"] = row_blocks
+    units = values["batch0"] * values["batch1"] * panels * row_blocks
+    return Call({word: values.get(word) for word in plan.words}, units)
 
 
 def scratch_bytes(kernel: MatmulKernel, target: CpuTarget, k: int) -> int:
-    """Scratch that a launch with this `k` needs, the driver's header included."""
+    """Scratch bytes of a launch with this `k`, including the driver's header."""
     return Plan(kernel, target).scratch_bytes(k)

@@ -1,4 +1,4 @@
-"""Products in which each row chooses its matrix, in the matmul nest."""
+"""Matmuls in which each row selects its matrix, in the matmul nest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def read_index(nest: Nest, at: Value) -> Value:
-    """An element of the index operand."""
+    """Loads an element of the index operand."""
     b, size = nest.b, nest.kernel.index.size
-    found = b.load(f"i{8 * size}", b.offset(nest.word["index"], at, f"i{8 * size}"), align=size)
-    return b.convert("sext", found, "i64")
+    element = b.load(f"i{8 * size}", b.offset(nest.word["index"], at, f"i{8 * size}"), align=size)
+    return b.convert("sext", element, "i64")
 
 
 class GroupedRows:
-    """Row blocks by runs: rows that follow each other and have the same matrix go together."""
+    """Splits row blocks into runs: consecutive rows with the same matrix are multiplied together."""
 
     def __init__(self, nest: Nest) -> None:
         self.nest, self.b, self.word = nest, nest.b, nest.word
@@ -40,7 +40,7 @@ class GroupedRows:
         b.loop(b.add(first, 1), b.add(end, 1), 1, row, [first])
 
     def run(self, index: Value, start: Value, count: Value, group: Value) -> None:
-        """All panels in [lo, hi) of some rows that have one matrix."""
+        """All panels in [lo, hi) for rows that share one matrix."""
         b, word, nest = self.b, self.word, self.nest
 
         def multiply() -> None:
@@ -54,7 +54,7 @@ class GroupedRows:
                 b=b.offset(word["b"], b.mul(group, word["b_batch0"]), nest.form.right_scalar),
                 operands=tuple(
                     b.offset(word[name], b.mul(start, word[f"{name}_row"]), element)
-                    for name, element in zip(nest.beside, nest.elements, strict=True)
+                    for name, element in zip(nest.operand_names, nest.elements, strict=True)
                 ),
             )
             nest.panels_of(index, rows)

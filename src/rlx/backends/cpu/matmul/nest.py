@@ -1,7 +1,7 @@
 """The matmul nest: loops over units, row blocks, panels, slabs of k and tiles.
 
-Sizes and strides are run-time words, so the micro-kernels and the nest are shared by all shapes; every output element
-is one chain of multiply-adds over k in index order, so its bits depend on nothing but its row of A and its column of B.
+Sizes and strides are run-time words, so all shapes share the micro-kernels and the nest. Every output element is one
+chain of multiply-adds over k in index order, so its bits depend only on its row of A and its column of B.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from rlx.backends.cpu.matmul.tiles import lines_of_a_step
 from rlx.backends.cpu.routine import HEADER_BYTES, NOALIAS_ENTRY_ARGUMENTS, Routine
 from rlx.host_memory import LINE
 
-SLAB_UNIT = 16  # slabs of one panel are equally long but for this
-STREAM_AHEAD = 16384  # bytes: how far ahead a panel is prefetched that only one tile of one or two rows reads
-CACHED = 8 << 20  # bytes of B up to which it is likely in a cache: there the hardware prefetches better alone
-IN_PLACE_TILES = 2  # tiles of a row block up to which packing contiguous rows of B would not pay
-WIDE_SLAB = 16  # k steps of a slab where many panels take turns at rows of B
-WIDE_PANELS = 4  # the fewest panels for that
+SLAB_UNIT = 16  # granularity of slabs: those of one panel have equal length up to this
+STREAM_AHEAD = 16384  # prefetch distance in bytes for a panel that only one tile of one or two rows reads
+CACHED = 8 << 20  # bytes of B up to which it is likely cached; then the hardware prefetches better on its own
+IN_PLACE_TILES = 2  # tiles per row block up to which packing contiguous rows of B does not pay
+WIDE_SLAB = 16  # k steps per slab where many panels alternate over rows of B
+WIDE_PANELS = 4  # minimum number of panels for that
 
 
 def nest(plan: Plan) -> Routine:
-    """The loops over units, K slabs and tiles; what the epilogue computes is behind an address, so nests are shared."""
+    """The loops over units, k slabs and tiles; the epilogue is called by address, so nests are shared."""
     kernel, form = plan.kernel, plan.form
     operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.epilogue_operands)
     finish = "epilogue" if kernel.epilogue else "copy"
     right = "panels" if plan.packed else "rows"
     if plan.blocks:
         right = f"{plan.blocks.storage}{'.int' if plan.integers else ''}"
-    elif kernel.stored:  # of which the nest knows the size alone
+    elif kernel.stored:  # only its size matters to the nest
         right = f"panels.{form.right_scalar}"
     transposed = ".turned" if kernel.transposed else ""
     groups = f".{kernel.grouped}.{kernel.index}" if kernel.grouped else ""
@@ -47,14 +47,14 @@ def nest(plan: Plan) -> Routine:
 
 
 class Nest:
-    """Writes one nest: the methods are its loops, from the outermost to the tile."""
+    """Emits one nest: the methods are its loops, from outermost to tile."""
 
     def __init__(self, b: Builder, plan: Plan, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
         self.b, self.plan, self.kernel, self.form = b, plan, plan.kernel, plan.form
         kernel = plan.kernel
         self.lo, self.hi, self.scratch = lo, hi, scratch
-        self.beside = tuple(o.name for o in kernel.epilogue_operands)
-        pointers = {"tiles", "epilogue", "blocks", "a", "b", "index", *self.beside}
+        self.operand_names = tuple(o.name for o in kernel.epilogue_operands)
+        pointers = {"tiles", "epilogue", "blocks", "a", "b", "index", *self.operand_names}
         self.word = {
             name: b.load("ptr" if name in pointers else "i64", b.offset(args, 8 * i), align=8)
             for i, name in enumerate(plan.words)
@@ -62,7 +62,7 @@ class Nest:
         # LLVM integer types as wide as the operands.
         self.elements = tuple(f"i{8 * o.dtype.size}" for o in kernel.epilogue_operands)
         if plan.epilogue is None:
-            self.result_row = self.word[f"{self.beside[0]}_row"]
+            self.result_row = self.word[f"{self.operand_names[0]}_row"]
         self.sums = b.offset(scratch, HEADER_BYTES)
         self.packed = b.offset(scratch, plan.sums_end)
         self.columns = plan.columns
@@ -73,11 +73,11 @@ class Nest:
             self.cut_rows(self.word["m"])
         if plan.epilogue is not None:
             self.epilogue_args = b.stack("i64", len(plan.epilogue.words))
-            for i, name in enumerate(self.beside):
-                self._store_arg(2 + len(self.beside) + i, self.word[f"{name}_row"])
+            for i, name in enumerate(self.operand_names):
+                self._store_arg(2 + len(self.operand_names) + i, self.word[f"{name}_row"])
         self.quantised = None if plan.blocks is None else Quantised(self, plan.blocks)
         if not plan.packed:
-            self.memo = b.stack("i64", 2)  # address and columns of what the packed panel in scratch was made from
+            self.memo = b.stack("i64", 2)  # address and column count of the source of the packed panel in scratch
             b.store(i64(0), self.memo, align=8)
             b.store(i64(0), b.offset(self.memo, 8), align=8)
 
@@ -88,16 +88,16 @@ class Nest:
         b.loop(b.sdiv(self.lo, self.panels), last, 1, block)
 
     def cut_rows(self, m: Value) -> None:
-        """How so many rows are cut into tiles."""
+        """Splits this many rows into tiles."""
         b, blocks = self.b, self.plan.blocks
         self.m, self.tiles = m, b.ceil_div(m, self.form.rows)
-        self.short = b.sdiv(m, self.tiles)  # rows of a tile; the first `longer` tiles have one more
+        self.short = b.sdiv(m, self.tiles)  # rows per tile; the first `longer` tiles have one more
         self.longer = b.srem(m, self.tiles)
         if blocks is not None:
             self.few = b.icmp("sle", m, len(blocks.dots))
 
     def row_block(self, index: Value) -> None:
-        """All panels of one row block of one batch that are in [lo, hi): a run of consecutive units."""
+        """All panels in [lo, hi) of one row block of one batch: a run of consecutive units."""
         b, word = self.b, self.word
         batch, block = b.sdiv(index, word["row_blocks"]), b.srem(index, word["row_blocks"])
         outer, inner = b.sdiv(batch, word["batch1"]), b.srem(batch, word["batch1"])
@@ -115,7 +115,9 @@ class Nest:
             first_row=b.add(b.mul(first, self.short), b.min(first, self.longer)),
             a=moved("a", self.form.scalar),
             b=moved("b", self.form.right_scalar),
-            operands=tuple(moved(name, element) for name, element in zip(self.beside, self.elements, strict=True)),
+            operands=tuple(
+                moved(name, element) for name, element in zip(self.operand_names, self.elements, strict=True)
+            ),
         )
         if self.kernel.grouped == "depth":
             start = read_index(self, batch)
@@ -146,13 +148,13 @@ class Nest:
         b.loop(low, high, group, panels)
 
     def _cut(self, rows: RowBlock, panels: Value) -> tuple[Value, Value]:
-        """How many panels take turns at a slab, and how many k steps a slab has at most.
+        """How many panels alternate over a slab, and the maximum k steps per slab.
 
-        One panel after the other as a rule. But where few tiles read long columns of B in place, short pieces of many
-        panels take turns: going down a column touches a page a step, more than there are entries for.
+        Usually one panel at a time. But if few tiles read long columns of B in place, short pieces of many panels
+        alternate: walking down a column touches one page per step, more than the TLB has entries for.
         """
         b = self.b
-        if self.plan.packed:  # a single tile would read nothing twice
+        if self.plan.packed:  # a single tile reads nothing twice
             alone = self.few if self.plan.blocks else b.icmp("eq", rows.count, 1)
             return i64(1), b.select(alone, b.max(self.k, 1), i64(self.plan.slab))
         large = b.op("and", b.icmp("sge", panels, WIDE_PANELS), b.icmp("sgt", self.k, SLAB))
@@ -160,7 +162,7 @@ class Nest:
         return b.select(wide, i64(self._group()), i64(1)), b.select(wide, i64(WIDE_SLAB), i64(SLAB))
 
     def _group(self) -> int:
-        """Panels whose sums fit in scratch together, where B is read in place."""
+        """Number of panels whose sums fit in scratch together, if B is read in place."""
         return self.form.block_rows // (self.form.rows * IN_PLACE_TILES)
 
     def _in_place(self, rows: RowBlock) -> Value:
@@ -200,7 +202,7 @@ class Nest:
             self.each_tile(rows, stripe, right(rows, stripe))
 
     def _panel(self, rows: RowBlock, stripe: Stripe) -> Right:
-        """B in panels: the next slab, of this panel or the next one, follows in memory; all tiles prefetch a share."""
+        """B in panels: the next slab, of this panel or the next one, follows in memory; tiles prefetch shares of it."""
         b, form = self.b, self.form
         here = b.offset(stripe.b, b.mul(stripe.start, form.panel), form.right_scalar)
         following = b.offset(here, b.mul(stripe.length, form.panel), form.right_scalar)
@@ -214,7 +216,7 @@ class Nest:
         return Right(here, i64(form.panel), ahead, step, b.mul(step, stripe.length))
 
     def _narrow_panel(self, rows: RowBlock, stripe: Stripe) -> Right:
-        """B in narrow panels: a few tiles widen what they load, more read what was widened once for all of them."""
+        """B in narrow panels: few tiles widen what they load, many read a panel that was widened once for all."""
         b, tiles, heights = self.b, self.word["tiles"], self.form.rows
         right = self._panel(rows, stripe)
 
@@ -228,11 +230,11 @@ class Nest:
         return replace(right, b=panel, tiles=table)
 
     def _rows(self, rows: RowBlock, stripe: Stripe) -> Right:
-        """B that is not panels: read in place if that is worth it, else packed, unless it is in scratch already."""
+        """B not in panels: read in place if that pays, else packed, unless it is already in scratch."""
         b, form, word = self.b, self.form, self.word
         here = b.offset(stripe.b, b.mul(stripe.start, word["b_k"]), form.scalar)
         row_bytes = b.mul(word["b_k"], form.dtype.size)
-        whole = b.icmp("eq", stripe.columns, form.panel)
+        is_full = b.icmp("eq", stripe.columns, form.panel)
 
         def in_place() -> list[Value]:
             return [here, word["b_k"], b.offset(here, b.mul(row_bytes, WIDE_SLAB)), row_bytes, i64(0)]
@@ -247,10 +249,10 @@ class Nest:
                 packing = b.load("ptr", b.offset(word["tiles"], 8 * form.rows), align=8)
                 strides = (word["b_k"], word["b_n"])
                 b.call_pointer(packing, here, *strides, stripe.length, stripe.columns, self.packed)
-                made = address
-                if self.kernel.grouped == "depth":  # what comes after nothing has the same address
-                    made = b.select(b.icmp("sgt", stripe.length, 0), address, i64(0))
-                b.store(made, self.memo, align=8)
+                key = address
+                if self.kernel.grouped == "depth":  # an empty piece has the address of its successor
+                    key = b.select(b.icmp("sgt", stripe.length, 0), address, i64(0))
+                b.store(key, self.memo, align=8)
                 b.store(stripe.columns, b.offset(self.memo, 8), align=8)
 
             b.when(held, lambda: None, pack)
@@ -259,7 +261,7 @@ class Nest:
             ahead = b.select(stripe.last, after, following)
             return [self.packed, i64(form.panel), ahead, row_bytes, i64(lines_of_a_step(form) * LINE)]
 
-        return Right(*b.when(b.op("and", whole, self._in_place(rows)), in_place, packed))
+        return Right(*b.when(b.op("and", is_full, self._in_place(rows)), in_place, packed))
 
     def each_tile(self, rows: RowBlock, stripe: Stripe, right: Right) -> None:
         """The tiles; after the last slab each one is finished while it is in cache."""
@@ -284,7 +286,7 @@ class Nest:
             multiply = b.load("ptr", b.offset(table, b.mul(b.sub(height, 1), 8)), align=8)
             step = right.step
             if not self.plan.packed:
-                fetching = -(-form.step_bytes // (lines_of_a_step(form) * LINE))  # tiles that fetch a whole slab
+                fetching = -(-form.step_bytes // (lines_of_a_step(form) * LINE))  # tiles that prefetch a full slab
                 step = b.select(b.icmp("slt", b.sub(index, rows.first_tile), fetching), step, i64(0))
             left = (b.offset(a_start, b.mul(row, row_step), form.scalar), word["a_row"])
             fetch = (ahead, step, accumulate)
@@ -296,18 +298,18 @@ class Nest:
         b.loop(rows.first_tile, rows.last_tile, 1, tile, [rows.first_row, right.ahead])
 
     def finish(self, stripe: Stripe, row: Value, height: Value, sums: Value) -> None:
-        """Take the sums of one tile out of scratch: through the epilogue, or as they are."""
+        """Stores the sums of one tile from scratch: through the epilogue, or unchanged."""
         b, word = self.b, self.word
         places = [
             b.offset(pointer, b.mul(row, word[f"{name}_row"]), element)
-            for name, pointer, element in zip(self.beside, stripe.operands, self.elements, strict=True)
+            for name, pointer, element in zip(self.operand_names, stripe.operands, self.elements, strict=True)
         ]
         if self.kernel.epilogue is None:
             _copy_tile(b, self.form, sums, places[0], self.result_row, height, stripe.columns)
             return
         for i, pointer in enumerate([sums, *places]):
             self._store_arg(i, pointer)
-        # Of scratch the epilogue may use the driver's header only: the rest holds sums.
+        # The epilogue may use only the driver's header in scratch: the rest holds sums.
         b.call_pointer(word["epilogue"], self.epilogue_args, i64(0), height, self.scratch)
 
     def _store_arg(self, index: int, value: Value) -> None:
@@ -317,10 +319,10 @@ class Nest:
 def _copy_tile(
     b: Builder, form: Geometry, sums: Value, result: Value, stride: Value, rows: Value, columns: Value
 ) -> None:
-    """Rows of a tile to the result, `columns` of each; only the vector at the edge is masked, since that is slow."""
-    whole = b.op("and", columns, i64(-form.lanes))
-    edge = b.lane_mask(b.sub(columns, whole), form.lanes)
-    ragged = b.icmp("ne", whole, columns)
+    """Copies `columns` of each row of a tile to the result; only the vector at the edge is masked (masking is slow)."""
+    full = b.op("and", columns, i64(-form.lanes))
+    edge = b.lane_mask(b.sub(columns, full), form.lanes)
+    ragged = b.icmp("ne", full, columns)
 
     def row(i: Value) -> None:
         source = b.offset(sums, b.mul(i, form.panel), form.scalar)
@@ -333,9 +335,9 @@ def _copy_tile(
             b.store(value(at), b.offset(target, at, form.scalar), align=form.dtype.size)
 
         def copy_edge() -> None:
-            masked_store(b, value(whole), b.offset(target, whole, form.scalar), edge)
+            masked_store(b, value(full), b.offset(target, full, form.scalar), edge)
 
-        b.loop(0, whole, form.lanes, copy)
+        b.loop(0, full, form.lanes, copy)
         b.when(ragged, copy_edge)
 
     b.loop(0, rows, 1, row)

@@ -1,4 +1,4 @@
-"""Panels that a matmul makes while it runs: of a strided right side, and of narrow floats that are widened."""
+"""Panels that a matmul packs at run time: from a strided B, and from narrow floats that are widened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _column_masks(b: Builder, form: Geometry, columns: Value) -> list[Value]:
 
 
 def _masked_load(b: Builder, type_: str, pointer: Value, mask: Value) -> Value:
-    """A vector with zeros where the mask is off; those lanes are not read."""
+    """Loads a vector with zeros where the mask is off; those lanes are not read."""
     return b.call(type_, f"llvm.masked.load.{intrinsic_suffix(type_)}.p0", pointer, mask, const(type_, 0.0))
 
 
@@ -25,17 +25,17 @@ def masked_store(b: Builder, value: Value, pointer: Value, mask: Value) -> None:
 
 
 def widening(form: Geometry, target: CpuTarget) -> Routine:
-    """`widen(b, k, panel)`: panel[k][panel] from a narrow panel, whose rows follow each other."""
+    """`widen(b, k, panel)`: panel[k][panel] from a narrow panel with contiguous rows."""
     symbol = f"widen_panel.{form.dtype}.{form.stored}.{form.vectors}"
     arguments = (("ptr noalias", "b"), ("i64", "k"), ("ptr noalias", "panel"))
 
     def body(b: Builder, source: Value, k: Value, panel: Value) -> None:
         def row(i: Value) -> None:
             at = b.mul(i, form.panel)
-            here, there = b.offset(source, at, form.right_scalar), b.offset(panel, at, form.scalar)
+            narrow, wide = b.offset(source, at, form.right_scalar), b.offset(panel, at, form.scalar)
             for j in range(form.vectors):
-                value = load_right(b, form, target, here, j)
-                b.store(value, b.offset(there, j * form.lanes, form.scalar), align=form.dtype.size)
+                value = load_right(b, form, target, narrow, j)
+                b.store(value, b.offset(wide, j * form.lanes, form.scalar), align=form.dtype.size)
 
         b.loop(0, k, 1, row)
 
@@ -70,10 +70,10 @@ def _pack_rows(b: Builder, form: Geometry, source: Value, b_k: Value, k: Value, 
     def copy(load: Callable[[int, Value], Value]) -> None:
         def row(i: Value) -> None:
             here = b.offset(source, b.mul(i, b_k), form.scalar)
-            there = b.offset(panel, b.mul(i, form.panel), form.scalar)
+            target = b.offset(panel, b.mul(i, form.panel), form.scalar)
             for j in range(form.vectors):
                 value = load(j, b.offset(here, j * form.lanes, form.scalar))
-                b.store(value, b.offset(there, j * form.lanes, form.scalar), align=size)
+                b.store(value, b.offset(target, j * form.lanes, form.scalar), align=size)
 
         b.loop(0, k, 1, row)
 
@@ -81,8 +81,8 @@ def _pack_rows(b: Builder, form: Geometry, source: Value, b_k: Value, k: Value, 
         masks = _column_masks(b, form, columns)
         copy(lambda j, pointer: _masked_load(b, form.vector, pointer, masks[j]))
 
-    whole = b.icmp("eq", columns, form.panel)
-    b.when(whole, lambda: copy(lambda _, pointer: b.load(form.vector, pointer, align=size)), copy_part)
+    is_full = b.icmp("eq", columns, form.panel)
+    b.when(is_full, lambda: copy(lambda _, pointer: b.load(form.vector, pointer, align=size)), copy_part)
 
 
 def _pack_transposed(
@@ -94,14 +94,14 @@ def _pack_transposed(
     def vector_of_columns(v: Value) -> None:
         left = b.sub(columns, b.mul(v, lanes))
         here = b.offset(source, b.mul(b.mul(v, lanes), b_n), form.scalar)
-        there = b.offset(panel, b.mul(v, lanes), form.scalar)
+        target = b.offset(panel, b.mul(v, lanes), form.scalar)
 
         def block(load: Callable[[int, Value], Value], at: Value) -> None:
             rows = [
                 load(j, b.offset(b.offset(here, b.mul(b_n, j), form.scalar), at, form.scalar)) for j in range(lanes)
             ]
             for i, row in enumerate(_transpose(b, rows)):
-                b.store(row, b.offset(there, b.mul(b.add(at, i), form.panel), form.scalar), align=form.dtype.size)
+                b.store(row, b.offset(target, b.mul(b.add(at, i), form.panel), form.scalar), align=form.dtype.size)
 
         def partial(at: Value) -> None:
             inside = b.lane_mask(b.sub(k, at), lanes)
@@ -112,15 +112,15 @@ def _pack_transposed(
 
             block(load, at)
 
-        whole = b.select(b.icmp("sge", left, lanes), b.op("and", k, i64(-lanes)), i64(0))
-        b.loop(0, whole, lanes, lambda at: block(lambda _, p: b.load(form.vector, p, align=form.dtype.size), at))
-        b.loop(whole, k, lanes, partial)
+        full = b.select(b.icmp("sge", left, lanes), b.op("and", k, i64(-lanes)), i64(0))
+        b.loop(0, full, lanes, lambda at: block(lambda _, p: b.load(form.vector, p, align=form.dtype.size), at))
+        b.loop(full, k, lanes, partial)
 
     b.loop(0, form.vectors, 1, vector_of_columns)
 
 
 def _transpose(b: Builder, rows: list[Value]) -> list[Value]:
-    """A square of vectors, transposed by swapping halves of ever smaller blocks."""
+    """Transposes a square of vectors by swapping halves of ever smaller blocks."""
     rows, lanes = list(rows), len(rows)
     span = lanes // 2
     while span:
@@ -141,14 +141,14 @@ def _pack_elements(
 
     def row(i: Value) -> None:
         here = b.offset(source, b.mul(i, b_k), form.scalar)
-        there = b.offset(panel, b.mul(i, form.panel), form.scalar)
+        target = b.offset(panel, b.mul(i, form.panel), form.scalar)
 
         def element(j: Value) -> None:
             value = b.load(form.scalar, b.offset(here, b.mul(j, b_n), form.scalar), align=size)
-            b.store(value, b.offset(there, j, form.scalar), align=size)
+            b.store(value, b.offset(target, j, form.scalar), align=size)
 
         def pad(j: Value) -> None:
-            b.store(const(form.scalar, 0.0), b.offset(there, j, form.scalar), align=size)
+            b.store(const(form.scalar, 0.0), b.offset(target, j, form.scalar), align=size)
 
         b.loop(0, columns, 1, element)
         b.loop(columns, form.panel, 1, pad)

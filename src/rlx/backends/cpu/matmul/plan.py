@@ -1,8 +1,8 @@
-"""What a target makes of a matmul kernel: register tiles, row blocks, the argument block, the map of scratch.
+"""The plan of a matmul kernel on a target: register tiles, row blocks, argument block, scratch map.
 
 A unit is (batch, row block, panel), panel fastest. A panel is one tile wide: `[panels][k][panel]` from the weight
-store, padded with zeros, or packed into scratch by the call that uses it. Where a layout holds two weights, each has
-half of every panel.
+store, zero-padded, or packed into scratch by the call that uses it. In a layout of two weights, each has half of every
+panel.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from rlx.fork_safe_locks import cached_property
 from rlx.lir.kernels import MatmulKernel, sum_name
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Store, substitute
 
-ROW_BLOCK = 192  # rows of A that one unit covers at most
-CODES_ROW_BLOCK = 256  # the same where weights are unpacked for each row block
-SLAB = 512  # k steps of B that all tiles of a row block go over before the next ones: 128 KiB of an AVX-512 panel
-CODES_SLAB = 1024  # the same of codes, of which a word has four
-WIDENING_TILES = 8  # tiles of a row block up to which each widens narrow panels again: beside FMAs that costs little
-WIDENING_TILES_BASELINE = 2  # the same where products and sums, and conversions of f16, are several instructions
-NARROW = (F16, BF16)  # what panels may be stored as, where tiles are f32
+ROW_BLOCK = 192  # maximum rows of A per unit
+CODES_ROW_BLOCK = 256  # the same if weights are unpacked per row block
+SLAB = 512  # k steps of B that all tiles of a row block process before the next ones: 128 KiB of an AVX-512 panel
+CODES_SLAB = 1024  # the same for codes, of which a word holds four
+WIDENING_TILES = 8  # tiles per row block up to which each widens narrow panels itself: next to FMAs that costs little
+WIDENING_TILES_BASELINE = 2  # the same where multiply-adds and f16 conversions take several instructions
+NARROW = (F16, BF16)  # storage types of panels for f32 tiles
 
-_SCALAR = {"f32": "float", "f64": "double", "i32": "i32"}  # of i32, words of A and B are four bytes each
+_SCALAR = {"f32": "float", "f64": "double", "i32": "i32"}  # for i32, words of A and B hold four bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a target makes of one element type: `rows` × `vectors` registers are the largest tile."""
+    """The tile geometry of one element type on a target: the largest tile is `rows` × `vectors` registers."""
 
     dtype: DType
     lanes: int
     rows: int
     vectors: int
-    most_rows: int = ROW_BLOCK  # of a row block
-    stored: DType | None = None  # of panels, where that is narrower
+    max_rows: int = ROW_BLOCK  # of a row block
+    stored: DType | None = None  # element type of panels, if narrower
     widening_tiles: int = WIDENING_TILES
 
     @property
@@ -61,23 +61,23 @@ class Geometry:
 
     @property
     def panel(self) -> int:
-        """Columns of a tile."""
+        """Columns per tile."""
         return self.lanes * self.vectors
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of a row of a tile, which are those of B that one k step reads where B is not narrower."""
+        """Bytes per row of a tile; equal to the bytes of B per k step unless B is narrower."""
         return self.panel * self.dtype.size
 
     @property
     def right_bytes(self) -> int:
-        """Bytes of a panel that one k step reads."""
+        """Bytes of a panel per k step."""
         return self.panel * self.right.size
 
     @property
     def block_rows(self) -> int:
-        """Rows that a row block, which is whole tiles, has at most."""
-        return -(-self.most_rows // self.rows) * self.rows
+        """Maximum rows per row block, a multiple of the tile height."""
+        return -(-self.max_rows // self.rows) * self.rows
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ class Plan:
 
     @cached_property
     def blocks(self) -> Blocks | None:
-        """The kernels that read B, where it is quantised."""
+        """The kernels that read B, if it is quantised."""
         layout = self.kernel.layout
         return layout.blocks(self.target) if isinstance(layout, BlockLayout) else None
 
     @property
     def integers(self) -> bool:
-        """Whether products are of 8-bit activations and codes."""
+        """Whether 8-bit activations are multiplied by integer codes."""
         return self.blocks is not None and bool(self.blocks.tiles)
 
     @cached_property
@@ -123,35 +123,35 @@ class Plan:
 
     @property
     def row_block(self) -> int:
-        """Rows of A that one unit covers at most."""
+        """Maximum rows of A per unit."""
         return CODES_ROW_BLOCK if self.integers else ROW_BLOCK
 
     @property
     def slab(self) -> int:
-        """K steps that tiles take at most before the next panel or row block."""
+        """Maximum k steps before tiles move on to the next panel or row block."""
         return CODES_SLAB if self.integers else SLAB
 
     @property
     def columns(self) -> int:
-        """Output columns that one panel covers."""
+        """Output columns per panel."""
         return self.target.panel(self.kernel.dtype.size) // self.kernel.weights
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The argument block: the addresses of tables of routines, then what a launch gives, and how rows are cut."""
+        """The argument block: addresses of routine tables, then the launch's words with the row block count."""
         addresses = ("tiles", "epilogue", *(("blocks",) if self.blocks else ()))
-        given = self.kernel.words
-        sizes = given.index("k") + 1
-        return (*addresses, *given[:sizes], "row_blocks", *given[sizes:])
+        launch_words = self.kernel.words
+        sizes = launch_words.index("k") + 1
+        return (*addresses, *launch_words[:sizes], "row_blocks", *launch_words[sizes:])
 
     # -- scratch --
     @property
     def sums_end(self) -> int:
-        """Where the sums of a row block end, which follow the header."""
+        """End of a row block's sums in scratch, which follow the header."""
         return HEADER_BYTES + self.form.block_rows * self.form.step_bytes
 
     def scratch_bytes(self, k: int) -> int:
-        """Scratch that a launch with this `k` needs, the driver's header included."""
+        """Scratch bytes of a launch with this `k`, including the driver's header."""
         form = self.form
         if self.blocks:
             block = self.blocks.storage.block
@@ -164,9 +164,9 @@ class Plan:
     # -- epilogue --
     @cached_property
     def epilogue(self) -> LoopKernel | None:
-        """The epilogue as loops over a tile: its first parameter is the sums in scratch, a panel from row to row.
+        """The epilogue as loops over a tile: its first parameter is the sums in scratch, with the panel as row stride.
 
-        The others are the operands at the tile's place; arguments are `columns` and the row stride of each operand.
+        The others are the operands at the tile's position; arguments are `columns` and the row stride of each operand.
         """
         kernel, epilogue = self.kernel, self.kernel.epilogue
         if epilogue is None:

@@ -1,4 +1,4 @@
-"""Quantised weights in the matmul nest: kernels of their layout unpack them slab by slab, or multiply them directly."""
+"""Quantised weights in the matmul nest: their layout's kernels unpack them slab by slab, or multiply them directly."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Quantised:
-    """The right side of a nest whose panels hold packed blocks."""
+    """B of a nest whose panels hold packed blocks."""
 
     def __init__(self, nest: Nest, blocks: Blocks) -> None:
         self.nest, self.b, self.blocks = nest, nest.b, blocks
-        self.args = nest.b.stack("i64", 7)  # the argument block of the kernels
+        self.args = nest.b.stack("i64", 7)  # argument block of the kernels
 
     def bytes(self, k: Value) -> Value:
-        """Bytes of a panel over `k` steps."""
+        """Bytes of a panel per `k` steps."""
         storage = self.blocks.storage
         return self.b.mul(self.b.sdiv(k, storage.block), storage.size * self.nest.form.panel)
 
@@ -32,17 +32,19 @@ class Quantised:
         many = self.each_tile_of_codes if self.blocks.tiles else self.each_tile_of_numbers
         self.b.when(self.nest.few, lambda: self.dot(rows, stripe), lambda: many(rows, stripe))
 
-    def _call(self, which: Value, kernel: LoopKernel, count: Value, *pointers: Value) -> None:
-        """A kernel of the table, over `count` blocks: `kernel` is one like it. Each pointer is read in two ways."""
+    def _call(self, address: Value, kernel: LoopKernel, count: Value, *pointers: Value) -> None:
+        """Calls a kernel of the table over `count` blocks; `kernel` has its signature. Each pointer is passed as two
+        views.
+        """
         b, (panel, x, out) = self.b, pointers
         for i, word in enumerate((panel, panel, x, x, out, count, self.nest.word["a_row"])):
             b.store(word, b.offset(self.args, 8 * i), align=8)
         assert isinstance(kernel.root.extent, int)
-        function = b.load("ptr", b.offset(self.nest.word["blocks"], b.mul(which, 8)), align=8)
+        function = b.load("ptr", b.offset(self.nest.word["blocks"], b.mul(address, 8)), align=8)
         b.call_pointer(function, self.args, i64(0), i64(kernel.root.extent), self.nest.scratch)
 
     def _unpack(self, stripe: Stripe) -> Value:
-        """The blocks of a slab in scratch, as numbers or as codes; how many there are."""
+        """Unpacks the blocks of a slab to scratch, as numbers or as codes; returns their count."""
         b, blocks, panel = self.b, self.blocks, self.nest.packed
         count = b.sdiv(stripe.length, blocks.storage.block)
         here = b.offset(stripe.b, self.bytes(stripe.start))
@@ -56,7 +58,7 @@ class Quantised:
         self.nest.each_tile(rows, stripe, Right(panel, i64(width), panel, i64(0), i64(0)))
 
     def each_tile_of_codes(self, rows: RowBlock, stripe: Stripe) -> None:
-        """Unpacks each slab to codes in scratch, which multiply rows of activation words."""
+        """Unpacks each slab to codes in scratch, and multiplies rows of activation words by them."""
         b, nest, blocks = self.b, self.nest, self.blocks
         form, word = nest.form, nest.word
         count = self._unpack(stripe)
@@ -70,15 +72,15 @@ class Quantised:
             sums = b.offset(stripe.sums, b.mul(b.sub(row, rows.first_row), form.panel), form.scalar)
             x = b.offset(rows.a, b.add(b.mul(row, word["a_row"]), k_words), form.scalar)
             fetch(b.sub(index, rows.first_tile))
-            which = b.add(height, 1 + len(blocks.dots) - lowest)
-            self._call(which, blocks.tiles[0], count, nest.packed, x, sums)
+            address = b.add(height, 1 + len(blocks.dots) - lowest)
+            self._call(address, blocks.tiles[0], count, nest.packed, x, sums)
             b.when(stripe.last, lambda: nest.finish(stripe, row, height, sums))
             return [b.add(row, height)]
 
         b.loop(rows.first_tile, rows.last_tile, 1, tile, [rows.first_row])
 
     def _next_slab(self, rows: RowBlock, stripe: Stripe) -> Callable[[Value], None]:
-        """Prefetches a share of what is unpacked after this slab, for the tile of a number."""
+        """Returns a function that prefetches a tile's share of the next slab to unpack."""
         b, end = self.b, self.b.add(stripe.start, stripe.length)
         here = b.offset(stripe.b, self.bytes(end))  # in this panel or the next
         length = self.bytes(stripe.length)
@@ -96,7 +98,7 @@ class Quantised:
         return b.sub(end, rows.first_row)
 
     def dot(self, rows: RowBlock, stripe: Stripe) -> None:
-        """A few rows times packed weights without unpacking to memory: the same chains over k as a tile's."""
+        """Multiplies a few rows by packed weights without unpacking to memory: the same chains over k as a tile's."""
         m, blocks = self.nest.m, self.blocks
         self._clear(stripe, m)
         count = self.b.sdiv(self.nest.word["k"], blocks.storage.block)

@@ -1,4 +1,4 @@
-"""What the loops of the matmul nest hand to each other: row blocks, stripes of panels, the right side of tiles."""
+"""Records passed between the loops of the matmul nest: row blocks, stripes of panels, B of tiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """One panel and one piece of K (a slab): valid output columns, and pointers moved to the first of them."""
+    """One panel and one piece of k (a slab): valid output columns, and pointers to the first of them."""
 
     columns: Value
     b: Value
@@ -36,11 +36,11 @@ class Stripe:
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Where tiles read B, and what they prefetch: `ahead` moves by `step` bytes a k step and by `move` a tile."""
+    """Where tiles read B, and what they prefetch: `ahead` moves by `step` bytes per k step and by `move` per tile."""
 
     b: Value
     ldb: Value
     ahead: Value
     step: Value
     move: Value
-    tiles: Value | None = None  # the table of the tiles that multiply, where it is not the kernel's
+    tiles: Value | None = None  # table of tiles to use instead of the kernel's

@@ -21,10 +21,10 @@ _ARGUMENTS = (
 
 
 def micro_kernel(dtype: DType, height: int, vectors: int, target: CpuTarget, *, transposed: bool = False) -> Routine:
-    """C[height][w] (+)= A[height][k] B[k][w], where w is `vectors` vectors; A may lie in memory as A[k][height].
+    """C[height][w] (+)= A[height][k] B[k][w], where w is `vectors` vectors; A may be stored as A[k][height].
 
     `tile(a, lda, b, ldb, k, c, ldc, ahead, ahead_step, accumulate)`: strides are in elements; sums start from C if
-    `accumulate` is not 0. Each k step prefetches at `ahead`, which moves by `ahead_step` bytes.
+    `accumulate` is not 0. Each k step prefetches at `ahead`, which advances by `ahead_step` bytes.
     """
     return tile(Geometry(dtype, target.lanes(dtype.size), height, vectors), target, transposed=transposed)
 
@@ -41,20 +41,20 @@ def tile(form: Geometry, target: CpuTarget, *, transposed: bool) -> Routine:
     return Routine(symbol, emit)
 
 
-# From (k step, how many of an unrolled loop are before it, row) to where that element of A is.
+# (k step, position in the unrolled loop, row) -> address of that element of A
 _Place = Callable[[Value, int, int], Value]
 _Left = Callable[[Builder, Geometry, int, Value, Value], _Place]
 
 
 def _left_rows(b: Builder, form: Geometry, unroll: int, a: Value, lda: Value) -> _Place:
-    # Opaque to the loop strength reduction, which would rebuild these from each other inside the loop; the machine
-    # scheduler then gathers the loads of equal bases, and the sums spill.
+    # Opaque to loop strength reduction, which would derive these from each other inside the loop; the machine scheduler
+    # then groups the loads of equal bases, and the sums spill.
     rows = [_opaque(b, b.offset(a, b.mul(lda, i), form.scalar)) for i in range(form.rows)]
     return lambda at, u, i: b.offset(b.offset(rows[i], at, form.scalar), u, form.scalar)
 
 
 def _left_columns(b: Builder, form: Geometry, unroll: int, a: Value, lda: Value) -> _Place:
-    """The rows of a k step lie next to each other, so one address a step does."""
+    """The rows of a k step are contiguous, so one address per step suffices."""
     steps = [i64(0), *(_opaque(b, b.mul(lda, u)) for u in range(1, unroll))]
     return lambda at, u, i: b.offset(b.offset(a, b.add(b.mul(at, lda), steps[u]), form.scalar), i, form.scalar)
 
@@ -92,25 +92,25 @@ def _emit_tile(
 
         return body
 
-    whole = b.op("and", k, i64(-unroll))
-    state = b.loop(0, whole, unroll, steps(unroll), [panel, ahead, *start])
-    state = b.loop(whole, k, 1, steps(1), state)
+    unrolled = b.op("and", k, i64(-unroll))
+    state = b.loop(0, unrolled, unroll, steps(unroll), [panel, ahead, *start])
+    state = b.loop(unrolled, k, 1, steps(1), state)
     for cell, total in zip(cells, state[2:], strict=True):
         b.store(total, cell, align=size)
 
 
 def _unroll(form: Geometry, target: CpuTarget) -> int:
-    """K steps of one iteration, few enough that sums do not spill."""
+    """K steps per iteration, few enough that sums do not spill."""
     if form.stored and target.arch == "aarch64" and form.rows > 4:
-        return 1  # of more steps the scheduler widens all vectors first
+        return 1  # with more steps the scheduler widens all vectors first
     return 4 if target.has_fma else 2  # without FMA a product needs a register of its own
 
 
 def load_right(b: Builder, form: Geometry, target: CpuTarget, row: Value, j: int) -> Value:
     """Vector `j` of a row of B, widened if it is stored narrow."""
     place = b.offset(row, j * form.lanes, form.right_scalar)
-    found = b.load(vector(form.lanes, form.right_scalar), place, align=form.right.size)
-    return found if form.stored is None else WIDEN[form.stored](b, found, target)
+    loaded = b.load(vector(form.lanes, form.right_scalar), place, align=form.right.size)
+    return loaded if form.stored is None else WIDEN[form.stored](b, loaded, target)
 
 
 def _opaque(b: Builder, value: Value) -> Value:
@@ -120,8 +120,8 @@ def _opaque(b: Builder, value: Value) -> Value:
 def lines_of_a_step(form: Geometry) -> int:
     """Cache lines that one k step prefetches.
 
-    The tiles of a block together fetch the next slab, all of it: with half of its lines the hardware prefetchers lose
-    track, which is worse than none. Low tiles are as fast as memory; there one line in four opens pages ahead of time.
+    The tiles of a block together prefetch the complete next slab: with half of its lines the hardware prefetchers lose
+    track, which is worse than none. Low tiles run at memory speed; there one line in four opens pages ahead of time.
     """
     return max(1, form.right_bytes // LINE // (4 if form.rows <= 2 else 2))
 

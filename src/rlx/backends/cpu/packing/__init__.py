@@ -1,4 +1,4 @@
-"""Layouts of the CPU: how its matmul kernel reads weights and 8-bit activations, by name."""
+"""CPU operand layouts, by name: how the matmul kernel reads weights and 8-bit activations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def weight_layout(target: CpuTarget, x: DType, w: TensorType, rounded: bool) -> 
     """See `Target.layout`."""
     if w.dtype.is_packed:
         width, lanes = target.panel(F32.size), target.lanes(F32.size)
-        whole = rounded and w.dtype.name in WHOLE
-        return Interleaved(w.dtype, width, lanes, whole) if has_panels(w.dtype) else None
+        integer = rounded and w.dtype.name in WHOLE
+        return Interleaved(w.dtype, width, lanes, integer) if has_panels(w.dtype) else None
     if w.dtype is I8:
         k = w.shape[-2]
         words = x is U8 and w.rank == 2 and isinstance(k, int) and k % FOUR == 0

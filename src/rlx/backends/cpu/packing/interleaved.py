@@ -1,4 +1,4 @@
-"""Packed weights in panels: blocks of the columns of a vector lie side by side, half by half and word by word."""
+"""Quantised weights in panels: blocks of a vector's columns are interleaved, f16 fields first, then word by word."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from rlx.types import Size, TensorType, product
 class Interleaved(BlockLayout):
     """Packed weights [..., n, k] as [..., panels, blocks, vectors, 16-bit units].
 
-    A vector is `lanes` columns. Of each block come the f16 numbers (of one with an odd number of bytes, its scale), of
-    all columns, then the rest by 32-bit words: as in files, or, with `whole`, as integer kernels take them, which
-    read x as `ActivationWords`.
+    A vector is `lanes` columns. Each block stores the f16 fields of all columns (in blocks of an odd number of bytes,
+    the scale byte), then the rest as 32-bit words: in file order or, if `integer`, in the order of the integer kernels,
+    which read x as `ActivationWords`.
     """
 
     storage: DType
     width: int
     lanes: int
-    whole: bool
+    integer: bool
 
     device = "cpu"
     name = "interleaved"
 
     @property
     def left(self) -> Layout | None:  # type: ignore[override]
-        return ActivationWords(self.storage.block) if self.whole else None
+        return ActivationWords(self.storage.block) if self.integer else None
 
     def packed_type(self, *ws: TensorType) -> TensorType:
         *groups, n, blocks = ws[0].array_shape
@@ -51,48 +51,48 @@ class Interleaved(BlockLayout):
         return TensorType((*groups, (n + (part - 1)) // part, blocks, self.width // self.lanes, units), I16)
 
     def pack(self, *ws: Any) -> Any:
-        return interleave_array(*ws, width=self.width, lanes=self.lanes, whole=self.whole)
+        return interleave_array(*ws, width=self.width, lanes=self.lanes, integer=self.integer)
 
     def inner(self, x: TensorType, packed: TensorType) -> tuple[Size, DType]:
-        words = activations_for(self.storage.block).words if self.whole else self.storage.block
+        words = activations_for(self.storage.block).words if self.integer else self.storage.block
         return packed.shape[-3] * words, F32
 
     def products(self, x: Any, packed: Any, columns: int, weights: int) -> list[Any]:
-        matrices = deinterleave_array(packed, self.storage, columns, weights, self.whole)
-        x = numbers_of(x, self.storage.block) if self.whole else x
+        matrices = deinterleave_array(packed, self.storage, columns, weights, self.integer)
+        x = numbers_of(x, self.storage.block) if self.integer else x
         return [np.matmul(x, w.astype(x.dtype, copy=False)) for w in matrices]
 
     def loops(self, scheduler: Scheduler, node: Node) -> Sequence[View]:
         return _interleave(scheduler, node, self)
 
     def blocks(self, target: CpuTarget) -> Blocks:
-        from rlx.backends.cpu.forms import panels, quantised_dots  # which read what is packed here
+        from rlx.backends.cpu.forms import panels, quantised_dots  # kernels that read this layout
 
-        kernels = quantised_dots.block_kernels if self.whole else panels.block_kernels
+        kernels = quantised_dots.block_kernels if self.integer else panels.block_kernels
         return kernels(self.storage, target)
 
     def arithmetic(self) -> str | None:
         from rlx.backends.cpu.forms.quantised_dots import dot_of
 
-        return dot_of(self.storage) if self.whole else None
+        return dot_of(self.storage) if self.integer else None
 
     def note(self, source: TensorType) -> str:
         return f"panels({self.width}) of {self.storage}"
 
 
 def separate_fields(storage: DType) -> list[int]:
-    """The units of a block that panels keep apart: its f16 numbers, if all the rest is 32-bit words then.
+    """The units of a block that panels store separately: its f16 fields, if the rest is 32-bit words.
 
-    In a block of an odd number of bytes, whose units are bytes, that is the one that is the scale.
+    In a block of an odd number of bytes, whose units are bytes, that is the scale.
     """
     fields: Mapping[str, Any] = storage.numpy.fields or {}
     alone = np.float16 if storage.unit == 2 else np.uint8
-    found = [offset // storage.unit for base, offset, *_ in fields.values() if base == alone]
-    return found if (storage.size - storage.unit * len(found)) % 4 == 0 else []
+    units = [offset // storage.unit for base, offset, *_ in fields.values() if base == alone]
+    return units if (storage.size - storage.unit * len(units)) % 4 == 0 else []
 
 
 def first_word(storage: DType) -> int:
-    """The byte of a block where words begin."""
+    """The byte offset in a block where words begin."""
     return storage.unit * sum(unit == i for i, unit in enumerate(separate_fields(storage)))
 
 
@@ -103,42 +103,42 @@ def has_panels(storage: DType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """Some bits of words of a block, moved to where a word of a panel has them: `word >> right & mask`."""
+    """Moves some bits of a block's words to their position in a panel's word: `word >> right & mask`."""
 
     word: int
-    right: int = 0  # below zero: to the left
+    right: int = 0  # negative: left shift
     mask: int = (1 << 32) - 1
 
     def moved(self, word: Any) -> Any:
         return (word >> self.right if self.right >= 0 else word << -self.right) & self.mask
 
     def back(self, word: Any) -> Any:
-        kept = word & self.mask
-        return kept << self.right if self.right >= 0 else kept >> -self.right
+        selected = word & self.mask
+        return selected << self.right if self.right >= 0 else selected >> -self.right
 
 
 @dataclass(frozen=True, slots=True)
 class WordRun:
-    """Words of a panel, each put together from `bits`: the first of them from these words of a block, and so on."""
+    """Words of a panel, each combined from `bits`, which name the first of `count` source words."""
 
     count: int
     bits: tuple[Bits, ...]
 
 
 def _six_bit_runs() -> list[WordRun]:
-    """Blocks of q6_k: scales, then three words for each four, of which the codes of the fourth fill the top bits.
+    """Blocks of q6_k: scales, then three words per four words of codes; the codes of the fourth fill the top bits.
 
-    A file has the low halves of codes in one place and the high bits in another, and a code of any of the four planes
-    takes two shifts. Here three of four codes take a mask alone, and memory is read in order.
+    A file stores low halves and high bits of codes apart, and a code of any of the four planes takes two shifts. Here
+    three of four codes take only a mask, and memory is read in order.
     """
     low, pair, top = (each * 0x01010101 for each in (0x0F, 0x30, 0xC0))
 
     def where(run: int) -> tuple[int, int, int]:
-        """The words and the plane of a run of 16 codes: where its low halves begin, and its pairs."""
+        """The words and the plane of a run of 16 codes: the first word of its low halves and of its high bit pairs."""
         half, plane, first = run // 8, run // 2 % 4, 4 * (run % 2)
         return 16 * half + 8 * (plane % 2) + first, 32 + 8 * half + first, plane
 
-    found = [WordRun(4, (Bits(48),))]
+    runs = [WordRun(4, (Bits(48),))]
     for group in range(4):
         halves, pairs, plane = where(4 * group + 3)
         nibble = 4 * (plane // 2)
@@ -146,22 +146,22 @@ def _six_bit_runs() -> list[WordRun]:
         for i, more in enumerate(fourth):
             halves, pairs, plane = where(4 * group + i)
             code = Bits(halves, 4 * (plane // 2), low), Bits(pairs, 2 * plane - 4, pair)
-            found.append(WordRun(4, (*code, more)))
-    return found
+            runs.append(WordRun(4, (*code, more)))
+    return runs
 
 
 SIX_BIT_RUNS = _six_bit_runs()
 
 
-def word_runs(storage: DType, whole: bool) -> list[WordRun]:
-    """How the 32-bit words of a block lie in panels: as in files, or as kernels of whole numbers take them."""
-    if whole and storage.name == "q6_k":
+def word_runs(storage: DType, integer: bool) -> list[WordRun]:
+    """The order of a block's 32-bit words in panels: that of files, or that of integer kernels."""
+    if integer and storage.name == "q6_k":
         return SIX_BIT_RUNS
     return [WordRun((storage.size - storage.unit * len(separate_fields(storage))) // 4, (Bits(0),))]
 
 
 def _word_units(storage: DType) -> list[int]:
-    """The units of a block that are words."""
+    """The units of a block that belong to words."""
     apart = separate_fields(storage)
     return [u for u in range(storage.size // storage.unit) if u not in apart]
 
@@ -170,10 +170,11 @@ def _unit_type(storage: DType) -> Any:
     return np.int16 if storage.unit == 2 else np.uint8
 
 
-def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
+def interleave_array(*ws: Any, width: int, lanes: int, integer: bool) -> Any:
     """Packed rows [..., n, blocks] as panels of `width` columns: [..., panels, blocks, vectors, units]."""
     if ws[0].ndim == 3:
-        return np.stack([interleave_array(*w, width=width, lanes=lanes, whole=whole) for w in zip(*ws, strict=True)])
+        groups = zip(*ws, strict=True)
+        return np.stack([interleave_array(*w, width=width, lanes=lanes, integer=integer) for w in groups])
     n, blocks = ws[0].shape
     part, storage = width // len(ws), dtype_of(ws[0].dtype)
     count, units = -(-n // part), storage.size // storage.unit
@@ -182,19 +183,19 @@ def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
     padded = [np.pad(r, ((0, count * part - n), (0, 0), (0, 0))).reshape(count, part, blocks, units) for r in rows]
     columns = np.concatenate(padded, axis=1).reshape(count, width // lanes, lanes, blocks, units)
     words = np.ascontiguousarray(columns[..., rest]).view(np.uint32)
-    made = np.zeros_like(words)
+    panel_words = np.zeros_like(words)
     at = 0
-    for run in word_runs(storage, whole):
+    for run in word_runs(storage, integer):
         for bits in run.bits:
-            made[..., at : at + run.count] |= bits.moved(words[..., bits.word : bits.word + run.count])
+            panel_words[..., at : at + run.count] |= bits.moved(words[..., bits.word : bits.word + run.count])
         at += run.count
-    units_of_words = made.view(_unit_type(storage)).reshape(*columns.shape[:-1], -1, 4 // storage.unit)
+    units_of_words = panel_words.view(_unit_type(storage)).reshape(*columns.shape[:-1], -1, 4 // storage.unit)
     split = [columns[..., apart], units_of_words]
     ordered = [p.transpose(0, 3, 1, 4, 2, *range(5, p.ndim)).reshape(count, blocks, width // lanes, -1) for p in split]
     return np.ascontiguousarray(np.concatenate(ordered, axis=-1)).view(np.int16)
 
 
-def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, whole: bool) -> list[Any]:
+def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, integer: bool) -> list[Any]:
     """The matrices [k, n] in f32 whose packed rows were interleaved."""
     panels = np.ascontiguousarray(panels).view(_unit_type(storage))
     count, blocks, vectors, size = panels.shape
@@ -206,12 +207,12 @@ def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, 
     halves = panels[..., :cut].reshape(count, blocks, vectors, -1, lanes)
     rows[..., apart] = halves.transpose(0, 2, 4, 1, 3)
     pairs = panels[..., cut:].reshape(count, blocks, vectors, -1, lanes, 4 // storage.unit).transpose(0, 2, 4, 1, 3, 5)
-    made = np.ascontiguousarray(pairs.reshape(count, vectors, lanes, blocks, -1)).view(np.uint32)
-    words = np.zeros_like(made)
+    panel_words = np.ascontiguousarray(pairs.reshape(count, vectors, lanes, blocks, -1)).view(np.uint32)
+    words = np.zeros_like(panel_words)
     at = 0
-    for run in word_runs(storage, whole):
+    for run in word_runs(storage, integer):
         for bits in run.bits:
-            words[..., bits.word : bits.word + run.count] |= bits.back(made[..., at : at + run.count])
+            words[..., bits.word : bits.word + run.count] |= bits.back(panel_words[..., at : at + run.count])
         at += run.count
     rows[..., rest] = words.view(panels.dtype)
     part = vectors * lanes // weights
@@ -221,13 +222,13 @@ def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, 
 
 
 def _moved(word: Expr, bits: Bits) -> Expr:
-    """Bits of a word where a panel has them; no mask has bits that a shift of signed words would fill."""
-    there = word >> bits.right if bits.right >= 0 else word << -bits.right
-    return there & signed_word(bits.mask)
+    """Bits of a word, moved to their position in a panel; no mask includes bits filled by shifting signed words."""
+    shifted = word >> bits.right if bits.right >= 0 else word << -bits.right
+    return shifted & signed_word(bits.mask)
 
 
 def _interleave(s: Scheduler, node: Node, layout: Interleaved) -> Sequence[View]:
-    """A unit is a block of all columns of a panel; zeros beyond the last column."""
+    """A unit is one block of all columns of a panel; zeros beyond the last column."""
     out = s.result(node)
     matrices = [s.view(o) for o in node.operands]
     storage, lanes, width = layout.storage, layout.lanes, layout.width
@@ -235,7 +236,7 @@ def _interleave(s: Scheduler, node: Node, layout: Interleaved) -> Sequence[View]
     builder = LoopBuilder("interleave_blocks")
     for view in matrices:
         builder.param(View(view.buffer, unit_type, view.shape, view.strides, view.offset))
-    whole = builder.param(View(out.buffer, I32, out.shape, out.strides, out.offset // 2), written=True)
+    words = builder.param(View(out.buffer, I32, out.shape, out.strides, out.offset // 2), written=True)
     half = builder.param(
         View(out.buffer, unit_type, out.shape, out.strides, out.offset * 2 // storage.unit), written=True
     )
@@ -243,11 +244,11 @@ def _interleave(s: Scheduler, node: Node, layout: Interleaved) -> Sequence[View]
     lets = decode_unit(builder, [*groups, out.shape[-4], blocks], ["g", "p", "k"][-2 - len(groups) :])
     columns, count = builder.arg("columns", n), builder.arg("blocks", blocks)
     row = builder.arg("row", blocks * units)
-    apart, first, c = separate_fields(storage), first_word(storage) // storage.unit, Index("c")
-    vectors, start = width // lanes, len(apart) * lanes * storage.unit // 4
-    many_units, bits = 4 // storage.unit, 8 * storage.unit  # of a word, and of a unit
+    separate, first, c = separate_fields(storage), first_word(storage) // storage.unit, Index("c")
+    vectors, start = width // lanes, len(separate) * lanes * storage.unit // 4
+    many_units, bits = 4 // storage.unit, 8 * storage.unit  # units per word, and bits per unit
     body: list[Stmt] = []
-    for source in range(len(matrices)):  # whose vectors follow each other in a panel
+    for source in range(len(matrices)):  # matrices' vectors follow each other in a panel
         v, many = Index("v"), vectors // len(matrices)
         panel: Expr = Ref("p", I64)
         at = panel * part + v * lanes + c
@@ -262,11 +263,11 @@ def _interleave(s: Scheduler, node: Node, layout: Interleaved) -> Sequence[View]
             return inside.choose(Load(source, (*column, *more), unit_type), 0)
 
         inner: list[Stmt] = []
-        for i, offset in enumerate(apart):
+        for i, offset in enumerate(separate):
             place: Place = ((number, units * lanes), (Const(i, I64), lanes), (c, 1))
             inner.append(For("c", lanes, (Store(half, place, unit((Const(offset, I64), 1))),), vector=True))
         done = 0
-        for run in word_runs(storage, layout.whole):
+        for run in word_runs(storage, layout.integer):
             w = Index("w")
             value: Expr = Const(0, I32)
             for moved in run.bits:
@@ -276,7 +277,7 @@ def _interleave(s: Scheduler, node: Node, layout: Interleaved) -> Sequence[View]
                     word = word | (piece & (1 << bits) - 1) << bits * i
                 value = value | _moved(word, moved)
             place = ((number, storage.size * lanes // 4), (Const(start + done * lanes, I64), 1), (w, lanes), (c, 1))
-            store = Store(whole, place, value)
+            store = Store(words, place, value)
             inner.append(For("w", run.count, (For("c", lanes, (store,), vector=True),)))
             done += run.count
         body.append(For("v", many, tuple(inner)))

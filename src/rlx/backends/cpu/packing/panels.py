@@ -1,4 +1,4 @@
-"""Plain weights in panels: the columns that a tile of the matmul kernel covers lie side by side."""
+"""Unquantised weights in panels: the columns that a matmul tile covers are contiguous."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlx.lir.views import View
 from rlx.operand_layouts import WeightLayout
 from rlx.types import Size, TensorType, product
 
-FOUR = 4  # bytes of a word, which one instruction multiplies and adds up
+FOUR = 4  # bytes per word, multiplied and added up by one instruction
 
 
 @dataclass(frozen=True, slots=True)
 class Panels(WeightLayout):
-    """Matrices [..., k, n] as [..., panels, k, width]; each has an equal part of every panel, padded with zeros."""
+    """Matrices [..., k, n] as [..., panels, k, width]; each has an equal part of every panel, zero-padded."""
 
     width: int
 
@@ -94,7 +94,7 @@ def unpack_panels(panels: Any, columns: int, weights: int) -> list[Any]:
 
 
 def pack_array(*ws: Any, width: int) -> Any:
-    """[..., k, n] matrices as panels of `width` columns, each an equal part of every matrix, padded with zeros."""
+    """[..., k, n] matrices as panels of `width` columns, each an equal part of every matrix, zero-padded."""
     if ws[0].ndim == 3:
         return np.stack([pack_array(*each, width=width) for each in zip(*ws, strict=True)])
     k, n = ws[0].shape

@@ -1,4 +1,4 @@
-"""Left sides of matmuls as the words that integer kernels read: 8-bit codes with their scales and sums, by blocks."""
+"""Activations as the words that integer kernels read: 8-bit codes with their scales and sums, by blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rlx.types import TensorType
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Where the parts of a block lie, in 32-bit words.
+    """Offsets of the parts of a block, in 32-bit words.
 
-    `scale` is an f32. `codes` are signed bytes. `sums` are sums of codes with their sign changed: of the whole block of
-    32, of each run of 16 in one of 256. `total` is scale · sum, an f32, in a block of 32. In one of 256, sums of runs
-    of 32 come a second time, as bytes: 128 · `high` + `low`, which `dot_u7` multiplies by four minima at once.
+    `scale` is an f32. `codes` are signed bytes. `sums` are negated sums of codes: of the full block in blocks of 32, of
+    each run of 16 in blocks of 256. `total` is scale · sum, an f32, in blocks of 32. Blocks of 256 also have the sums
+    of runs of 32 as bytes: 128 · `high` + `low`, which `dot_u7` multiplies by four minima at once.
     """
 
     block: int
@@ -43,13 +43,13 @@ LONG = Activations(block=256, words=85, scale=0, high=1, low=3, sums=5, codes=21
 
 
 def activations_for(block: int) -> Activations:
-    """The form for weights in blocks of this length."""
+    """The activation layout for weights in blocks of this length."""
     return {32: SHORT, 256: LONG}[block]
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationWords(Layout):
-    """What `round_blocks` keeps of x as words: scales, sums and four codes per word, block by block (`Activations`)."""
+    """x as quantised by `round_blocks`, in words: scales, sums and four codes per word, per block (`Activations`)."""
 
     block: int
 
@@ -60,7 +60,7 @@ class ActivationWords(Layout):
     def packed_type(self, *xs: TensorType) -> TensorType:
         (x,) = xs
         k = check_blocks(self.name, x, self.block)
-        assert x.dtype is F32, "made of f32 only"
+        assert x.dtype is F32, "x is f32"
         return TensorType((*x.shape[:-1], k // self.block * activations_for(self.block).words), I32)
 
     def pack(self, *xs: Any) -> Any:
@@ -71,7 +71,7 @@ class ActivationWords(Layout):
 
 
 def activation_words(x: Any, *, block: int) -> Any:
-    """x in words, in NumPy."""
+    """x as words, in NumPy."""
     form = activations_for(block)
     codes, scale = rounded(x, block)
     codes = np.nan_to_num(codes).astype(np.int8)
@@ -92,7 +92,7 @@ def activation_words(x: Any, *, block: int) -> Any:
 
 
 def numbers_of(words: Any, block: int) -> Any:
-    """The numbers that words stand for."""
+    """The numbers that words represent."""
     form = activations_for(block)
     blocks = words.reshape(*words.shape[:-1], -1, form.words)
     codes = np.ascontiguousarray(blocks[..., form.codes :]).view(np.int8).astype(np.float32)
@@ -106,7 +106,7 @@ def _write_words(s: Scheduler, node: Node, form: Activations) -> Sequence[View]:
     builder.param(x)
     for dtype in (I32, F32, I8):
         builder.param(View(out.buffer, dtype, out.shape, out.strides, out.offset * (4 // dtype.size)), written=True)
-    whole, numbers, signed = 1, 2, 3
+    words_out, numbers, signed = 1, 2, 3
     u, i, run = BLOCK, Index("i"), Index("g")
 
     def word(index: int, *more: tuple[Expr, int | Arg]) -> Place:
@@ -116,7 +116,7 @@ def _write_words(s: Scheduler, node: Node, form: Activations) -> Sequence[View]:
         return ((u, 4 * form.words), (Const(4 * index, I64), 1), *more)
 
     def total(length: int, *more: tuple[Expr, int | Arg]) -> Expr:
-        """The sum of codes that are written."""
+        """The sum of the codes written so far."""
         written = Load(signed, byte(form.codes, *more, (i, 1)), I8)
         return Reduce("sum", "i", length, written.cast(I32))
 
@@ -126,13 +126,13 @@ def _write_words(s: Scheduler, node: Node, form: Activations) -> Sequence[View]:
     sum_ = Ref("sum", I32)
     if form is SHORT:
         body.append(Let("sum", total(form.block)))
-        body.append(Store(whole, word(form.sums), -sum_))
+        body.append(Store(words_out, word(form.sums), -sum_))
         body.append(Store(numbers, word(form.total), sum_.cast(F32) * Ref("scale", F32)))
     else:
-        pair = [-Load(whole, word(form.sums + j, (run, 2)), I32) for j in range(2)]
+        pair = [-Load(words_out, word(form.sums + j, (run, 2)), I32) for j in range(2)]
         high = Store(signed, byte(form.high, (run, 1)), sum_ >> 7)
         low = Store(signed, byte(form.low, (run, 1)), sum_ & 127)
-        short = Store(whole, word(form.sums, (run, 1)), -total(16, (run, 16)))
+        short = Store(words_out, word(form.sums, (run, 1)), -total(16, (run, 16)))
         body.append(For("g", 16, (short,)))
         body.append(For("g", 8, (Let("sum", pair[0] + pair[1]), high, low)))
     over_rows(s, builder, form.block, body, 5)
