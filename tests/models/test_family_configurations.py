@@ -53,7 +53,7 @@ class Heads:
 @dataclass(frozen=True)
 class Grouped(ModelConfig):
     dim: int = key(hf="dim", gguf="dim")
-    heads: Heads = group(Heads, size=key(hf="width", default=2, most=9), gated=True)
+    heads: Heads = group(Heads, size=key(hf="width", default=2, maximum=9), gated=True)
 
 
 def test_a_group_is_read_with_the_keys_of_its_family() -> None:

@@ -93,7 +93,7 @@ class Source:
         if family.weight_views is None:
             return {}
         if isinstance(weights, ArrangedWeights) and self.checkpoint.file.format == format:
-            return dict(weights.made)
+            return dict(weights.views)
         return {name: ways[0] for name, ways in in_layers(family.weight_views(c, format), c.layers)}
 
     def _arranged(self, format: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ def _joined(places: Sequence[Rows | GroupedRows], tensors: Sequence[Tensor]) -> 
     """Parts of a tensor at their places, and turned where a file has them so."""
     kinds = {tensor.type.dtype for tensor in tensors}
     parts = list(tensors) if len(kinds) == 1 else [tensor.as_type(F32) for tensor in tensors]
-    axis, turned = places[0].axis, places[0].turned
+    axis, turned = places[0].axis, places[0].transposed
 
     def whole(shapes: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         sizes = list(shapes[0])
@@ -174,7 +174,7 @@ def _to_gguf(family: Family, c: Any, name: str, tensor: Tensor) -> Tensor:
     if family.changes is not None:
         change = family.changes(c, name)
         if change is not None:
-            tensor = tensor.changed(change.there, None if change.shapes is None else change.shapes[0])
+            tensor = tensor.changed(change.to_gguf, None if change.shapes is None else change.shapes[0])
     elif getattr(c, "unit_offset", False) and name.endswith("norm.weight"):
         tensor = tensor.changed(lambda x: x + 1)
     elif "pairs" in c.IN_GGUF and not c.pairs and _turns(name):
@@ -191,7 +191,7 @@ def _from_gguf(family: Family, c: Any, name: str, tensor: Tensor) -> Tensor:
     if family.changes is not None:
         change = family.changes(c, name)
         if change is not None:
-            tensor = tensor.changed(change.back, None if change.shapes is None else change.shapes[1])
+            tensor = tensor.changed(change.from_gguf, None if change.shapes is None else change.shapes[1])
     elif getattr(c, "unit_offset", True) is False and name.endswith("norm.weight"):
         tensor = tensor.changed(lambda x: x - 1)
     elif getattr(c, "pairs", False) and _turns(name):

@@ -1,8 +1,8 @@
-"""Blocks of recurrent layers, with their lowerings: Mamba, Mamba 2 and the gated delta rule, each after a convolution.
+"""Recurrent blocks with their lowerings: Mamba, Mamba 2 and the gated delta rule, each after a causal convolution.
 
-With a cache of the runtime, operands `conv_state` and `state` are carried on from earlier tokens and written in place,
-and `positions` says which tokens are padding (a negative one): those leave every state as it is. Without them a
-sequence begins where its tokens do. Weights are as files store them.
+With a runtime cache, `conv_state` and `state` carry over from earlier tokens and are written in place, and `positions`
+marks padding (negative), which leaves every state unchanged. Without them, states start at zero. Weights are as files
+store them.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import math
 from rlx.errors import GraphError, ShapeError
 from rlx.hir.activations import activate, check_known, softplus
 from rlx.hir.blocks import check_shapes
-from rlx.hir.lower import lowering, placed, projected, read
+from rlx.hir.lower import lowering, place, project, read
 from rlx.ir.graph import Value
 from rlx.ir.registry import HIR, TAKES_PACKED, Spec, f32, i32, op, sample
 from rlx.types import Size, TensorType
 
 
-# -- what they share --------------------------------------------------------------------------------------------------
+# -- shared -----------------------------------------------------------------------------------------------------------
 def _check_states(
     where: str, x: TensorType, states: dict[str, tuple[TensorType | None, tuple[Size, ...]]],
     positions: TensorType | None,
 ) -> None:  # fmt: skip
-    given = [t for t, _ in states.values()] + [positions]
-    if any(t is None for t in given) and any(t is not None for t in given):
+    operands = [t for t, _ in states.values()] + [positions]
+    if any(t is None for t in operands) and any(t is not None for t in operands):
         raise GraphError(f"{where}: takes {', '.join(states)} and positions, or none of them")
     check_shapes(where, {**states, "positions": (positions, x.shape[:2])})
 
 
 def _sizes(where: str, **sizes: Size) -> None:
-    """Every size is a number, and not a negative one."""
+    """Check that every size is a known non-negative number."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 0:
             raise ShapeError(f"{where}: {name} is {size}, expected a number that the weights decide")
@@ -51,26 +51,26 @@ def _conv_shapes(
 
 
 def _zeros(x: Value, *shape: Size) -> Value:
-    """A state at the beginning of sequences, [batch, *shape]."""
+    """Initial state, [batch, *shape]."""
     return x.graph.one("expand", x.graph.constant(0.0, x.dtype), shape=(x.shape[0], *shape))
 
 
 def _convolved(x: Value, conv: Value, bias: Value | None, state: Value | None, positions: Value | None) -> Value:
-    """A causal convolution of each channel with its last tokens."""
-    weight, size = placed(read(conv, x.dtype)), conv.shape[-1]
+    """Depthwise causal convolution."""
+    weight, size = place(read(conv, x.dtype)), conv.shape[-1]
     assert isinstance(size, int)
     if state is None or positions is None:
         before = _zeros(x, size - 1, x.shape[-1])
         y = x.graph.one("depthwise_conv1d_causal", x, weight, before, kernel_size=size)
     else:
-        before = placed(state)
+        before = place(state)
         counts = (positions >= 0).astype("i32").sum(axis=1)
         y = x.graph.apply("depthwise_conv1d_causal_carry", x, weight, before, counts, kernel_size=size)[0]
     return y if bias is None else y + read(bias, x.dtype)
 
 
 def _where_present(x: Value, positions: Value | None) -> Value:
-    """x [batch, seq, ...] with 0 at padding; as it is where there is none."""
+    """x [batch, seq, ...] with 0 at padding; unchanged without positions."""
     if positions is None:
         return x
     present = positions >= 0
@@ -115,9 +115,9 @@ def mamba_block(
 ) -> TensorType:
     """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
-    `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
-    c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
-    unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
+    `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] projects x to the low-rank step, b
+    and c; `step` [inner, rank] and `step_bias` project the step to its full width. `rates` [inner, n] are log decay
+    rates unless `log_rates` is false; `skip` [inner] scales the part of x that bypasses the scan.
     """
     where = "mamba_block"
     check_known(activation)
@@ -147,15 +147,15 @@ def _(
     size, rank = width // 2, mix.shape[0] - 2 * n
     inner, gate = both[:, :, :size], both[:, :, size:]
     inner = activate(_convolved(inner, conv, conv_bias, conv_state, positions), activation)
-    mixed = projected(inner, mix, kind=kind)
-    steps = softplus(projected(mixed[:, :, :rank], step, step_bias, kind=kind))
-    steps = _where_present(steps, positions)  # no step, no change of the state
-    rates = placed(read(rates, kind))
+    mixed = project(inner, mix, kind=kind)
+    steps = softplus(project(mixed[:, :, :rank], step, step_bias, kind=kind))
+    steps = _where_present(steps, positions)  # a step of 0 leaves the state unchanged
+    rates = place(read(rates, kind))
     b, c = mixed[:, :, rank : rank + n], mixed[:, :, rank + n :]
     decay = _decay(rates, log_rates)
-    before = _zeros(both, size, n) if state is None else placed(state)
-    found = graph.apply("selective_scan_carry", inner, steps, decay, b, c, before, read(skip, kind), state_size=n)[0]
-    gated: Value = found * gate.silu()
+    before = _zeros(both, size, n) if state is None else place(state)
+    scanned = graph.apply("selective_scan_carry", inner, steps, decay, b, c, before, read(skip, kind), state_size=n)[0]
+    gated: Value = scanned * gate.silu()
     return gated
 
 
@@ -193,9 +193,9 @@ def mamba2_block(
 ) -> TensorType:
     """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
-    `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
-    and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
-    `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
+    `mixed` is [batch, seq, inner + channels + heads]: the gate, the convolution's input (values per head, keys and
+    queries per group), and a step per head. `step_bias`, `rates` and `skip` have one number per head, `norm` one per
+    channel; the norm is over all channels, or over each of `norm_groups` parts.
     """
     where = "mamba2_block"
     check_known(activation)
@@ -229,7 +229,7 @@ def _(
     n, total = (channels - size) // (2 * groups), size + channels + heads
 
     def vector(stored: Value) -> Value:
-        """A weight that files may have as a column or as rows of groups."""
+        """Reads a vector that files may store as a column or as one row per group."""
         return read(stored, mixed.dtype).reshape(stored.type.elements)
 
     gate, inner, steps = (mixed[:, :, a:b] for a, b in ((0, size), (size, total - heads), (total - heads, total)))
@@ -242,12 +242,12 @@ def _(
     steps = softplus(steps + vector(step_bias)).maximum(least_step)
     steps = _where_present(steps if most_step is None else steps.minimum(most_step), positions)
     rates = vector(rates)
-    before = _zeros(mixed, heads, n, size // heads) if state is None else placed(state)
+    before = _zeros(mixed, heads, n, size // heads) if state is None else place(state)
     # h = exp(dt A) h + dt B x and C h are linear attention: B is the key, dt x the value, C the query
     moved, gates = v * steps.reshape(*steps.shape, 1), steps * _decay(rates, log_rates)
-    found = mixed.graph.apply("gated_linear_attention_carry", q, k, moved, gates, before)[0]
-    found = found + v * vector(skip).reshape(heads, 1)
-    gated = found.reshape(*lead, size) * gate.silu()
+    attended = mixed.graph.apply("gated_linear_attention_carry", q, k, moved, gates, before)[0]
+    attended = attended + v * vector(skip).reshape(heads, 1)
+    gated = attended.reshape(*lead, size) * gate.silu()
     weight = vector(norm)
     apart = gated.reshape(*lead, norm_groups, size // norm_groups).rms_norm(eps=eps)
     result: Value = apart.reshape(*lead, size) * weight
@@ -285,12 +285,12 @@ def delta_net_block(
     activation: str = "silu",
     log_rates: bool = True,
 ) -> tuple[TensorType, TensorType]:
-    """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
+    """The gated delta rule (Yang et al., 2024) between its projections: the layer's output, and the state after it.
 
-    `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
-    size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
-    made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
-    `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
+    `qkv` [batch, seq, channels] are queries, keys and values before the convolution; `z` [batch, seq, heads * size]
+    gates the output, after a norm per head; `b` and `a` [batch, seq, heads] determine update strength and decay. Query
+    and key heads have `state_size` elements and are shared by adjacent value heads, or, if `tiled`, by every n-th.
+    States are square, with the larger of both sizes, zero-padded. Returns [batch, seq, heads * size].
     """
     where = "delta_net_block"
     check_known(activation)
@@ -322,20 +322,20 @@ def _(
     graph, kind, lead, n = qkv.graph, qkv.dtype, qkv.shape[:2], state_size
     heads, size, channels = rates.shape[0], norm.shape[0], qkv.shape[2]
     assert isinstance(heads, int) and isinstance(size, int) and isinstance(channels, int)
-    keys, side = (channels - heads * size) // 2, max(n, size)  # states are square: what is missing are zeros
-    found = activate(_convolved(qkv, conv, None, conv_state, positions), activation)
-    q, k, v = (found[:, :, i:j] for i, j in ((0, keys), (keys, 2 * keys), (2 * keys, channels)))
-    decay = _decay(placed(read(rates, kind)), log_rates)
+    keys, side = (channels - heads * size) // 2, max(n, size)  # states are square, zero-padded
+    convolved = activate(_convolved(qkv, conv, None, conv_state, positions), activation)
+    q, k, v = (convolved[:, :, i:j] for i, j in ((0, keys), (keys, 2 * keys), (2 * keys, channels)))
+    decay = _decay(place(read(rates, kind)), log_rates)
     gates = decay * softplus(a + read(step_bias, kind))
     q, k = (_unit_heads(x, n, heads, tiled) for x in (q, k))
     if side != n:
-        q = q * math.sqrt(side / n)  # the scan divides by the root of the side
+        q = q * math.sqrt(side / n)  # the scan divides by sqrt(side)
     operands = [_padded(x, side) for x in (q, k)]
     operands.append(_padded(v.reshape(*lead, heads, size), side))
-    # at padding neither a gate nor a change: the state stays as it is
+    # no decay and no update at padding, so the state is unchanged
     operands.append(_where_present(gates, positions))
     operands.append(_where_present(b.sigmoid(), positions))
-    before = _zeros(qkv, heads, side, side) if state is None else placed(state)
+    before = _zeros(qkv, heads, side, side) if state is None else place(state)
     seen, after = graph.apply("gated_delta_net_carry", *operands, before, state_size=side)
     normed = seen[:, :, :, :size].rms_norm(read(norm, kind), eps=eps)
     gated = normed * z.reshape(*lead, heads, size).silu()
@@ -343,7 +343,7 @@ def _(
 
 
 def _unit_heads(x: Value, n: int, heads: int, tiled: bool) -> Value:
-    """Queries or keys of length 1, one for each head of values."""
+    """Queries or keys of unit length, one per value head."""
     lead, count = x.shape[:2], x.shape[2] // n
     assert isinstance(count, int)
     share = heads // count
@@ -355,7 +355,7 @@ def _unit_heads(x: Value, n: int, heads: int, tiled: bool) -> Value:
 
 
 def _padded(x: Value, size: int) -> Value:
-    """With zeros at the end of the last axis."""
+    """Zero-pads the last axis at its end."""
     last = x.shape[-1]
     if last == size:
         return x

@@ -19,8 +19,8 @@ from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.state import MAIN_ROPE, DecodeBindings, FlowValue
-from rlx.hir.layers import rotated_heads
-from rlx.hir.lower import counted
+from rlx.hir.layers import rotate_heads
+from rlx.hir.lower import default_positions
 from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind, parse_mask
 from rlx.types import Size, known_equal
@@ -97,7 +97,7 @@ class SelfAttention:
 
     def turned(self, ctx: FlowCtx, x: Value) -> Value:
         """Queries or keys rotated by their positions, which follow those of the past."""
-        return x if self.rope is None else rotated_heads(x, *self.rotation(ctx, x))
+        return x if self.rope is None else rotate_heads(x, *self.rotation(ctx, x))
 
     def rotation(self, ctx: FlowCtx, x: Value) -> Rotation:
         """The same as `tables`, in a step after a past too."""
@@ -109,7 +109,7 @@ class SelfAttention:
         if step is not None:
             cos, sin = (self.of_new_tokens(table, seq) for table in step)
             own = past.style if self.rope == MAIN_ROPE else None
-            return cos, sin, counted(ctx.hir(), batch, seq), None, own or ctx.state.style_of(self.rope)
+            return cos, sin, default_positions(ctx.hir(), batch, seq), None, own or ctx.state.style_of(self.rope)
         if rope_tables_of(ctx, self.stage, self.rope)[2] is not None:
             raise GraphError(
                 f"stage {self.stage}: RoPE tables {self.rope!r} depend on the length of the sequence, which is not"
@@ -120,7 +120,7 @@ class SelfAttention:
         cos, sin, _, positions, style = self.tables(ctx, x, before)
         if positions is not None:
             return cos, sin, None, positions, style
-        return cos, sin, counted(ctx.hir(), batch, seq) + size_of(ctx.hir(), before), None, style
+        return cos, sin, default_positions(ctx.hir(), batch, seq) + size_of(ctx.hir(), before), None, style
 
     def tables(self, ctx: FlowCtx, x: Value, before: Size = 0) -> Rotation:
         """Cosines and sines, the row of each token in them if it is not its position, positions if they are given, and
@@ -238,9 +238,9 @@ def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
     if shape.takes_operand:
         raise GraphError(f"a custom mask beside mask kind {kind!r}, which takes an operand of its own")
     keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, keys)
-    at = counted(graph, 1, keys)  # queries and keys end at the same position
+    at = default_positions(graph, 1, keys)  # queries and keys end at the same position
     before = size_of(graph, keys - seq + shape.ahead)
-    back = (counted(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
+    back = (default_positions(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
     if shape.limited:
         keep = keep.logical_and(back >= 0)
     if shape.window:
