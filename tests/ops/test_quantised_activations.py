@@ -12,12 +12,12 @@ from targets import supported
 import rlx
 from rlx.dtypes import DType, dtype
 from rlx.ir.registry import packed
-from rlx.ops.quantised_activations import WHOLE
+from rlx.ops.quantised_activations import INT8_DOT_TYPES
 from rlx.profile import CompileProfile, Precision
 
 TARGETS = [t.name for t in supported()]
 INT8 = CompileProfile(precision=Precision(activations="int8"))
-EVERY_TYPE = pytest.mark.parametrize("storage", [dtype(name) for name in WHOLE], ids=str)
+EVERY_TYPE = pytest.mark.parametrize("storage", [dtype(name) for name in INT8_DOT_TYPES], ids=str)
 rng = np.random.default_rng(11)
 
 
@@ -103,7 +103,7 @@ def test_the_ends_of_the_ranges_do_not_overflow(storage: DType) -> None:
 
 def test_targets_with_fused_multiply_add_agree_to_the_bit() -> None:
     fused = [t.name for t in supported() if t.has_fma]
-    for name in WHOLE:
+    for name in INT8_DOT_TYPES:
         storage = dtype(name)
         stored = blocks(storage, 70, 512)
         x = rng.normal(size=(6, 512)).astype(np.float32)

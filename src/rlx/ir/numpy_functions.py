@@ -1,4 +1,4 @@
-"""NumPy's functions on values of graphs: those that are ops build them, others say what to write."""
+"""NumPy functions on graph values: those that are ops build them, others raise an error that says what to use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Value
 
 _SAME = "add floor_divide maximum minimum matmul exp log sqrt sin cos tan tanh less less_equal greater greater_equal"
-# NumPy's name -> the op. `==` between an array and a value is one of NumPy's functions too, and stays an error: a value
-# equals only itself.
+# NumPy name -> op. `==` between an array and a value is a NumPy function too, and stays an error: values compare by
+# identity.
 UFUNCS = {name: name for name in f"{_SAME} logical_and logical_or logical_not".split()} | {
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "remainder": "mod", "power": "pow",
     "negative": "neg", "absolute": "abs", "arctan": "atan", "rint": "round",
@@ -27,7 +27,7 @@ def _instead(name: str) -> str:
 
 
 class NumpyFunctions:
-    """What a value is to NumPy: an operand of its elementwise functions and of matmul, and nothing else."""
+    """Makes a value an operand of NumPy's elementwise functions and of matmul, and of nothing else."""
 
     __slots__ = ()
 

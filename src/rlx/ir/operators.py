@@ -1,4 +1,4 @@
-"""Python's operators as ops, declared once for graph values, traced arrays and the values that flow through a model."""
+"""Python operators as ops, declared once for graph values, traced arrays and the values that flow through a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Operand = TypeVar("Operand")
 
 
 class _Binary(Protocol):
-    """A method of one further operand that gives what it is a method of."""
+    """A method with one operand that returns the type of its instance."""
 
     def __get__(self, value: Operand, owner: Any = None) -> Callable[[Any], Operand]: ...
 
@@ -57,14 +57,14 @@ def _declared(method: Any, name: str, op: str, doc: str, *, swapped: bool = Fals
 
 
 class Operators:
-    """The operators. A subclass says in `operate` what an op on its operands is."""
+    """The operators. A subclass defines in `operate` how to apply an op."""
 
     __slots__ = ()
 
     if TYPE_CHECKING:
 
         def operate(self, op: str, *operands: Any) -> Any:
-            """The result of an op; the operands are in the order of the op."""
+            """Apply an op; the operands are in the op's order."""
 
     __add__, __radd__ = _binary("add", "add", "The sum, elementwise.")
     __sub__, __rsub__ = _binary("sub", "sub", "The difference, elementwise.")

@@ -1,4 +1,4 @@
-"""Graphs as text, both ways.
+"""Reads and writes graphs as text.
 
     graph @mlp mir {
       %0 = input(name="x") : f32[seq, 4]
@@ -11,11 +11,11 @@
       return %2
     }
 
-Between the level and the brace stand the largest sizes of symbols, `max(seq=512)`, and the params that training leaves
-alone, `fixed("rope.cos", "rope.sin")`, where there are any. Constants of more than 64 elements print as
-`const(value=@digest)`, or in full as base64 with `full=True`. The parser takes any white space, and comments from `#`
-to the end of a line; its errors tell the line. It matches all brackets once and then jumps over them, so that its time
-is linear in the text, however deep that is nested.
+Between the level and the brace come the maximum sizes of symbols, `max(seq=512)`, and the params that training does not
+update, `fixed("rope.cos", "rope.sin")`, if any. Constants of more than 64 elements print as `const(value=@digest)`, or
+in full as base64 with `full=True`. The parser accepts any white space, and comments from `#` to the end of a line; its
+errors name the line. It matches all brackets once and then skips over them, so its time is linear in the text, however
+deeply nested.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INLINE = 64  # constants up to this many elements print their numbers
 
 # -- printing ---------------------------------------------------------------------------------------------------------
 def graph_text(graph: Graph, *, full: bool = False, origins: bool = False, pad: str = "") -> str:
-    """The graph as text; `pad` stands before every line but the first."""
+    """Formats the graph; `pad` precedes every line but the first."""
     name = graph.name if re.fullmatch(_PLAIN_NAME, graph.name) else json.dumps(graph.name)
     head = f"graph @{name} {graph.level} "
     if graph.limits:
@@ -70,7 +70,7 @@ def value_text(value: Value | None) -> str:
 
 
 def node_text(node: Node, *, full: bool = False, pad: str = "") -> str:
-    """One node; the lines of a body stand between the first and the last."""
+    """Formats one node; the lines of a body come between the first and the last."""
     parts = [value_text(o) for o in node.operands]
     parts += [f"{k}={attr_text(v, full=full, pad=pad)}" for k, v in node.attrs.items()]
     return f"%{node.id} = {node.op}({', '.join(parts)}) : {'; '.join([str(t) for t in node.types])}"
@@ -101,18 +101,18 @@ def _array_text(array: Array, full: bool) -> str:
     data, kind = array.data, dtype(array.data.dtype)
     if data.size > INLINE and not full:
         return f"@{array.digest}"
-    if data.size > INLINE or (full and kind.is_float and _has_nan(data)):  # numbers as text have one NaN only
+    if data.size > INLINE or (full and kind.is_float and _has_nan(data)):  # text has only one NaN
         return f"{kind}{list(data.shape)}:{base64.b64encode(data.tobytes()).decode()}"
     return json.dumps((data.astype(np.float64) if kind.is_float else data).tolist())
 
 
 def _has_nan(data: np.ndarray[Any, Any]) -> bool:
-    with np.errstate(invalid="ignore"):  # bfloat16 complains about signalling ones
+    with np.errstate(invalid="ignore"):  # bfloat16 warns about signalling NaNs
         return bool(np.isnan(data).any())
 
 
 # -- parsing ----------------------------------------------------------------------------------------------------------
-MAX_NESTING = 200  # brackets in each other, of all kinds; a body takes two
+MAX_NESTING = 200  # nested brackets of all kinds; a body takes two
 
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PLAIN_NAME = r"[\w.+-]*"
@@ -139,7 +139,7 @@ _WORDS = {"none": None, "true": True, "false": False}
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph that `text` says; op names are checked against the registry, types against the rules."""
+    """Parses a graph; op names are checked against the registry, types against the type rules."""
     parser = _Parser(text)
     try:
         graph, end = parser.graph(0)
@@ -155,11 +155,11 @@ Span = tuple[int, int]
 
 
 class _Parser:
-    """Reads graphs out of one text; places in it are offsets, so that errors can tell the line."""
+    """Parses graphs from one text; positions are offsets, so that errors can name the line."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.text = _COMMENT.sub(self._without_comment, text)  # lines keep their numbers
+        self.text = _COMMENT.sub(self._without_comment, text)  # line numbers stay
         self.closing = self._brackets()
         self.origin = here()
 
@@ -169,7 +169,7 @@ class _Parser:
         return match[1] or ""
 
     def _brackets(self) -> dict[int, int]:
-        """Where each bracket closes."""
+        """Maps each bracket to its closing one."""
         closing: dict[int, int] = {}
         opened: list[int] = []
         for mark in _BRACKET.finditer(self.text):
@@ -188,7 +188,7 @@ class _Parser:
         return closing
 
     def _marks(self, pattern: re.Pattern[str], start: int, stop: int) -> Iterator[re.Match[str]]:
-        """What matches a pattern (of strings, opening brackets and others) outside strings and brackets."""
+        """Matches of a pattern (of strings, opening brackets and others) outside strings and brackets."""
         while mark := pattern.search(self.text, start, stop):
             start = mark.end()
             if mark[0] in _CLOSING:
@@ -203,7 +203,7 @@ class _Parser:
         return start, stop
 
     def _split(self, start: int, stop: int, separator: str = ",") -> list[Span]:
-        """The parts between separators that stand outside brackets and strings; none for empty text."""
+        """Splits at separators outside brackets and strings; empty text has no parts."""
         parts: list[Span] = []
         for mark in self._marks(_SEPARATORS[separator], start, stop):
             parts.append(self._trimmed(start, mark.start()))
@@ -212,7 +212,7 @@ class _Parser:
         return [*parts, (first, last)] if parts or first < last else []
 
     def graph(self, at: int) -> tuple[Graph, int]:
-        """The graph that starts at an offset, and where it ends."""
+        """Parses the graph at an offset; returns it and where it ends."""
         head = _HEAD.match(self.text, at)
         if head is None:
             self.fail(at, f"expected 'graph @name level {{', found {self.text[at : at + 40].strip()!r}")
@@ -229,19 +229,19 @@ class _Parser:
                 self.fail(at, f"{part[:40]!r} is not a limit such as n=4")
             graph.limits[limit[1]] = int(limit[2])
         first, end = head.end(), self.closing[head.end() - 1]
-        starts = [mark.start() for mark in self._marks(_STATEMENT, first, end)]
-        stray = self.text[first : starts[0] if starts else end].strip()
+        offsets = [mark.start() for mark in self._marks(_STATEMENT, first, end)]
+        stray = self.text[first : offsets[0] if offsets else end].strip()
         if stray:
             self.fail(first, f"{stray[:40]!r} is not a node")
-        if not starts:
+        if not offsets:
             self.fail(at, f"@{name} has no return")
-        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+        for start, stop in zip(offsets, [*offsets[1:], end], strict=True):
             self.statement(graph, *self._trimmed(start, stop), last=stop == end)
         self.fix(graph, re.findall(_STRING, fixed or ""), at)
         return graph, end + 1
 
     def fix(self, graph: Graph, names: list[str], at: int) -> None:
-        """Note the params that training leaves alone."""
+        """Record the params that training does not update."""
         try:
             graph.fixed = {_string(name) for name in names}
         except ParseError as error:
@@ -263,7 +263,7 @@ class _Parser:
                 self.node(graph, start, stop)
         except RlxError as error:
             if isinstance(error, ParseError) and str(error).startswith("graph text: line"):
-                raise  # from a body inside, which knows better
+                raise  # from a nested body, which is more precise
             self.fail(start, str(error), error)
 
     def node(self, graph: Graph, start: int, stop: int) -> None:
@@ -307,10 +307,10 @@ class _Parser:
         graph.append(op, tuple(operands), attrs, types, self.origin)
 
     def attr(self, start: int, stop: int) -> Any:
-        """The attribute that a part of the text says, other than a body."""
+        """Parses an attribute other than a body."""
         if self.text.startswith("(", start) and self.closing.get(start) == stop - 1:
             parts = self._split(start + 1, stop - 1)
-            if len(parts) != 1:  # a tuple is empty or has a comma: else it is a size in brackets
+            if len(parts) != 1:  # a tuple is empty or has a comma; otherwise it is a size in parentheses
                 if len(parts) == 2 and parts[1][0] == parts[1][1]:
                     parts.pop()
                 return tuple([self.attr(a, b) for a, b in parts])
@@ -343,7 +343,7 @@ def _check(
     graph: Graph, definition: registry.OpDef, operands: list[Value | None], attrs: dict[str, Any],
     types: tuple[TensorType, ...],
 ) -> None:  # fmt: skip
-    """What a builder would have made sure of: attributes, leaf names, types."""
+    """Checks what a builder would have ensured: attributes, leaf names, types."""
     op = definition.name
     for key in definition.schema.attrs:
         if key not in attrs:
@@ -378,30 +378,30 @@ def _value(graph: Graph, text: str) -> Value:
 
 
 def parse_attr(text: str) -> Any:
-    """The attribute that text says, other than a body."""
+    """Parses an attribute other than a body."""
     parser = _Parser(text.strip())
     return parser.attr(0, len(parser.text))
 
 
 def _string(text: str) -> str:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, str):
+        parsed = None
+    if not isinstance(parsed, str):
         raise ParseError(f"{text[:40]!r} is not a string")
-    return found
+    return parsed
 
 
 def _array(text: str, types: tuple[TensorType, ...]) -> Array:
-    """A constant's data; it has exactly the declared type."""
+    """Parses a constant's data, which must have exactly the declared type."""
     if len(types) != 1:
         raise ParseError("a constant has one type of fixed sizes")
     return parse_array(text, types[0])
 
 
 def parse_array(text: str, want: TensorType) -> Array:
-    """The data that text says, of exactly one type."""
+    """Parses data of exactly one type."""
     if not all(isinstance(d, int) for d in want.shape):
         raise ParseError("a constant has one type of fixed sizes")
     if text.startswith("@"):

@@ -1,7 +1,7 @@
-"""Ops that passes make: elementwise regions, matmuls with epilogues, residual norms, prepacked operands.
+"""Ops created by passes: elementwise regions, matmuls with epilogues, residual norms, prepacked operands.
 
-A fused op carries what it does in an attribute: `body` is a graph of elementwise ops over inputs `x0, x1, ...` (after
-`acc0`, `acc1` for the sums of a matmul). Its reference evaluates exactly that.
+A fused op carries its computation in an attribute: `body` is a graph of elementwise ops over inputs `x0, x1, ...`
+(after `acc0`, `acc1` for the sums of a matmul). Its reference evaluates that graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _check_body(where: str, body: Graph, operands: tuple[TensorType, ...]) -> Te
 
 
 def _check_weights(where: str, weights: int, body: Graph) -> None:
-    """Refuse more weights than the body reads sums of, before as many types are made."""
+    """Refuse more weights than the body reads sums of, before allocating as many types."""
     if not 0 < weights <= len(body.inputs):
         hint = "the first inputs of the body are the sums, one per weight"
         raise GraphError(f"{where}: {weights} weights, and a body of {len(body.inputs)} inputs", hint=hint)
@@ -70,13 +70,13 @@ def _prepack(*ws: Any, layout: Layout) -> Any:
 
 
 def _by_rows_of_layout(node: Node, batched: Sequence[bool]) -> bool:
-    """A layout that packs each row by itself; the last axis is not the first."""
+    """Whether the layout packs each row by itself, and the last axis is not the first."""
     return node.attrs["layout"].by_rows and node.types[0].rank > 1
 
 
 @op("prepack", independent=_by_rows_of_layout, reference=_prepack, traits=[FUSED, TAKES_PACKED])
 def prepack(*ws: TensorType, layout: Layout) -> TensorType:
-    """Weights, or the left side of a matmul, as kernels of a target read them; the layout says how."""
+    """Weights, or the left operand of a matmul, in the layout that a target's kernels read."""
     return layout.packed_type(*ws)
 
 
@@ -105,7 +105,7 @@ def _fused_matmul_apart(
 
 
 def _matrix(weight: Value, wide: DType) -> Value:
-    """The numbers [..., k, n] of a weight; quantised ones are blocks of rows [..., n, k]."""
+    """The numbers [..., k, n] of a weight; quantised weights are rows of blocks [..., n, k]."""
     if weight.dtype.is_packed:
         rows: Value = weight.dequantise()
         return rows.mT
@@ -113,12 +113,12 @@ def _matrix(weight: Value, wide: DType) -> Value:
 
 
 def _is_narrower(stored: DType, computed: DType) -> bool:
-    """Whether weights are 16-bit floats that are computed with in a wider type."""
+    """Whether weights are 16-bit floats that are computed in a wider type."""
     return stored.is_float and computed.is_float and stored.size == 2 < computed.size
 
 
 def _sums(where: str, x: TensorType, matrix: TensorType, layout: WeightLayout | None) -> DType:
-    """The type of sums over the inner sizes, which must be equal."""
+    """The accumulator type; the inner sizes must be equal."""
     k, sums = matrix.shape[-2], x.dtype
     if layout is not None:
         k, sums = layout.inner(x, matrix)
@@ -132,10 +132,10 @@ def _sums(where: str, x: TensorType, matrix: TensorType, layout: WeightLayout | 
     return sums
 
 
-def _check_stored(where: str, computed: DType, kept: DType) -> None:
-    if kept is not computed and not _is_narrower(kept, computed):
+def _check_stored(where: str, computed: DType, stored: DType) -> None:
+    if stored is not computed and not _is_narrower(stored, computed):
         hint = "weights are stored as x is, or as 16-bit floats"
-        raise DTypeError(f"{where}: x is {computed}, the weight {kept}", hint=hint)
+        raise DTypeError(f"{where}: x is {computed}, the weight {stored}", hint=hint)
 
 
 @op(
@@ -153,11 +153,11 @@ def fused_matmul(
     columns: Size,
     layout: WeightLayout | None = None,
 ) -> TensorType | tuple[TensorType, ...]:
-    """x times one or two weights, and elementwise work on the sums while they are in registers.
+    """x times one or two weights, with elementwise work on the sums while they are in registers.
 
-    Operands are x, the weights, then what the body reads beside the sums. `columns` is the width of each product. With
-    a `layout`, the weights are one tensor that `prepack` made, and x may have to be packed too; else they are matrices
-    [k, n], maybe of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as files have them.
+    Operands are x, the weights, then the body's other inputs. `columns` is the width of each product. With a `layout`,
+    the weights are one tensor made by `prepack`, and x may have to be packed too; otherwise they are matrices [k, n],
+    possibly of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as in files.
     """
     _check_weights("fused_matmul", weights, body)
     used = weights if layout is None else 1
@@ -207,7 +207,7 @@ def fused_grouped(
 ) -> TensorType | tuple[TensorType, ...]:
     """`fused_matmul` in which each row of x has its own matrix, as in `grouped_matmul`.
 
-    Weights have one more axis in front, and after them comes the index into it of each row.
+    Weights have one more leading axis; after them comes the index into it of each row.
     """
     _check_weights("fused_grouped", weights, body)
     used = weights if layout is None else 1

@@ -1,4 +1,4 @@
-"""Rows of 8-bit integers, each with a scale and an offset of its own: as what activations meet integer weights."""
+"""Rows of 8-bit integers with a scale and an offset per row: activations for matmuls with integer weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _quantise_rows(x: Any) -> tuple[Any, Any, Any]:
     samples=[sample(f32(4, 33)), sample(f32(2, 3, 130, low=-0.2, high=5.0)), sample(f32(64)), sample(f32(3, 1))],
 )  # fmt: skip
 def quantise_rows(x: TensorType) -> tuple[TensorType, TensorType, TensorType]:
-    """x as u8, and a scale and an offset for each row of the last axis: x ≈ u8 · scale + offset.
+    """x as u8, with a scale and an offset per row of the last axis: x ≈ u8 · scale + offset.
 
-    The offset is the smallest number of the row, the scale its distance to the largest / 255, at least 1e-12.
-    (x - offset) · (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row that has a NaN or an
-    infinity is no number either; its integers are 0.
+    The offset is the smallest number of the row, the scale (largest - smallest) / 255, at least 1e-12. (x - offset) ·
+    (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row with a NaN or an infinity is not
+    finite either; its integers are 0.
     """
     if x.rank == 0:
         raise ShapeError("quantise_rows: needs an axis, found a scalar")
@@ -78,7 +78,7 @@ def quantised_norm(
 ) -> tuple[TensorType, ...]:
     """The norm (`kind` is layer or rms) of x, or of x + residual, times `even`, as rows of u8 with scales and offsets.
 
-    With `keep` the norm itself comes next, and last the sum where there is one.
+    With `keep`, the norm itself is the next result, and the sum, if there is one, the last.
     """
     check_scale("quantised_norm", x, {"gamma": gamma, "beta": beta, "even": even})
     if residual is not None and x != residual:

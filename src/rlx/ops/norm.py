@@ -1,4 +1,4 @@
-"""Normalisations over the last axis, and their gradient."""
+"""Normalisation over the last axis, and its gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.types import TensorType, require_equal
 
 
 def check_scale(where: str, x: TensorType, vectors: dict[str, TensorType | None]) -> None:
-    """The operands of a norm: floats, and vectors as long as the last axis."""
+    """Check the operands of a norm: floats, and vectors as long as the last axis."""
     if x.rank == 0:
         raise ShapeError(f"{where}: needs an axis, found a scalar")
     if not x.dtype.is_float:
@@ -36,7 +36,7 @@ def _scaled(y: Any, gamma: Any, beta: Any) -> Any:
 
 
 def _mean(x: Any) -> Any:
-    """Over the last axis; unlike np.mean it does not warn where that is empty."""
+    """Mean over the last axis; unlike np.mean it does not warn if that is empty."""
     return np.sum(x, axis=-1, keepdims=True) / x.dtype.type(x.shape[-1])
 
 
@@ -115,9 +115,10 @@ def _norm_grad_apart(
 def norm_grad(
     x: TensorType, dy: TensorType, gamma: TensorType | None = None, *, kind: str, eps: float
 ) -> tuple[TensorType, TensorType, TensorType]:
-    """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
+    """Gradients of x, gamma and beta from `dy`, the gradient of the result of `layer_norm` or `rms_norm` (by `kind`).
 
-    x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
+    Reads x and dy once for the gradient of x, and once for the others. With narrow floats, those of gamma and beta are
+    f32.
     """
     check_scale("norm_grad", x, {"gamma": gamma})
     if kind not in ("layer", "rms"):
