@@ -362,7 +362,7 @@ def loops_text(stmts: tuple[Stmt, ...], pad: str = "") -> str:
 # LLVM's language has no loops, only jumps, and values that are assigned once. A loop variable and a running result
 # change, so each gets a slot of memory; LLVM's own passes turn the slots into registers.
 # In rlx: src/rlx/backends/cpu has an emitter for each kind of kernel. They write vectors themselves, keep a tile of the
-# sums of a matmul in registers, and bring their own exp (src/rlx/backends/cpu/math.py): here LLVM calls the C library.
+# sums of a matmul in registers, and bring their own exp (src/rlx/backends/cpu/math): here LLVM calls the C library.
 class Emitter:
     """Writes one function."""
 

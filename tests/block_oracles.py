@@ -83,17 +83,19 @@ def _self_attention(
 @oracle("cached_self_attention")
 def _cached_self_attention(
     q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array, table: Array,
-    cos: Array | None = None, sin: Array | None = None, rows: Array | None = None, *, mask_kind: str = "causal",
-    scale: float | None = None, softcap: float | None = None, style: str = "halves", key_axes: str = "phsd",
-    value_axes: str = "phsd",
+    cos: Array | None = None, sin: Array | None = None, rows: Array | None = None, token_rows: Array | None = None, *,
+    mask_kind: str = "causal", scale: float | None = None, softcap: float | None = None, style: str = "halves",
+    key_axes: str = "phsd", value_axes: str = "phsd",
 ) -> Array:  # fmt: skip
-    ring = mask_kind.startswith("sliding")
+    ring, lead = mask_kind.startswith("sliding"), q.shape[:2]
     q, k = (rotated(x, cos, sin, rows, positions, style) for x in (q, k))
-    keys = _kv_append(keys, k, positions, table, axes=key_axes, ring=ring)
-    values = _kv_append(values, v, positions, table, axes=value_axes, ring=ring)
+    if token_rows is not None:
+        q, k, v, positions = q[0], k[0], v[0], positions[0]
+    keys = _kv_append(keys, k, positions, table, token_rows, axes=key_axes, ring=ring)
+    values = _kv_append(values, v, positions, table, token_rows, axes=value_axes, ring=ring)
     how: dict[str, Any] = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
     how |= {"key_axes": key_axes, "value_axes": value_axes}
-    return _cached_attention(q, keys, values, positions, table, **how).reshape(*q.shape[:2], -1)
+    return _cached_attention(q, keys, values, positions, table, token_rows, **how).reshape(*lead, -1)
 
 
 @oracle("gated_ffn")
@@ -144,10 +146,26 @@ def _patch_embedding(pixels: Array, weight: Array, bias: Array | None = None) ->
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------
-def convolved(x: Array, weight: Array, bias: Array | None, before: Array | None) -> Array:
+def carry(op: str, tokens: dict[str, Array], rows: Array | None, **others: Any) -> tuple[Array, Array]:
+    """A recurrent op; with rows, on ragged tokens [1, tokens, ...]."""
+    if rows is None:
+        return ORACLES[op](**tokens, **others)  # type: ignore[no-any-return]
+    out, after = ORACLES[op](**{name: x[0] for name, x in tokens.items()}, rows=rows, **others)
+    return out[None], after
+
+
+def present_rows(rows: Array | None, positions: Array | None) -> Array | None:
+    """-1 for padding."""
+    return None if rows is None or positions is None else np.where(positions[0] >= 0, rows, -1)
+
+
+def convolved(x: Array, weight: Array, bias: Array | None, before: Array | None, rows: Array | None) -> Array:
     size = weight.shape[-1]
+    if rows is not None:
+        found = carry("depthwise_conv1d_causal_carry", {"x": x}, rows, weight=weight, state=before, kernel_size=size)[0]
+        return found if bias is None else found + bias
     before = np.zeros((len(x), size - 1, x.shape[2])) if before is None else before
-    found: Array = ORACLES["depthwise_conv1d_causal"](x, weight, before, kernel_size=size)
+    found = ORACLES["depthwise_conv1d_causal"](x, weight, before, kernel_size=size)
     return found if bias is None else found + bias
 
 
@@ -160,15 +178,18 @@ def present(x: Array, positions: Array | None) -> Array:
 def _mamba_block(
     both: Array, conv: Array, mix: Array, step: Array, step_bias: Array, rates: Array, skip: Array,
     conv_bias: Array | None = None, conv_state: Array | None = None, state: Array | None = None,
-    positions: Array | None = None, *, activation: str = "silu", log_rates: bool = True,
+    positions: Array | None = None, token_rows: Array | None = None, *, activation: str = "silu",
+    log_rates: bool = True,
 ) -> Array:  # fmt: skip
     x, gate = np.split(both, 2, axis=-1)
-    x, n = activated(convolved(x, conv, conv_bias, conv_state), activation), rates.shape[1]
+    own = present_rows(token_rows, positions)
+    x, n = activated(convolved(x, conv, conv_bias, conv_state, own), activation), rates.shape[1]
     low, b, c = np.split(dense(x, mix), [len(mix) - 2 * n, len(mix) - n], axis=-1)
     steps = present(np.logaddexp(0, dense(low, step, step_bias)), positions)
     decay = -np.exp(rates) if log_rates else rates
     state = np.zeros((len(x), *rates.shape)) if state is None else state
-    found = ORACLES["selective_scan_carry"](x, steps, decay, b, c, state, skip, state_size=n)[0]
+    tokens = {"x": x, "delta": steps, "b": b, "c": c}
+    found = carry("selective_scan_carry", tokens, own, a=decay, state=state, d=skip, state_size=n)[0]
     return np.asarray(found * gate * sigmoid(gate))
 
 
@@ -176,19 +197,22 @@ def _mamba_block(
 def _mamba2_block(
     mixed: Array, conv: Array, step_bias: Array, rates: Array, skip: Array, norm: Array,
     conv_bias: Array | None = None, conv_state: Array | None = None, state: Array | None = None,
-    positions: Array | None = None, *, groups: int, eps: float, activation: str = "silu", log_rates: bool = True,
-    least_step: float = 0.0, most_step: float | None = None, norm_groups: int = 1,
+    positions: Array | None = None, token_rows: Array | None = None, *, groups: int, eps: float,
+    activation: str = "silu", log_rates: bool = True, least_step: float = 0.0, most_step: float | None = None,
+    norm_groups: int = 1,
 ) -> Array:  # fmt: skip
     lead, inner, heads, channels = mixed.shape[:2], norm.size, step_bias.size, len(conv)
     gate, x, steps = np.split(mixed, [inner, inner + channels], axis=-1)
-    x = activated(convolved(x, conv, conv_bias, conv_state), activation)
+    own = present_rows(token_rows, positions)
+    x = activated(convolved(x, conv, conv_bias, conv_state, own), activation)
     n = (channels - inner) // (2 * groups)
     v, k, q = np.split(x, [inner, inner + groups * n], axis=-1)
     v, k, q = v.reshape(*lead, heads, -1), k.reshape(*lead, groups, n), q.reshape(*lead, groups, n)
     steps = present(np.clip(np.logaddexp(0, steps + step_bias.ravel()), least_step, most_step), positions)
     decay = (-np.exp(rates) if log_rates else rates).ravel()
     state = np.zeros((len(x), heads, n, inner // heads)) if state is None else state
-    found = ORACLES["gated_linear_attention_carry"](q, k, v * steps[..., None], steps * decay, state)[0]
+    tokens = {"q": q, "k": k, "v": v * steps[..., None], "g": steps * decay}
+    found = carry("gated_linear_attention_carry", tokens, own, state=state)[0]
     found = (found + v * skip.reshape(heads, 1)).reshape(*lead, inner) * gate * sigmoid(gate)
     parts = _rms_norm(found.reshape(*lead, norm_groups, -1), eps=eps)
     return parts.reshape(*lead, inner) * norm.ravel()
@@ -197,12 +221,14 @@ def _mamba2_block(
 @oracle("delta_net_block")
 def _delta_net_block(
     qkv: Array, z: Array, b: Array, a: Array, conv: Array, rates: Array, step_bias: Array, norm: Array,
-    conv_state: Array | None = None, state: Array | None = None, positions: Array | None = None, *, state_size: int,
-    eps: float, tiled: bool = False, activation: str = "silu", log_rates: bool = True,
+    conv_state: Array | None = None, state: Array | None = None, positions: Array | None = None,
+    token_rows: Array | None = None, *, state_size: int, eps: float, tiled: bool = False, activation: str = "silu",
+    log_rates: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
     lead, heads, size, n = qkv.shape[:2], len(rates), len(norm), state_size
     keys, side = (qkv.shape[2] - heads * size) // 2, max(state_size, size)
-    x = activated(convolved(qkv, conv, None, conv_state), activation)
+    own = present_rows(token_rows, positions)
+    x = activated(convolved(qkv, conv, None, conv_state, own), activation)
     q, k, v = np.split(x, [keys, 2 * keys], axis=-1)
     share = heads // (keys // n)
 
@@ -219,6 +245,7 @@ def _delta_net_block(
     operands = (padded(unit(q) * np.sqrt(side / n)), padded(unit(k)), padded(v.reshape(*lead, heads, size)))
     state = np.zeros((len(x), heads, side, side)) if state is None else state
     beta = present(sigmoid(b), positions)
-    found, after = ORACLES["gated_delta_net_carry"](*operands, gates, beta, state, state_size=side)
+    tokens = dict(zip(("q", "k", "v", "g", "beta"), (*operands, gates, beta), strict=True))
+    found, after = carry("gated_delta_net_carry", tokens, own, state=state, state_size=side)
     normed = _rms_norm(found[..., :size], norm, eps=eps)
     return normed.reshape(*lead, -1) * z * sigmoid(z), after

@@ -103,9 +103,11 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own_ops() -> Iterator[None]:
     """Ops that a test declares are gone after it."""
+    import rlx
     import rlx.lir.forms.custom as custom
     from rlx.ir import registry
 
+    rlx.Graph("any")  # declares those of rlx
     before = set(registry.OPS)
     yield
     for name in set(registry.OPS) - before:

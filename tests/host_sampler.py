@@ -18,7 +18,7 @@ def pick(sampler: Sampler, logits: Array) -> int:
     inputs = BatchSampling().draw([sampler])
     operands: list[Any] = [inputs[operand_input(name)] for name in OPERANDS]
     reference: Any = registry.get("sample_tokens").reference
-    token = int(reference(logits[None], *operands[:5], None, *operands[5:])[0][0])
+    token = int(reference(logits[None], *operands)[0][0])
     if token < 0:
         raise no_token(logits)
     sampler.accept(token)

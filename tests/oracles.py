@@ -416,12 +416,29 @@ def _concatenate(*xs: Array, axis: int = 0) -> Array:
     return np.concatenate(xs, axis)
 
 
+def _token_by_token(
+    carry: Callable[[Sequence[Array], Array], tuple[Array, Array]], tokens: Sequence[Array], state: Array, rows: Array
+) -> tuple[Array, Array]:
+    """Ragged tokens of a recurrence, in the order of the call: a row goes on by a sequence of one token."""
+    out, state = np.zeros_like(tokens[0]), state.copy()
+    for t, row in enumerate(rows):
+        if row >= 0:
+            found, state[row : row + 1] = carry([x[None, t : t + 1] for x in tokens], state[row : row + 1])
+            out[t] = found[0, 0]
+    return out, state
+
+
 @oracle("selective_scan_carry")
 def _selective_scan_carry(
     x: Array, delta: Array, a: Array, b: Array, c: Array, state: Array, d: Array | None = None,
-    segments: Array | None = None, *, state_size: int,
+    segments: Array | None = None, rows: Array | None = None, *, state_size: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """One channel after the other, one number of state after the other."""
+    if rows is not None:
+        return _token_by_token(
+            lambda t, s: _selective_scan_carry(t[0], t[1], a, t[2], t[3], s, d, state_size=state_size),
+            (x, delta, b, c), state, rows,
+        )  # fmt: skip
     y, state = np.zeros_like(x), state.copy()
     for batch, channel in np.ndindex(x.shape[0], x.shape[2]):
         h = state[batch, channel]
@@ -450,10 +467,14 @@ def _carried(segments: Array | None, batch: int, t: int) -> float:
 
 @oracle("gated_delta_net_carry")
 def _gated_delta_net_carry(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, segments: Array | None = None, *,
-    state_size: int,
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, segments: Array | None = None,
+    rows: Array | None = None, *, state_size: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Householder-like form: S (I exp(g)) minus what the key recalls, plus what it is to recall."""
+    if rows is not None:
+        return _token_by_token(
+            lambda t, s: _gated_delta_net_carry(*t, s, state_size=state_size), (q, k, v, g, beta), state, rows
+        )
     out, state = np.zeros_like(v), state.copy()
     for batch, head in np.ndindex(q.shape[0], q.shape[2]):
         s = state[batch, head]
@@ -494,8 +515,17 @@ def _depthwise_conv1d_causal(
 
 @oracle("depthwise_conv1d_causal_carry")
 def _depthwise_conv1d_causal_carry(
-    x: Array, weight: Array, state: Array, lengths: Array, *, kernel_size: int
+    x: Array, weight: Array, state: Array, lengths: Array | None = None, rows: Array | None = None, *, kernel_size: int
 ) -> tuple[Array, Array]:
+    if rows is not None:
+        one = np.array([1])
+        return _token_by_token(
+            lambda t, s: _depthwise_conv1d_causal_carry(t[0], weight, s, one, kernel_size=kernel_size),
+            (x,),
+            state,
+            rows,
+        )
+    assert lengths is not None
     y, after = _depthwise_conv1d_causal(x, weight, state, kernel_size=kernel_size), state.copy()
     for batch, length in enumerate(lengths):
         line = np.concatenate([state[batch], x[batch, :length]])
@@ -520,9 +550,13 @@ def _in_runs(
 
 @oracle("gated_linear_attention_carry")
 def _gated_linear_attention_carry(
-    q: Array, k: Array, v: Array, g: Array, state: Array, segments: Array | None = None
+    q: Array, k: Array, v: Array, g: Array, state: Array, segments: Array | None = None, rows: Array | None = None
 ) -> tuple[Array, Array]:
     """Attention without a softmax: every earlier token counts by the gates that came after it."""
+    if rows is not None:
+        return _token_by_token(
+            lambda t, s: _gated_linear_attention_carry(t[1], t[2], t[0], t[3], s), (v, q, k, g), state, rows
+        )
     if segments is not None:  # run by run, from nothing after the first
         return _in_runs(_gated_linear_attention_carry, (q, k, v, g), state, segments)
     out, after = np.zeros_like(v), np.zeros_like(state)

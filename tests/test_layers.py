@@ -21,7 +21,8 @@ ROOT = Path(rlx.__file__).parent
 ROWS = [
     ["arrays", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
     ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts"],
-    ["profile", "target", "quant_schemes"], ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
+    ["profile", "target", "quant_schemes"], ["ir", "formats"],
+    ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
     ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
     ["__main__"],
 ]  # fmt: skip

@@ -7,6 +7,7 @@ multiplications and additions. Kernels with the same arithmetic thus pick the sa
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from rlx.arrays import Array
 COLDEST = 1e-6  # lowest temperature: only ties of the highest logit have weight
 WEIGHT_BITS = 42  # heaviest token: sums of 2^21 fit in i64, and weights that round to 0 are at most 2^-25
 MAX_VOCAB = 2**21
+MASK_BITS = 32  # tokens of a word of a bitmask
 NO_TOKEN = -1  # the pick of a row whose highest logit is not finite; in lists of tokens, padding
 LOWEST = -48.0  # powers of two below it have no weight
 LOG2_E = 1.4426950408889634
@@ -126,6 +128,18 @@ def place(weights: Array, part: float) -> int:
     total = int(sums[-1])
     passed = min(math.floor(part * float(total)), total - 1)
     return int(np.searchsorted(sums, passed, side="right"))
+
+
+def token_bits(tokens: Iterable[int], vocab: int) -> Array:
+    """The bitmask that allows these tokens: i32 words, token t is bit t mod 32 of word t div 32."""
+    keep = np.zeros(mask_words(vocab) * MASK_BITS, bool)
+    keep[list(tokens)] = True
+    return np.packbits(keep, bitorder="little").view(np.int32)
+
+
+def mask_words(vocab: int) -> int:
+    """Words of a bitmask of a vocabulary."""
+    return -(-vocab // MASK_BITS)
 
 
 def _total(weights: Array) -> int:

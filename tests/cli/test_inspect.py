@@ -38,6 +38,16 @@ def test_every_level_of_a_file(level: str, shown: str, capsys: pytest.CaptureFix
     assert shown in inspect(capsys, MLP, "--level", level, "--target", "avx2")
 
 
+def test_nodes_of_a_file_tell_the_file_and_those_of_a_model_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "# mlp.rlx" in inspect(capsys, MLP, "--level", "hir")
+    small_bert.write(tmp_path)
+    out = inspect(capsys, tmp_path, "--level", "hir", "--all")
+    assert re.search(r"# .*\brlx inspect$", out, re.M)
+    assert "test_inspect.py" not in out
+
+
 def test_what_was_fused_and_the_bind_program(capsys: pytest.CaptureFixture[str]) -> None:
     out = inspect(capsys, MLP, "--level", "lir", "--bind", "--fusion")
     assert "pack_panels" in out and "matmul epilogue: fused_matmul + add + gelu" in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rlx.engine import generate as generation
 from rlx.engine.generate import Decoder
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load import load
+from rlx.sampling import token_bits
 
 from .conftest import language_model
 
@@ -54,6 +56,35 @@ def test_greedy_text_and_log_probabilities_are_those_of_numpy(tiny: LanguageMode
         assert [t for t, _ in record.top] == order[:3].tolist()
         assert abs(record.logprob - wanted[order[0]]) < 1e-4
         assert max(abs(p - wanted[t]) for t, p in record.top) < 1e-4
+
+
+def test_log_probabilities_of_sampled_tokens_come_from_the_graph(tiny: LanguageModel) -> None:
+    """They are f32, as the graph gives them, and those of the logits before any setting changed them."""
+    prompt = random_tokens(20, seed=4)
+    told = tiny.generate(prompt, max_tokens=8, logprobs=2, temperature=0.8, repetition_penalty=1.5, seed=1)
+    wanted = log_softmax(tiny.logits([*prompt, *told.tokens])[len(prompt) - 1 : -1].astype(np.float64), axis=-1)
+    assert told.logprobs is not None
+    for record, row in zip(told.logprobs, wanted, strict=True):
+        assert record.logprob == np.float32(record.logprob)
+        assert abs(record.logprob - row[record.token]) < 1e-5
+        assert max(abs(p - row[t]) for t, p in record.top) < 1e-5
+
+
+def test_a_grammar_says_before_each_step_which_tokens_may_follow(tiny: LanguageModel) -> None:
+    """Rows have masks of their own; a function gets the tokens of its row."""
+    calls: list[list[int]] = []
+
+    def rising(picked: Sequence[int]) -> Array | None:
+        """Each token is above the last one."""
+        calls.append(list(picked))
+        return token_bits(range(picked[-1] + 1, 97), 97) if picked else None
+
+    prompts = [random_tokens(9, seed=s) for s in range(3)]
+    told = tiny.generate(prompts, max_tokens=4, temperature=1.5, allowed=rising, seed=3)
+    assert all(done.tokens == sorted(set(done.tokens)) and len(done.tokens) == 4 for done in told)
+    assert all(done.tokens[:n] in calls for done in told for n in range(4))
+    fixed = tiny.generate(prompts[0], max_tokens=6, temperature=5.0, allowed=token_bits([3, 64, 96], 97), seed=0)
+    assert set(fixed.tokens) <= {3, 64, 96}
 
 
 def test_an_f16_cache_rounds_before_attending(tiny_folder: Path) -> None:
@@ -253,7 +284,7 @@ def test_padding_of_the_vocabulary_is_never_picked(
         told = model.generate(prompt, max_tokens=40, temperature=temperature, logprobs=likely, seed=0)
         assert told.logprobs is not None and max(told.tokens) < likely
         assert all(t < likely for record in told.logprobs for t, _ in record.top)
-        assert abs(sum(np.exp(p) for _, p in told.logprobs[0].top) - 1) < 1e-9
+        assert abs(sum(np.exp(p) for _, p in told.logprobs[0].top) - 1) < 1e-6
 
 
 def test_a_fault_leaves_caches_as_they_were(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from rlx.engine.sampler import BatchSampling, Sampler, Sampling, log_probabilities, most_likely, operand_input
+from rlx.engine.sampler import BatchSampling, Sampler, Sampling, most_likely, operand_input
 from rlx.errors import KernelError, RequestError
-from rlx.sampling import candidates, highest_places
+from rlx.sampling import candidates, highest_places, log_probabilities, token_bits
 
 Array = np.ndarray[Any, Any]
 
@@ -140,6 +140,30 @@ def test_banned_tokens_are_never_picked() -> None:
         pick(Sampler(Sampling(logit_bias={0: -math.inf})), np.zeros(1, np.float32))
 
 
+def test_only_allowed_tokens_are_picked() -> None:
+    logits = np.random.default_rng(0).normal(0, 1, 70).astype(np.float32)
+    keep = {0, 31, 32, 69}
+    mask = token_bits(keep, 70)
+    for words in (mask, mask.view(np.uint32), lambda picked: mask):
+        sampler = Sampler(Sampling(temperature=2.0, allowed=words, seed=0), vocab=70)
+        assert {pick(sampler, logits) for _ in range(100)} == keep
+    assert pick(Sampler(Sampling(allowed=lambda picked: None), vocab=70), logits) == int(logits.argmax())
+    with pytest.raises(RequestError, match="no token is left"):
+        pick(Sampler(Sampling(allowed=np.zeros(3, np.int32)), vocab=70), logits)
+    with pytest.raises(RequestError, match="allowed has 3 words, the vocabulary of 97 tokens takes 4"):
+        Sampler(Sampling(allowed=mask), vocab=97)
+    with pytest.raises(RequestError, match="allowed has 2 words"):
+        pick(Sampler(Sampling(allowed=lambda picked: mask[:2]), vocab=70), logits)
+
+
+def test_rows_without_a_mask_allow_everything() -> None:
+    mask = token_bits([3], 70)
+    masked, free = Sampler(Sampling(allowed=mask), vocab=70), Sampler(Sampling(), vocab=70)
+    allowed = operand_input("allowed")
+    assert BatchSampling().draw([masked, free, None])[allowed].tolist() == [[8, 0, 0], [-1] * 3, [-1] * 3]
+    assert BatchSampling().draw([free, None])[allowed].shape == (2, 0)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_an_error(temperature: float, bad: float) -> None:
@@ -171,6 +195,7 @@ def test_log_probabilities() -> None:
         {"top_k": 10**400}, {"top_p": math.inf}, {"repetition_penalty": 1e-30}, {"repetition_penalty": 1e30},
         {"frequency_penalty": 1e39}, {"presence_penalty": -1e39}, {"seed": 10**5000}, {"logit_bias": {1: 1e39}},
         {"logit_bias": {1: -1e39}}, {"logit_bias": {1: 10**400}}, {"logit_bias": {1: True}},
+        {"allowed": [1.5]}, {"allowed": np.zeros(4, np.int64)}, {"allowed": np.zeros((1, 4), np.int32)},
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_named(bad: dict[str, Any]) -> None:

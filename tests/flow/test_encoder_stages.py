@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from scipy.special import erf
 import rlx
 from rlx.errors import GraphError
 from rlx.flow import Emit, FlowStage, FlowValue, ModelFlow
+from rlx.flow.context import FlowCtx
 from rlx.flow.stages import (
     AttnMask,
     BertEncoderLayer,
@@ -33,6 +35,8 @@ from rlx.flow.stages import (
     VisionSwiGluFfn,
     VitSelfAttn,
 )
+from rlx.flow.stages.encoder import ATTENTION_BIAS, attend
+from rlx.ops.attention import MaskKind
 from rlx.profile import Fusion
 
 Array = np.ndarray[Any, Any]
@@ -499,3 +503,34 @@ def test_mistakes_are_named() -> None:
     short = {**VIT, "qkv.weight": VIT["qkv.weight"][:-1]}
     with pytest.raises(GraphError, match=r"weight 'qkv.weight': shape is \[71, 24\], wanted \[72, 24\]"):
         found([VitSelfAttn("qkv.weight", "qkv.bias", "out.weight", "out.bias", HEADS, HEAD)], short, "direct")
+
+
+@dataclass(frozen=True)
+class BiasedAttention(FlowStage):
+    """Attention of a value to itself in one head, with the value of an input added to the scores."""
+
+    kind: str
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        ctx.set_named(ATTENTION_BIAS, ctx.flow_input("bias"))
+        x = ctx.need(value, "BiasedAttention")
+        heads = x.reshape(*x.shape[:2], 1, HIDDEN)
+        return ctx.wrap(attend(ctx, heads, heads, heads, "attention_mask", self.kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "behind", "ahead"),
+    [(MaskKind.NONE, SEQ, SEQ), (MaskKind.CAUSAL, SEQ, 0), (MaskKind.sliding(3), 2, 0), (MaskKind.near(2), 2, 2)],
+)
+def test_a_named_bias_is_added_to_the_scores_whatever_an_encoder_sees(kind: str, behind: int, ahead: int) -> None:
+    bias = RNG.standard_normal((BATCH, 1, SEQ, SEQ)).astype(np.float32)
+    bias[:, :, :, 5] = -np.inf  # as at padding
+    flow = ModelFlow("biased").input("x", X.shape).input("bias", bias.shape).stage(BiasedAttention(kind))
+    (found,) = rlx.compile(flow.build().module).run({"x": X, "bias": bias})
+    back = np.arange(SEQ)[:, None] - np.arange(SEQ)
+    x = X.astype(np.float64)
+    scores = np.einsum("bqd,bkd->bqk", x, x) / np.sqrt(HIDDEN) + bias[:, 0]
+    scores = np.where((back <= behind) & (back >= -ahead), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, weights @ x, rtol=2e-5, atol=2e-6)

@@ -119,6 +119,13 @@ def test_a_length_that_is_seen_at_run_time_is_checked_then(stage: FlowStage, dev
         run(x=X, attention_mask=np.ones((2, 6), np.float32))
 
 
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_ragged_tokens_have_no_lengths(stage: FlowStage) -> None:
+    flow = ModelFlow("f").input("tokens", ("batch", "seq"), "i32").kv_cache(1, 2, 4).ragged()
+    with pytest.raises(GraphError, match=r"length of sequences take tokens \[batch, seq\], found ragged ones"):
+        flow.embed("table").stage(stage).build({"table": np.zeros((9, 8), np.float32)})
+
+
 def test_short_sequences_need_no_long_table() -> None:
     ModelFlow("f").input("x", (2, 6, 8)).stage(RopeSwitch(COS[:9], SIN[:9], 8)).stage(ATTENTION).build(W)
 

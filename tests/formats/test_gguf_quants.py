@@ -13,6 +13,7 @@ from rlx.dtypes import BF16, F16, F32, F64, FLOAT8_PACKED, GGUF_PACKED, I8, I16,
 from rlx.errors import FormatError
 from rlx.formats import iq_tables
 from rlx.formats.gguf_quants import BLOCK_TYPES, GGUF_TYPES, dequantise
+from rlx.formats.quant_blocks import Position, decode
 from rlx.formats.tensor_file import F8E4M3, F8E5M2
 
 NO_READER = ("q8_k", "q8_1", "q1_0", "q2_0")  # types that `gguf.quants` does not read
@@ -182,3 +183,8 @@ def test_grids_are_sets_of_numbers_in_order() -> None:
 
 def test_nothing_decodes_to_nothing() -> None:
     assert dequantise(b"", BLOCK_TYPES["q4_k"], 0).shape == (0,)
+
+
+def test_a_type_without_blocks_has_no_decoder() -> None:
+    with pytest.raises(FormatError, match="blocks of f16: no decoder is known"):
+        decode(F16, None, Position.of(0))  # type: ignore[arg-type]  # nothing is read

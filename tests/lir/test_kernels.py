@@ -32,7 +32,7 @@ KERNELS: dict[str, tuple[Kernel, str, str]] = {
     "attention": (ATTENTION, "q k v mask", "out"),
     "with lse": (AttentionKernel(F32, 16, 16, 2, "none", 0, 0.25, 0.0, None, lse=True), "q k v mask", "out lse"),
     "cached": (
-        AttentionKernel(F32, 16, 16, 2, "causal", 0, 1.0, 0.0, None, cached=True),
+        AttentionKernel(F32, 16, 16, 2, "causal", 0, 1.0, 0.0, None, page=64),
         "q k v positions table",
         "out",
     ),
@@ -60,6 +60,15 @@ def test_a_layout_of_integers_says_what_is_multiplied(storage: str, found: str) 
     w = TensorType((64, 512), dtype(storage))
     layouts = [AVX512.layout(F32, w, rounded=rounded) for rounded in (True, False)]
     assert [MatmulKernel(F32, layout, 1, None, ()).arithmetic() for layout in layouts] == [found, "f32"]
+
+
+def test_a_field_that_text_leaves_out_has_its_default() -> None:
+    """A record may gain fields without breaking saved texts."""
+    text = kernel_text(ATTENTION)
+    assert ", page 0" in text and ", ragged false" in text
+    assert parse_kernel(text.replace(", page 0", "").replace(", ragged false", "")) == ATTENTION
+    with pytest.raises(ParseError, match="line 2: fields are missing: group"):
+        parse_kernel(text.replace(", group 2", ""))
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------

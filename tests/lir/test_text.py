@@ -216,6 +216,17 @@ def test_broken_text_is_refused_with_its_line(change: Callable[[str], str], mess
         Program.parse(change(GOOD))
 
 
+def test_comments_and_blank_lines_are_left_out() -> None:
+    commented = GOOD.replace("\n", '  # a "note"\n\n')
+    assert Program.parse("# first\n" + commented) == Program.parse(GOOD)
+
+
+def test_an_attribute_that_is_broken_is_refused_with_the_line_of_the_program() -> None:
+    broken = GOOD.replace("x0 = view x: f32[n]", 'x0 = view x: f32[n] strides ("a\\q", 1)')
+    with pytest.raises(ParseError, match=r"^LIR text: line 5: .* is not a string"):
+        Program.parse(broken)
+
+
 @given(st.data())
 @examples(200)
 def test_mutated_text_is_read_or_refused(data: st.DataObject) -> None:

@@ -193,7 +193,7 @@ def test_a_gradient_keeps_one_state_for_each_chunk() -> None:
     program = f.plan.main
     assert not program.controls
     named = [launch.kernel.name for launch in program.launches]
-    assert named.count("gated_delta_net_kept_chunks") == named.count("gated_delta_net_backward") == 1
+    assert named.count("gated_delta_net_with_states_chunks") == named.count("gated_delta_net_backward") == 1
     sizes = [b.type.bytes for b in program.buffers.values()]
     largest = [max(rlx.types.evaluate(x, {"batch": 1, "seq": seq}) for x in sizes) for seq in (50 * CHUNK, 100 * CHUNK)]
     assert largest == [4 * heads * n * n * 50, 4 * heads * n * n * 100]

@@ -516,8 +516,9 @@ def test_a_step_is_two_launches_and_the_same_ones_for_all_sizes() -> None:
     assert [x.kernel.kind for x in executable.program.launches] == ["loops", "attention"]
     assert executable.program.launches[0].barrier
     kernel = executable.program.launches[1].kernel
-    assert isinstance(kernel, AttentionKernel) and kernel.cached and kernel.cache_dtype is None
-    assert "cache of f32" in run.plan.main.text()
+    assert isinstance(kernel, AttentionKernel) and kernel.cache_dtype is None
+    assert kernel.page == run.target.kv_layout.page
+    assert "cache of f32 in pages of 64" in run.plan.main.text()
 
 
 # -- types ------------------------------------------------------------------------------------------------------------

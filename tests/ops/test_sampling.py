@@ -12,10 +12,10 @@ from targets import AVX512, supported
 
 import rlx
 from rlx.backends.base import kernels_compiled
-from rlx.engine.sampler import Sampler, Sampling, log_probabilities
+from rlx.engine.sampler import Sampler, Sampling
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
-from rlx.sampling import candidates, token_weights
+from rlx.sampling import candidates, log_probabilities, token_weights
 from rlx.transforms import vmap
 
 Array = np.ndarray[Any, Any]
@@ -24,15 +24,18 @@ SETTINGS = {"temperature": "f32", "top_k": "i32", "top_p": "f64", "min_p": "f32"
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-def graph(vocab: int | str, *, allowed: str = "", history: int | str = 0) -> rlx.Graph:
-    """One `sample_tokens` of inputs; `allowed` is the element type of the mask, `history` how many tokens it has."""
+def graph(vocab: int | str, *, allowed: str = "", words: str = "", history: int | str = 0) -> rlx.Graph:
+    """One `sample_tokens` of inputs; `allowed` is the element type of the mask, `history` how many tokens it has.
+
+    `words` names the number of words of a mask that may end before the vocabulary does.
+    """
     g = rlx.Graph("sample")
     operands: list[rlx.Value | None] = [g.input("logits", ("rows", vocab)), g.input("uniform", ("rows",), "f64")]
     operands += [g.input(name, ("rows",), dtype) for name, dtype in SETTINGS.items()]
     if allowed:
         assert isinstance(vocab, int)
-        words = -(-vocab // (8 * rlx.dtype(allowed).size))
-        operands.append(g.input("allowed", ("rows", words), allowed))
+        width = words or -(-vocab // (8 * rlx.dtype(allowed).size))
+        operands.append(g.input("allowed", ("rows", width), allowed))
     if history:
         operands += [None] * (not allowed)
         operands += [g.input("history", ("rows", history), "i32"), g.input("prompt_length", ("rows",), "i32")]
@@ -213,6 +216,20 @@ def test_of_equals_a_nucleus_has_the_lower_ids(device: str, top_p: float) -> Non
     np.testing.assert_allclose(scores, -math.log(vocab), rtol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.5, 2.0])
+@pytest.mark.parametrize("steps", [0, 64])
+def test_a_nucleus_of_thousands_of_tokens_is_that_of_the_reference(spread: float, steps: int) -> None:
+    """Nearly uniform logits, also with many equals: thousands of weights are as heavy as the last of a nucleus."""
+    vocab, rng = 12_345, np.random.default_rng(9)
+    top_p = np.array([1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 2**-40])
+    logits = rng.standard_normal((len(top_p), vocab), np.float32) * np.float32(spread)
+    logits = np.round(logits * steps) / np.float32(steps) if steps else logits
+    for uniform in (0.0, 0.37, 1 - 2**-53):
+        inputs = {"logits": logits, "uniform": np.full(len(top_p), uniform)} | settings(len(top_p), top_p=top_p)
+        tokens, _ = run(rlx.compile(graph(vocab)), inputs)
+        np.testing.assert_array_equal(tokens, rlx.compile(graph(vocab), "reference").run(inputs)[0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_equals_of_the_last_of_the_highest_stay(device: str) -> None:
     vocab, uniform = 700, np.linspace(0, 1, 20, endpoint=False)
@@ -237,6 +254,24 @@ def test_masks_are_words_of_any_integers(dtype: str) -> None:
     np.testing.assert_array_equal(tokens, np.where(keep, logits, -np.inf).argmax(1))
     tokens, _ = run(f, inputs, settings(40, temperature=9))
     assert keep[np.arange(40), tokens].all()
+
+
+@pytest.mark.parametrize("device", ["reference", *DEVICES])
+def test_tokens_behind_the_last_word_of_a_mask_are_allowed(device: str) -> None:
+    """No words allow everything, as an engine says it that has no grammar; words too many change nothing."""
+    vocab, rng = 600, np.random.default_rng(2)
+    logits = rng.standard_normal((4, vocab), np.float32)
+    f = rlx.compile(graph(vocab, allowed="i32", words="words"), device)
+    for words in (0, 1, 9, 19, 40):
+        keep = rng.random((4, 32 * words)) < 0.2
+        mask = packed_bits(keep, "i32") if words else np.zeros((4, 0), np.int32)
+        full = np.ones((4, max(vocab, 32 * words)), bool)
+        full[:, : 32 * words] = keep
+        inputs = {"logits": logits, "uniform": np.zeros(4), "allowed": mask}
+        tokens, scores = run(f, inputs, settings(4, temperature=0))
+        np.testing.assert_array_equal(tokens, np.where(full[:, :vocab], logits, -np.inf).argmax(1))
+        wanted = [log_probabilities(row)[t] for row, t in zip(logits, tokens, strict=True)]
+        np.testing.assert_allclose(scores, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)

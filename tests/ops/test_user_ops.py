@@ -11,6 +11,7 @@ import pytest
 
 import rlx
 from rlx.cli.main import main
+from rlx.dtypes import I32, I64
 from rlx.errors import GraphError, LowerError
 from rlx.ir import registry
 from rlx.lir.loops import Expr
@@ -69,6 +70,28 @@ def test_an_op_by_decomposition(device: str) -> None:
     found = of_one(lambda x: x.mish(), device, half)
     assert found.dtype == np.float16
     np.testing.assert_allclose(found.astype(float), mish(half.astype(float)), rtol=2e-3, atol=1e-3)
+
+
+@BOTH
+def test_quotients_of_indices_may_stand_anywhere_in_an_expression(device: str) -> None:
+    def loop(s: Scheduler, node: Any) -> list[View]:
+        x, y = s.view(node.operands[0]), s.result(node)
+
+        def body(e: Elements) -> tuple[tuple[()], list[Expr]]:
+            by = e.load(0).cast(I64)
+            quotient, rest = e.index(0).quot(by), e.index(1).rem(by)
+            return (), [(by > 2).select(quotient, rest).cast(I32) + e.index(1).quot(5).cast(I32)]
+
+        map_elements(s, "quotients", y.shape, [x], [y], body, keep=(0, 1))
+        return [y]
+
+    def reference(x: Any) -> Any:
+        row, column = np.indices(x.shape)
+        return (np.where(x > 2, row // x, column % x) + column // 5).astype(np.int32)
+
+    rlx.op("quotients", loop=loop, reference=reference)(same)
+    a = rng.integers(1, 6, (13, 21), dtype=np.int32)
+    np.testing.assert_array_equal(of_one(lambda x: x.quotients(), device, a), reference(a))
 
 
 @BOTH

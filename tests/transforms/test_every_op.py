@@ -27,6 +27,12 @@ def is_packed(sample: Sample) -> bool:
     return any(o is not None and rlx.dtype(o.dtype).is_packed for o in sample.operands)
 
 
+def refused_operand(op: OpDef, sample: Sample) -> bool:
+    """Whether a sample has an operand that nothing is differentiated beside."""
+    given = zip(op.schema.operands, sample.operands, strict=False)
+    return any(o is not None and name in rule_tables.NO_DERIVATIVE_WITH.get(op.name, ()) for name, o in given)
+
+
 def smooth_samples(op: OpDef) -> Iterator[tuple[int, Sample]]:
     """Samples that have derivatives to look at."""
     for i, sample in enumerate(op.samples):
@@ -36,7 +42,9 @@ def smooth_samples(op: OpDef) -> Iterator[tuple[int, Sample]]:
             continue
         if op.name in ("depthwise_conv1d_causal_carry", "cached_self_attention"):  # have none
             continue
-        if op.group == "recurrent" and len(sample.operands) == len(op.schema.operands):  # carries on a convolution
+        if refused_operand(op, sample):
+            continue
+        if "conv_state" in op.schema.operands[: len(sample.operands)]:  # carries on a convolution
             continue
         if str(sample.attrs.get("dtype")) in NARROW or (op.name == "dequant_matmul" and is_packed(sample)):
             continue
@@ -98,6 +106,15 @@ def test_an_op_without_derivative_says_why(op: str) -> None:
         with pytest.raises(GraphError, match=rf"{op}: has no derivative, .*training") as caught:
             transform(case.graph, case.floats)
         assert any("test_every_op" in n or "numeric.py" in n for n in caught.value.notes)
+
+
+@pytest.mark.parametrize("op", sorted(rule_tables.NO_DERIVATIVE_WITH))
+def test_an_op_without_derivative_beside_an_operand_says_why(op: str) -> None:
+    definition = registry.get(op)
+    case = sample_case(op, next(s for s in definition.samples if refused_operand(definition, s)))
+    for transform in (jvp, vjp):
+        with pytest.raises(GraphError, match=rf"{op}: has no derivative, .*rows.*training"):
+            transform(case.graph, case.floats)
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlx.errors import BindError, KernelError
-from rlx.lir.kernels import BEYOND_CAPACITY, OUT_OF_RANGE, OUT_OF_STEPS, OUTSIDE_POOL, OUTSIDE_TABLE, UNFIT_SIZES
+from rlx.lir.kernels import (
+    BEYOND_CAPACITY,
+    OUT_OF_RANGE,
+    OUT_OF_STEPS,
+    OUTSIDE_POOL,
+    OUTSIDE_STATES,
+    OUTSIDE_TABLE,
+    UNFIT_SIZES,
+)
 from rlx.lir.program import Assertion, Launch, Program
 from rlx.types import evaluate
 
@@ -13,6 +21,7 @@ TEXTS = {
     OUT_OF_RANGE: "an index lies outside the axis it selects from",
     BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
     OUTSIDE_TABLE: "a row number lies outside the table of a cache",
+    OUTSIDE_STATES: "a row number lies outside the states of a cache",
     OUTSIDE_POOL: "a page number in the table of a cache lies outside its pool of pages",
     OUT_OF_STEPS: "its condition still holds after max_steps",
 }

@@ -35,6 +35,7 @@ from rlx.inspect.links import link_text
 from rlx.inspect.page import graph_columns, graph_page
 from rlx.inspect.profiler import Report
 from rlx.ir.graph import Graph
+from rlx.ir.provenance import Origin, built_from
 from rlx.lir import memory
 from rlx.lir.program import Launch, Program, launch_text
 from rlx.lir.views import View
@@ -129,7 +130,8 @@ def load(path: Path) -> Graph:
         raise NotFoundError(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: cannot be read: {error}") from error
-    return Graph.parse(text).verify()
+    with built_from(Origin(str(path))):
+        return Graph.parse(text).verify()
 
 
 def phase_sizes(batch: int, seq: int, past: int = 0, symbols: Iterable[str] = ()) -> dict[str, int]:

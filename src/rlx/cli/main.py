@@ -15,6 +15,7 @@ import rlx
 from rlx.cli import console
 from rlx.cli.console import BAD_FILE, FAILED, INTERRUPTED, NO_MEMORY, NOT_FOUND, OK, USAGE, UsageError, note
 from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
+from rlx.ir.provenance import Origin, added_at
 
 COMMANDS = (
     "run", "embed", "pull", "models", "show", "rm", "export", "inspect", "tour", "ops", "stages", "verify", "bench",
@@ -66,7 +67,8 @@ def _main(argv: Sequence[str] | None) -> int:
             print(f"rlx {rlx.__version__}")
             return OK
         arguments = parser(first if first in COMMANDS else None).parse_args(words)
-        code = int(arguments.run(arguments))
+        with added_at(Origin(f"rlx {first}"), sys._getframe()):  # not the script that calls `main`
+            code = int(arguments.run(arguments))
         if sys.stdout is not None:
             sys.stdout.flush()  # what cannot be written is found here, not when Python ends
         return code

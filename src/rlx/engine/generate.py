@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.kv_cache import SPARE, CacheStore, KvCache
-from rlx.engine.sampler import BatchSampling, Sampler, log_probabilities, most_likely, no_token, operand_input, shown
+from rlx.engine.sampler import BatchSampling, Sampler, most_likely, no_token, operand_input, shown
 from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
@@ -295,7 +295,7 @@ class Sequence:
         self.sampler.accept(token)
         self.tokens.append(token)
         if self.logprobs is not None:
-            self.logprobs.append(_logprob(pick.logits[: self.vocab], token, self._top))
+            self.logprobs.append(_logprob(pick, self.vocab, self._top))
         self._last_token = perf_counter()
         if token in self._stop_ids:
             return self._end("stop")
@@ -340,9 +340,12 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _logprob(logits: Array, token: int, count: int) -> Logprob:
-    values = log_probabilities(logits)
-    return Logprob(token, float(values[token]), [(i, float(values[i])) for i in most_likely(values, count)])
+def _logprob(pick: Pick, vocab: int, count: int) -> Logprob:
+    """That of the token comes from the graph, and with it the sum of exponentials, by which others follow."""
+    logits = pick.logits[:vocab]
+    log_sum = float(logits[pick.token]) - pick.logprob
+    top = [(i, pick.logprob if i == pick.token else float(logits[i]) - log_sum) for i in most_likely(logits, count)]
+    return Logprob(pick.token, pick.logprob, top)
 
 
 def generate_loop(

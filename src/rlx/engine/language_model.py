@@ -200,7 +200,7 @@ class LanguageModel(Model):
         `max_tokens` limits the length (None: as long as the context allows). If the context has less room than that,
         the text is cut there and a warning is logged. The text ends before the first `stop` string. `logprobs=n`
         returns the n likeliest tokens at each position. The other keywords are those of `Sampling`: temperature, top_k,
-        top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
+        top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, allowed, seed.
         """
         self._check_usable()
         many = _is_batch(prompt)

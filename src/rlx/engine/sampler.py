@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -18,8 +18,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import dtype
 from rlx.errors import KernelError, RequestError, nearest, shortened
-from rlx.sampling import NO_TOKEN, highest_places
-from rlx.sampling import log_probabilities as log_probabilities
+from rlx.sampling import NO_TOKEN, highest_places, mask_words
 
 MOST = 1e30  # of bias and penalties: what float32 holds even when they come together
 
@@ -46,6 +45,10 @@ FOREIGN_NAMES = {
 }  # fmt: skip
 
 
+# A bitmask of tokens, or what returns one (None: all tokens) for the tokens that were picked so far.
+Allowed = Array | Callable[[Sequence[int]], Array | None]
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are picked. Defaults are greedy.
@@ -53,6 +56,10 @@ class Sampling:
     The repetition penalty counts prompt and answer, as in Hugging Face; the frequency and presence penalties count
     what was picked, as in the OpenAI API. `logit_bias` is added first: -inf bans a token. Without a temperature,
     `top_k`, `top_p` and `min_p` are refused: the likeliest token is picked whatever they say.
+
+    `allowed` restricts the next token, as a grammar does: 32-bit words in which token t is bit t mod 32 of word t div
+    32 (`rlx.sampling.token_bits` makes them), or a function that gets the tokens picked so far before each step and
+    returns such words, or None where all tokens are allowed.
     """
 
     temperature: float | None = None  # None: 0
@@ -63,6 +70,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed: Allowed | None = field(default=None, compare=False)
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +90,8 @@ class Sampling:
                     )
         if self.seed is not None and (not _is_index(self.seed) or not 0 <= self.seed < 2**128):
             raise RequestError(f"sampling: seed is {shown(self.seed)}, expected a whole number from 0, below 2**128")
+        if self.allowed is not None and not callable(self.allowed):
+            object.__setattr__(self, "allowed", _as_words(self.allowed))
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"sampling: logit_bias is {shown(self.logit_bias)}, expected a mapping from token ids")
         for token, bias in self.logit_bias.items():
@@ -122,6 +132,21 @@ def _number(value: Any) -> float:
         return math.nan
 
 
+def _as_words(mask: Any, vocab: int | None = None) -> Array:
+    """A bitmask of tokens as i32 words, checked."""
+    words = np.asarray(mask)
+    if words.ndim != 1 or words.dtype not in (np.int32, np.uint32):
+        raise RequestError(
+            f"sampling: allowed is {words.dtype} {list(words.shape)}, expected 32-bit words [vocabulary / 32]",
+            hint="rlx.sampling.token_bits(tokens, vocabulary) makes them",
+        )
+    if vocab is not None and len(words) != mask_words(vocab):
+        raise RequestError(
+            f"sampling: allowed has {len(words)} words, the vocabulary of {vocab} tokens takes {mask_words(vocab)}"
+        )
+    return words.view(np.int32)
+
+
 def _is_index(value: Any) -> bool:
     try:
         operator.index(value)
@@ -136,11 +161,18 @@ class Sampler:
     def __init__(
         self, settings: Sampling, prompt: Sequence[int] = (), vocab: int | None = None, scored: bool = False
     ) -> None:
+        if vocab is None and settings.allowed is not None:
+            raise RequestError("sampling: allowed needs the size of the vocabulary")
         self.settings = settings
         self.scored = scored  # whether somebody reads log-probabilities
         for token in settings.logit_bias:
             if vocab is not None and not 0 <= token < vocab:
                 raise RequestError(f"sampling: logit_bias has token {shown(token)}, the vocabulary has {vocab} tokens")
+        self.vocab = vocab or 0
+        self._fixed_mask = None
+        if settings.allowed is not None and not callable(settings.allowed):
+            self._fixed_mask = _as_words(settings.allowed, vocab)
+        self._picked: list[int] = []  # for a function that says which tokens may follow
         self.seed = _fresh_seed() if settings.seed is None else int(settings.seed)
         self._random = np.random.Generator(np.random.Philox(self.seed)) if settings.temperature else None
         repeats = settings.repetition_penalty != 1
@@ -152,20 +184,30 @@ class Sampler:
         """The random number of the next token; greedy ones need none."""
         return 0.0 if self._random is None else self._random.random()
 
+    def allowed(self) -> Array | None:
+        """The bitmask of the next token; None allows all."""
+        if callable(self.settings.allowed):
+            mask = self.settings.allowed(self._picked)
+            return None if mask is None else _as_words(mask, self.vocab)
+        return self._fixed_mask
+
     def accept(self, token: int) -> None:
         """A token was picked."""
         if self._keeps_history:
             self.history.append(token)
+        if callable(self.settings.allowed):
+            self._picked.append(token)
 
 
 # Operands of `sample_tokens` after the logits, in its order: element type, and what the second axis counts.
 OPERANDS: dict[str, tuple[str, str | None]] = {
     "uniform": ("f64", None), "temperature": ("f32", None), "top_k": ("i32", None), "top_p": ("f64", None),
-    "min_p": ("f32", None), "history": ("i32", "history"), "prompt_length": ("i32", None),
-    "repetition_penalty": ("f32", None), "frequency_penalty": ("f32", None), "presence_penalty": ("f32", None),
-    "bias_tokens": ("i32", "bias"), "bias": ("f32", "bias"), "scored": ("i32", None),
+    "min_p": ("f32", None), "allowed": ("i32", "allowed"), "history": ("i32", "history"),
+    "prompt_length": ("i32", None), "repetition_penalty": ("f32", None), "frequency_penalty": ("f32", None),
+    "presence_penalty": ("f32", None), "bias_tokens": ("i32", "bias"), "bias": ("f32", "bias"), "scored": ("i32", None),
 }  # fmt: skip
 GREEDY = Sampling()
+ALL_BITS = -1  # a word of a bitmask that allows its tokens
 HISTORY_STEP = 256  # a history grows by so many tokens at once: another width is another shape to bind
 
 
@@ -188,10 +230,13 @@ class BatchSampling:
         longest = max((len(s.history) for s in rows if s is not None), default=0)
         if rows != self._samplers or longest > self._arrays[operand_input("history")].shape[1]:
             self._allocate(rows, longest)
-        uniform, history = (self._arrays[operand_input(name)] for name in ("uniform", "history"))
+        uniform, allowed, history = (self._arrays[operand_input(name)] for name in ("uniform", "allowed", "history"))
         for row, sampler in enumerate(rows):
             if sampler is not None:
                 uniform[row] = sampler.uniform()
+                if sampler.settings.allowed is not None:
+                    mask = sampler.allowed()
+                    allowed[row] = ALL_BITS if mask is None else mask
                 tokens, written = sampler.history, self._written[row]
                 if written < len(tokens):
                     history[row, written : len(tokens)] = tokens[written:]
@@ -202,11 +247,14 @@ class BatchSampling:
         settings = [GREEDY if s is None else s.settings for s in rows]
         widths = {"history": -(-longest // HISTORY_STEP) * HISTORY_STEP}
         widths["bias"] = max(len(s.logit_bias) for s in settings)
+        masked = [s.vocab for s in rows if s is not None and s.settings.allowed is not None]
+        widths["allowed"] = mask_words(max(masked, default=0))
         arrays: dict[str, Array] = {}
         for name, (kind, width) in OPERANDS.items():
             shape = (len(rows),) if width is None else (len(rows), widths[width])
             arrays[name] = np.zeros(shape, dtype(kind).numpy)
         arrays["history"][:] = arrays["bias_tokens"][:] = NO_TOKEN
+        arrays["allowed"][:] = ALL_BITS
         for row, (sampler, s) in enumerate(zip(rows, settings, strict=True)):
             for name in ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
                 arrays[name][row] = getattr(s, name)
@@ -224,7 +272,7 @@ def no_token(logits: Array) -> RequestError | KernelError:
     """Why the sampler found no token to pick from these logits."""
     highest = float(logits.max())
     if highest < math.inf:
-        return RequestError("sampling: no token is left to pick", hint="logit_bias bans them all")
+        return RequestError("sampling: no token is left to pick", hint="logit_bias or allowed bans them all")
     hint = "the file may be damaged (rlx verify), or what is kept of it for fast starts (rlx cache --verify)"
     return KernelError(f"sampling: the highest logit of the model is {highest}", hint=hint)
 

@@ -1,6 +1,6 @@
 """The decoder's graph with the sampler behind its logits: each call picks the next token of every row.
 
-Settings, random numbers and histories are inputs (`sampler.BatchSampling` fills them); tokens and their
+Settings, random numbers, masks and histories are inputs (`sampler.BatchSampling` fills them); tokens and their
 log-probabilities are the last two outputs.
 """
 
@@ -32,12 +32,6 @@ def with_sampler(built: BuiltModel, vocab: int) -> BuiltModel:
     for name, (kind, width) in OPERANDS.items():
         shape = (rows,) if width is None else (rows, f"sampling_{width}")
         operands[name] = copy.input(operand_input(name), shape, kind)
-    picked = copy.build("sample_tokens", [logits, *_in_order(operands)], {}).results
+    picked = copy.build("sample_tokens", [logits, *operands.values()], {}).results
     copy.set_outputs([*outputs, *picked])
     return replace(built, module=copy, output_names=[*built.output_names, *OUTPUTS])
-
-
-def _in_order(operands: dict[str, Value]) -> list[Value | None]:
-    """As the op takes them. No caller restricts tokens by a mask: a ban is a bias of -inf."""
-    before, after = list(operands.values())[:5], list(operands.values())[5:]
-    return [*before, None, *after]

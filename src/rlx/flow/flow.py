@@ -36,7 +36,7 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
 from rlx.target import KvLayout
-from rlx.types import ShapeLike, TensorType, tensor
+from rlx.types import ShapeLike, TensorType, dim, sym, tensor
 
 if TYPE_CHECKING:
     from rlx.runtime.variants import ModelExecutionConfig
@@ -209,6 +209,7 @@ class ModelFlow(StageList):
     output_name: str = "output"
     cache: KvCacheSpec | None = field(default=None)
     layout: KvLayout | None = None  # of the cache
+    is_ragged: bool = False  # tokens are [tokens], with the row of each
     extra_names: tuple[str, ...] = ()
     side: tuple[SideOutputs, ...] = ()
     extensions: tuple[Extension, ...] = ()
@@ -273,6 +274,25 @@ class ModelFlow(StageList):
     def kv_cache(self, layers: int, kv_heads: int = 0, head_dim: int = 0) -> Self:
         """Layers keep keys and values in a cache that the runtime owns, or, without heads, only recurrent states."""
         return replace(self, cache=KvCacheSpec(layers, kv_heads, head_dim))
+
+    def ragged(self) -> Self:
+        """Take tokens of any sequences of the cache in one call: `[tokens]` in place of `[batch, seq]`.
+
+        The first input and `positions` are `[tokens]`, and another input `rows` `[tokens]` has the sequence of each:
+        its row in tables and recurrent states. Tokens of a sequence are in order, those of different ones may
+        interleave. Values are `[1, tokens, ...]`.
+        """
+        if self.cache is None or not self.inputs:
+            missing = "input" if self.cache is not None else "cache"
+            raise GraphError(f"flow {self.name!r}: has no {missing}, so its tokens have no rows", hint="call kv_cache")
+        (first, shape, kind), *others = self.inputs
+        batched = [name for name, other, _ in others if sym.BATCH in other or sym.SEQ in other]
+        if shape != (sym.BATCH, sym.SEQ) or batched:
+            name, found = (batched[0], "a batch") if batched else (first, f"shape {shape}")
+            raise GraphError(f"flow {self.name!r}: input {name!r} has {found}, expected tokens [batch, seq] alone")
+        tokens = (dim("tokens"),)
+        inputs = ((first, tokens, kind), ("rows", tokens, "i32"), *others)
+        return replace(self, inputs=inputs, is_ragged=True)
 
     def cache_dtype(self, name: str) -> Self:
         """Keys and values are rounded to this type before they are attended to."""
@@ -341,8 +361,11 @@ class ModelFlow(StageList):
             ctx.input(name, shape, kind)
         if self.cache is not None:
             layout = self.layout or Session().target.kv_layout
-            ctx.state.cache = CacheBindings(graph, replace(self.cache, layout=layout))
+            rows = ctx.flow_input("rows").id if self.is_ragged else None
+            ctx.state.cache = CacheBindings(graph, replace(self.cache, layout=layout), token_rows=rows)
         value: FlowValue | None = ctx.flow_input(self.inputs[0][0])
+        if self.is_ragged and value is not None:
+            value = value.reshape(1, *value.shape)
         value = emit_all(ctx, self.stages, value, self.places_of(self.stages))
         if ctx.state.residuals:
             saved = ctx.state.residuals[-1].id

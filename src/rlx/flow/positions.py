@@ -24,6 +24,8 @@ def has_positions(ctx: FlowCtx) -> bool:
 
 def token_positions(ctx: FlowCtx, x: Value) -> Value:
     """[batch, seq]: an input where a cache or the flow asks for it, else counted from 0."""
+    if ctx.state.cache is not None and ctx.state.cache.token_rows is not None:
+        return ctx.input("positions", x.shape[1:2], "i32").reshape(*x.shape[:2])  # ragged: a batch of one
     if has_positions(ctx):
         return ctx.input("positions", x.shape[:2], "i32")
     return default_positions(ctx.hir(), x.shape[0], x.shape[1])

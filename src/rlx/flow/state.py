@@ -92,6 +92,7 @@ class CacheBindings:
     tables: dict[int, Value] = field(default_factory=dict)  # of pages, by window
     states: dict[str, tuple[int, ...]] = field(default_factory=dict)  # recurrent ones, sizes for one sequence
     lengths: list[tuple[int, bool]] = field(default_factory=list)  # that RoPE depends on
+    token_rows: Value | None = None  # of ragged tokens, the sequence that each belongs to
 
     def attend(
         self, layer: int, q: Value, k: Value, v: Value, positions: Value, *, mask_kind: str,
@@ -109,25 +110,30 @@ class CacheBindings:
         table, keys, values = self.leaves(layer, window)
         axes = {"key_axes": self.spec.axes("keys"), "value_axes": self.spec.axes("values")}
         operands = q, k, v, keys, values, positions, table
-        how = {"mask_kind": mask_kind} | axes | rotation_and_scale
+        how = {"mask_kind": mask_kind, "token_rows": self.token_rows} | axes | rotation_and_scale
         return self.graph.one("cached_self_attention", *operands, **how)
+
+    @property
+    def sequences(self) -> Size:
+        """How many sequences the cache holds: one per batch entry, or as many as ragged tokens have rows."""
+        return sym.BATCH if self.token_rows is None else dim("rows")
 
     def leaves(self, layer: int, window: int) -> tuple[Value, Value, Value]:
         """The table that layers of one window share, and the pools of keys and values of a layer."""
         spec, kind, pages = self.spec, dtype(self.spec.dtype), dim(f"pages{window}" if window else "pages")
         if window not in self.tables:
             blocks = dim(f"ring{window}" if window else "blocks")
-            self.tables[window] = self.graph.input(table_name(window), (sym.BATCH, blocks), "i32")
+            self.tables[window] = self.graph.input(table_name(window), (self.sequences, blocks), "i32")
         keys = self.graph.state(f"keys.{layer}", spec.pool_shape("keys", pages), kind)
         values = self.graph.state(f"values.{layer}", spec.pool_shape("values", pages), kind)
         return self.tables[window], keys, values
 
     def state(self, name: str, shape: tuple[int, ...]) -> Value:
-        """A recurrent state `[batch, *shape]`, for an op that carries it on: that op writes it in place."""
+        """A recurrent state `[sequences, *shape]`, for an op that carries it on: that op writes it in place."""
         if name in self.states:
             raise GraphError(f"kv_cache: there is a state {name!r} already", hint="each layer has names of its own")
         self.states[name] = shape
-        return self.graph.state(name, (sym.BATCH, *shape))
+        return self.graph.state(name, (self.sequences, *shape))
 
     @property
     def bound(self) -> KvCacheSpec:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlx.dtypes import F32, DType
-from rlx.errors import LowerError
+from rlx.errors import FormatError
 
 Number = Any  # a NumPy array or an expression: integers of 32 bits, or f32
 Int = Any  # a number that is known, or one of those
@@ -205,5 +205,5 @@ def decode(storage: DType, block: Reader, position: Position) -> Number:
 
         DECODERS.update(WITH_TABLES)
     if storage.name not in DECODERS:
-        raise LowerError(f"blocks of {storage}: no decoder is known", hint="known: " + ", ".join(DECODERS))
+        raise FormatError(f"blocks of {storage}: no decoder is known", hint="known: " + ", ".join(DECODERS))
     return DECODERS[storage.name](block, position)

@@ -10,6 +10,7 @@ from rlx.errors import GraphError, ShapeError
 from rlx.hir.activations import activate, check_known
 from rlx.hir.blocks import check_shapes, linear_type, one_type, wide
 from rlx.hir.lower import apply_activation, default_positions, lowering, place, project, read
+from rlx.hir.ragged import check_token_rows, without_batch
 from rlx.ir.graph import Value
 from rlx.ir.registry import HIR, TAKES_PACKED, f32, i32, op, sample
 from rlx.ops.attention import attention, split_mask
@@ -217,6 +218,8 @@ _CACHE = (*_POOLS, *_TOKENS)
         sample(*_HEADS, *_CACHE, *_TABLES, softcap=5.0), sample(*_HEADS, *_CACHE, mask_kind="sliding(3)", scale=0.3),
         sample(*_HEADS, *_CACHE, *_TABLES, i32(2, 5, low=0, high=70), style="pairs"),
         sample(*_HEADS, f32(2, 5, 8, 32), f32(2, 5, 32, 8), *_TOKENS, *_TABLES, key_axes="hpds", value_axes="hpsd"),
+        sample(f32(1, 6, 4, 8), f32(1, 6, 2, 8), f32(1, 6, 2, 8), *_CACHE[:2], i32(1, 6, low=-1, high=32), _CACHE[3],
+               *_TABLES, None, i32(6, low=0, high=2)),
     ],
 )  # fmt: skip
 def cached_self_attention(
@@ -230,6 +233,7 @@ def cached_self_attention(
     cos: TensorType | None = None,
     sin: TensorType | None = None,
     rows: TensorType | None = None,
+    token_rows: TensorType | None = None,
     *,
     mask_kind: str = "causal",
     scale: float | None = None,
@@ -241,36 +245,45 @@ def cached_self_attention(
     """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
     `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
-    place; with a window they are ring buffers.
+    place; with a window they are ring buffers. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
+    `token_rows` has the row of the table of each.
     """
     where = "cached_self_attention"
     _check_heads(where, q, k, v)
     _check_rotation(where, (q, k), cos, sin, positions if rows is None else rows, style)
-    ring = split_mask(mask_kind)[1] > 0
+    ring, tokens = split_mask(mask_kind)[1] > 0, (q, k, v, positions)
+    if token_rows is not None:
+        check_token_rows(where, q, token_rows)
+        tokens = tuple(t.with_shape(*t.shape[1:]) for t in tokens)  # type: ignore[assignment]
     keys, values = (
-        one_type(kv_append.rule(pool, new, positions, table, axes=axes, ring=ring))
-        for pool, new, axes in ((keys, k, key_axes), (values, v, value_axes))
+        one_type(kv_append.rule(pool, new, tokens[3], table, token_rows, axes=axes, ring=ring))
+        for pool, new, axes in ((keys, tokens[1], key_axes), (values, tokens[2], value_axes))
     )
     how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
     how |= {"key_axes": key_axes, "value_axes": value_axes}
-    seen = one_type(cached_attention.rule(q, keys, values, positions, table, **how))
-    return q.with_shape(*q.shape[:2], q.shape[2] * seen.shape[3])
+    seen = one_type(cached_attention.rule(tokens[0], keys, values, tokens[3], table, token_rows, **how))
+    return q.with_shape(*q.shape[:2], q.shape[2] * seen.shape[-1])
 
 
 @lowering("cached_self_attention")
 def _(
     q: Value, k: Value, v: Value, keys: Value, values: Value, positions: Value, table: Value, cos: Value | None,
-    sin: Value | None, rows: Value | None, *, mask_kind: str, scale: float | None, softcap: float | None, style: str,
-    key_axes: str, value_axes: str,
+    sin: Value | None, rows: Value | None, token_rows: Value | None, *, mask_kind: str, scale: float | None,
+    softcap: float | None, style: str, key_axes: str, value_axes: str,
 ) -> Value:  # fmt: skip
     graph, ring = q.graph, split_mask(mask_kind)[1] > 0
     q, k = (rotate_heads(x, cos, sin, rows, positions, style) for x in (q, k))
     table, keys, values = place(table), place(keys), place(values)
-    keys = graph.one("kv_append", keys, k, positions, table, axes=key_axes, ring=ring)
-    values = graph.one("kv_append", values, v, positions, table, axes=value_axes, ring=ring)
+    lead = q.shape[:2]
+    if token_rows is not None:
+        q, k, v, positions = (without_batch(x) for x in (q, k, v, positions))
+    places = positions, table, token_rows
+    keys = graph.one("kv_append", keys, k, *places, axes=key_axes, ring=ring)
+    values = graph.one("kv_append", values, v, *places, axes=value_axes, ring=ring)
     how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
     how |= {"key_axes": key_axes, "value_axes": value_axes}
-    return join_heads(graph.one("cached_attention", q, keys, values, positions, table, **how))
+    seen = graph.one("cached_attention", q, keys, values, *places, **how)
+    return join_heads(seen if token_rows is None else seen.reshape(*lead, *seen.shape[1:]))
 
 
 # -- feed-forwards ----------------------------------------------------------------------------------------------------

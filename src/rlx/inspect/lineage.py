@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from rlx.fork_safe_locks import cached_property
 from rlx.hir.lower import lower
-from rlx.ir.graph import Graph, Node
+from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.passes import record_graphs
 from rlx.ir.provenance import Origin
-from rlx.ir.rewrite import Rewriter
+from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.lir.program import Program
 from rlx.module import LirModule, plan_lir
 from rlx.profile import CompileProfile
@@ -97,14 +97,13 @@ def lowered_blocks(graph: Graph, profile: CompileProfile | None = None) -> tuple
 
 def _marked(graph: Graph, mark: str = "") -> Graph:
     """The graph again, with marks for origins; inside a body all nodes have the mark of the node around it."""
-    rewriter = Rewriter(graph, "lineage")
-    for node in graph.nodes:
+
+    def marked(rewriter: Rewriter, node: Node) -> tuple[Value, ...]:
         own = mark or f"#{node.id}"
         attrs = {k: _marked(v, own) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
-        made = rewriter.graph.append(node.op, rewriter.operands(node), attrs, node.types, Origin(stage=own))
-        rewriter.values.update(zip(node.results, made.results, strict=True))
-    rewriter.graph.outputs = tuple(rewriter[o] for o in graph.outputs)
-    return rewriter.graph
+        return rewriter.graph.append(node.op, rewriter.operands(node), attrs, node.types, Origin(stage=own)).results
+
+    return rebuild(graph, marked, made_by="lineage")
 
 
 def sources(node: Node) -> frozenset[int]:

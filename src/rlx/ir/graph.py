@@ -129,7 +129,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
             value = attrs.get(key, default)
             if value is registry.REQUIRED:
                 raise GraphError(f"{op}: attribute {key!r} is missing", hint=f"{op}(..., {key}=...)")
-            full[key] = _canonical(op, key, value)
+            full[key] = canonical_attr(op, key, value)
         try:
             types = registry.result_types(definition, [None if v is None else v.type for v in values], full)
             if expected is not None:
@@ -399,16 +399,16 @@ def _reshape_target(x: Value, shape: ShapeLike) -> tuple[Size, ...]:
     return tuple(sizes)
 
 
-def _canonical(op: str, key: str, value: Any) -> Any:
+def canonical_attr(op: str, key: str, value: Any) -> Any:
     """Normalises an attribute for storage: it has a text form, and equal meanings have equal forms."""
     if key == "dtype":
         return dtype(value)
     if value is None or isinstance(value, (bool, int, float, str, Dim, DType, Array, Graph, Layout)):
         return value.item() if isinstance(value, np.generic) else value  # np.float64 is a float
     if isinstance(value, (list, tuple)):  # words in a tuple are sizes: shape=("batch", 4)
-        return tuple([as_size(v) if isinstance(v, str) else _canonical(op, key, v) for v in value])
+        return tuple([as_size(v) if isinstance(v, str) else canonical_attr(op, key, v) for v in value])
     if isinstance(value, enum.Enum):
-        return _canonical(op, key, value.value)
+        return canonical_attr(op, key, value.value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

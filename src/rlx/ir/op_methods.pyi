@@ -45,12 +45,16 @@ class _Builders:
         [batch, heads, seq]. Weights are recomputed block by block: no memory grows with seq · keys.
         """
     def depthwise_conv1d_causal_carry(
-        self, x: Operand, weight: Operand, state: Operand, lengths: Operand, *, kernel_size: int, out_shape: Any = None
+        self, x: Operand, weight: Operand, state: Operand, lengths: Operand | None = None, rows: Operand | None = None,
+        *, kernel_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
         The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
         `lengths[b]` count; what comes after them is padding, and no state has it.
+
+        With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
+        [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
         """
     def ended(self, x: Operand, more: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """`x`, a result of a while loop with `max_steps`; an error at run time if `more`, its condition, still holds.
@@ -157,44 +161,6 @@ class _Builders:
         """Gaussian error linear unit by its tanh form: x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2."""
     def where(self, condition: Operand, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """`a` where the condition holds, else `b`."""
-    def grouped_matmul(self, x: Operand, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """Row i of `x` times the matrix `w[index[i]]`; other matrices are not read.
-
-        `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
-        Consecutive rows with the same index share one read of their matrix, so many rows are fastest in the order of
-        `group_rows`.
-        """
-    def group_rows(self, index: Operand, *, groups: Size | str, out_shape: Any = None) -> tuple[Value, Value, Value]:
-        """Sorts rows by group: the order of rows, its inverse, and the offset of each group.
-
-        The first result says which row comes at each place, group by group, stable within a group. The second one is its
-        inverse. Rows of group g are at places `offsets[g]` to `offsets[g + 1]`, the third result. An index outside the
-        groups is an error at run time.
-        """
-    def grouped_outer(
-        self, x: Operand, y: Operand, index: Operand, *, groups: Size | str, out_shape: ShapeLike | None = None
-    ) -> Value:
-        """Per group, the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
-
-        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros for a group without rows.
-        Each row is multiplied once. An index outside the groups is an error at run time.
-        """
-    def outer_of_runs(self, x: Operand, y: Operand, offsets: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """x[:, s:e] @ y[s:e] from each offset to the next: [k, rows] and [rows, n] give [offsets - 1, k, n]."""
-    def layer_norm(
-        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-05,
-        out_shape: ShapeLike | None = None
-    ) -> Value:
-        """(x - mean) / √(variance + eps) · gamma + beta over the last axis."""
-    def norm_grad(
-        self, x: Operand, dy: Operand, gamma: Operand | None = None, *, kind: str | Enum, eps: float,
-        out_shape: Any = None
-    ) -> tuple[Value, Value, Value]:
-        """Gradients of x, gamma and beta from `dy`, the gradient of the result of `layer_norm` or `rms_norm` (by `kind`).
-
-        Reads x and dy once for the gradient of x, and once for the others. With narrow floats, those of gamma and beta are
-        f32.
-        """
     def matmul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
     def integer_matmul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
@@ -255,6 +221,44 @@ class _Builders:
 
         The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
         """
+    def grouped_matmul(self, x: Operand, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Row i of `x` times the matrix `w[index[i]]`; other matrices are not read.
+
+        `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
+        Consecutive rows with the same index share one read of their matrix, so many rows are fastest in the order of
+        `group_rows`.
+        """
+    def group_rows(self, index: Operand, *, groups: Size | str, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """Sorts rows by group: the order of rows, its inverse, and the offset of each group.
+
+        The first result says which row comes at each place, group by group, stable within a group. The second one is its
+        inverse. Rows of group g are at places `offsets[g]` to `offsets[g + 1]`, the third result. An index outside the
+        groups is an error at run time.
+        """
+    def grouped_outer(
+        self, x: Operand, y: Operand, index: Operand, *, groups: Size | str, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Per group, the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
+
+        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros for a group without rows.
+        Each row is multiplied once. An index outside the groups is an error at run time.
+        """
+    def outer_of_runs(self, x: Operand, y: Operand, offsets: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """x[:, s:e] @ y[s:e] from each offset to the next: [k, rows] and [rows, n] give [offsets - 1, k, n]."""
+    def layer_norm(
+        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-05,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """(x - mean) / √(variance + eps) · gamma + beta over the last axis."""
+    def norm_grad(
+        self, x: Operand, dy: Operand, gamma: Operand | None = None, *, kind: str | Enum, eps: float,
+        out_shape: Any = None
+    ) -> tuple[Value, Value, Value]:
+        """Gradients of x, gamma and beta from `dy`, the gradient of the result of `layer_norm` or `rms_norm` (by `kind`).
+
+        Reads x and dy once for the gradient of x, and once for the others. With narrow floats, those of gamma and beta are
+        f32.
+        """
     def region(self, *xs: Operand | Sequence[Operand], body: Graph, out_shape: Any = None) -> Any:
         """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     def prepack(self, *ws: Operand | Sequence[Operand], layout: Layout, out_shape: ShapeLike | None = None) -> Value:
@@ -301,8 +305,8 @@ class _Builders:
         computed again.
         """
     def gated_linear_attention_carry(
-        self, q: Operand, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None, *,
-        out_shape: Any = None
+        self, q: Operand, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None,
+        rows: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
 
@@ -310,6 +314,9 @@ class _Builders:
         [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
         Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
         [batch, seq] change from one token to the next, S starts at zero again.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def gather(self, table: Operand, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Value:
         """Slices of `table` along an axis, one per index, like `np.take`. An index outside it is an error at run time.
@@ -464,7 +471,8 @@ class _Builders:
         weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
         the same on every device; `uniform` and `top_p` are best f64.
 
-        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `bias` is
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
+        number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
         added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
         `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
         the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
@@ -482,9 +490,14 @@ class _Builders:
         """
     def selective_scan_carry(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
-        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+        segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+
+        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
+        [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
+        a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
+        gives zeros; a row that does not exist is an error at run time.
         """
     def selective_scan_with_states(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand,
@@ -620,15 +633,16 @@ class _Builders:
         """
     def cached_self_attention(
         self, q: Operand, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
-        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None, *,
-        mask_kind: str | Enum = 'causal', scale: float | None = None, softcap: float | None = None,
-        style: str | Enum = 'halves', key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd',
-        out_shape: ShapeLike | None = None
+        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None,
+        token_rows: Operand | None = None, *, mask_kind: str | Enum = 'causal', scale: float | None = None,
+        softcap: float | None = None, style: str | Enum = 'halves', key_axes: str | Enum = 'phsd',
+        value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
     ) -> Value:
         """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
         `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
-        place; with a window they are ring buffers.
+        place; with a window they are ring buffers. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
+        `token_rows` has the row of the table of each.
         """
     def gated_ffn(
         self, x: Operand, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
@@ -660,40 +674,40 @@ class _Builders:
     def mamba_block(
         self, both: Operand, conv: Operand, mix: Operand, step: Operand, step_bias: Operand, rates: Operand,
         skip: Operand, conv_bias: Operand | None = None, conv_state: Operand | None = None,
-        state: Operand | None = None, positions: Operand | None = None, *, activation: str | Enum = 'silu',
-        log_rates: bool = True, out_shape: ShapeLike | None = None
+        state: Operand | None = None, positions: Operand | None = None, token_rows: Operand | None = None, *,
+        activation: str | Enum = 'silu', log_rates: bool = True, out_shape: ShapeLike | None = None
     ) -> Value:
         """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
-        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] projects x to the low-rank step, b
-        and c; `step` [inner, rank] and `step_bias` project the step to its full width. `rates` [inner, n] are log decay
-        rates unless `log_rates` is false; `skip` [inner] scales the part of x that bypasses the scan.
+        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
+        c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
+        unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
         """
     def mamba2_block(
         self, mixed: Operand, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
         conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
-        positions: Operand | None = None, *, groups: int, eps: float, activation: str | Enum = 'silu',
-        log_rates: bool = True, least_step: float = 0.0, most_step: float | None = None, norm_groups: int = 1,
-        out_shape: ShapeLike | None = None
+        positions: Operand | None = None, token_rows: Operand | None = None, *, groups: int, eps: float,
+        activation: str | Enum = 'silu', log_rates: bool = True, least_step: float = 0.0,
+        most_step: float | None = None, norm_groups: int = 1, out_shape: ShapeLike | None = None
     ) -> Value:
         """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
-        `mixed` is [batch, seq, inner + channels + heads]: the gate, the convolution's input (values per head, keys and
-        queries per group), and a step per head. `step_bias`, `rates` and `skip` have one number per head, `norm` one per
-        channel; the norm is over all channels, or over each of `norm_groups` parts.
+        `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
+        and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
+        `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
         """
     def delta_net_block(
         self, qkv: Operand, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand,
         norm: Operand, conv_state: Operand | None = None, state: Operand | None = None,
-        positions: Operand | None = None, *, state_size: int, eps: float, tiled: bool = False,
-        activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
+        positions: Operand | None = None, token_rows: Operand | None = None, *, state_size: int, eps: float,
+        tiled: bool = False, activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """The gated delta rule (Yang et al., 2024) between its projections: the layer's output, and the state after it.
+        """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
 
-        `qkv` [batch, seq, channels] are queries, keys and values before the convolution; `z` [batch, seq, heads * size]
-        gates the output, after a norm per head; `b` and `a` [batch, seq, heads] determine update strength and decay. Query
-        and key heads have `state_size` elements and are shared by adjacent value heads, or, if `tiled`, by every n-th.
-        States are square, with the larger of both sizes, zero-padded. Returns [batch, seq, heads * size].
+        `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
+        size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
+        made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
+        `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
         """
     def quantize(
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
@@ -771,9 +785,12 @@ class GraphOps(_Builders):
         """
     def gated_delta_net_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
-        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+        segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def rope(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
@@ -976,11 +993,6 @@ class EmitOps(_Builders):
         """Applies `fwd_body` to the inputs, with custom derivative rules; see the op `custom_fn`."""
     def cast(self, x: Value, dtype: DTypeLike) -> Value:
         """`x` with another element type."""
-    def rms_norm(
-        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
-        out_shape: ShapeLike | None = None
-    ) -> Value:
-        """x / √(mean of squares + eps) · gamma + beta over the last axis."""
     def quantise(
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None
@@ -993,6 +1005,11 @@ class EmitOps(_Builders):
         self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
     ) -> Value:
         """x times a quantised weight; see the op. A plain param is redeclared if the scheme has GGUF blocks."""
+    def rms_norm(
+        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """x / √(mean of squares + eps) · gamma + beta over the last axis."""
     def gated_delta_net(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *,
         state_size: int, out_shape: ShapeLike | None = None
@@ -1005,9 +1022,12 @@ class EmitOps(_Builders):
         """
     def gated_delta_net_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
-        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+        segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def rope(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
@@ -1196,12 +1216,16 @@ class ValueOps:
         count as zeros.
         """
     def depthwise_conv1d_causal_carry(
-        self, weight: Operand, state: Operand, lengths: Operand, *, kernel_size: int, out_shape: Any = None
+        self, weight: Operand, state: Operand, lengths: Operand | None = None, rows: Operand | None = None, *,
+        kernel_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
         The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
         `lengths[b]` count; what comes after them is padding, and no state has it.
+
+        With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
+        [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
         """
     def scan(self, body: Graph, length: Size) -> Self:
         """The carry after `length` steps of `body`, which maps a carry to the next one."""
@@ -1318,6 +1342,76 @@ class ValueOps:
         """Gaussian error linear unit by its tanh form: x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2."""
     def where(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
         """`a` where the condition holds, else `b`."""
+    def matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
+    def integer_matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Matrix product of 8-bit integers, u8 by i8, accumulated in i32."""
+    def dequantise(
+        self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
+        scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+
+        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
+        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
+        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
+        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
+        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        """
+    def quantise(
+        self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
+        scheme: str | None = None, out_shape: Any = None
+    ) -> Any:
+        """Quantises x to i8, u8 or a scheme's blocks. Without a scale, computes one (`quant_scale`) and returns it too.
+
+        NVFP4 has two: E4M3 scales per block, and one f32 scale that maps the largest of them to 448.
+        """
+    def quant_scale(
+        self, *, axis: int | None = None, scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+
+        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
+        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+        """
+    def dequant_matmul(
+        self, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
+    ) -> Self:
+        """x times a quantised weight; see the op. A plain param is redeclared if the scheme has GGUF blocks."""
+    def fake_quantise(
+        self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+
+        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
+        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
+        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        """
+    def running_scale(
+        self, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
+
+        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+        """
+    def fake_quantise_grad(
+        self, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+
+        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+        and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
+        """
+    def fake_quantise_scale_grad(
+        self, scale: Operand, dy: Operand, *, bits: int = 8, axis: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
+
+        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        """
     def grouped_matmul(self, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Self:
         """Row i of `x` times the matrix `w[index[i]]`; other matrices are not read.
 
@@ -1360,76 +1454,6 @@ class ValueOps:
         Reads x and dy once for the gradient of x, and once for the others. With narrow floats, those of gamma and beta are
         f32.
         """
-    def matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
-    def integer_matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """Matrix product of 8-bit integers, u8 by i8, accumulated in i32."""
-    def dequantise(
-        self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
-        scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
-
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
-        """
-    def quantise(
-        self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
-        scheme: str | None = None, out_shape: Any = None
-    ) -> Any:
-        """Quantises x to i8, u8 or a scheme's blocks. Without a scale, computes one (`quant_scale`) and returns it too.
-
-        NVFP4 has two: E4M3 scales per block, and one f32 scale that maps the largest of them to 448.
-        """
-    def quant_scale(
-        self, *, axis: int | None = None, scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
-
-        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
-        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
-        """
-    def fake_quantise(
-        self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
-        out_shape: ShapeLike | None = None
-    ) -> Self:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
-
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
-        """
-    def running_scale(
-        self, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
-        out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
-
-        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
-        """
-    def fake_quantise_grad(
-        self, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
-        ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
-
-        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
-        and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
-        """
-    def fake_quantise_scale_grad(
-        self, scale: Operand, dy: Operand, *, bits: int = 8, axis: int | None = None, out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
-
-        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
-        """
-    def dequant_matmul(
-        self, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
-    ) -> Self:
-        """x times a quantised weight; see the op. A plain param is redeclared if the scheme has GGUF blocks."""
     def region(self, *xs: Operand | Sequence[Operand], body: Graph, out_shape: Any = None) -> Any:
         """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     def prepack(self, *ws: Operand | Sequence[Operand], layout: Layout, out_shape: ShapeLike | None = None) -> Self:
@@ -1468,10 +1492,13 @@ class ValueOps:
         `segments` [batch, seq] change from one token to the next, S starts at zero again.
         """
     def gated_delta_net_carry(
-        self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None, *,
-        state_size: int, out_shape: Any = None
+        self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None,
+        rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def gated_delta_net_with_states(
         self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None, *,
@@ -1492,8 +1519,8 @@ class ValueOps:
         computed again.
         """
     def gated_linear_attention_carry(
-        self, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None, *,
-        out_shape: Any = None
+        self, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None,
+        rows: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
 
@@ -1501,6 +1528,9 @@ class ValueOps:
         [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
         Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
         [batch, seq] change from one token to the next, S starts at zero again.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def gather(self, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Self:
         """Slices of `table` along an axis, one per index, like `np.take`. An index outside it is an error at run time.
@@ -1651,7 +1681,8 @@ class ValueOps:
         weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
         the same on every device; `uniform` and `top_p` are best f64.
 
-        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `bias` is
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
+        number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
         added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
         `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
         the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
@@ -1669,9 +1700,14 @@ class ValueOps:
         """
     def selective_scan_carry(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
-        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+        segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+
+        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
+        [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
+        a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
+        gives zeros; a row that does not exist is an error at run time.
         """
     def selective_scan_with_states(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, segments: Operand | None = None, *,
@@ -1824,15 +1860,16 @@ class ValueOps:
         """
     def cached_self_attention(
         self, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
-        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None, *,
-        mask_kind: str | Enum = 'causal', scale: float | None = None, softcap: float | None = None,
-        style: str | Enum = 'halves', key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd',
-        out_shape: ShapeLike | None = None
+        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None,
+        token_rows: Operand | None = None, *, mask_kind: str | Enum = 'causal', scale: float | None = None,
+        softcap: float | None = None, style: str | Enum = 'halves', key_axes: str | Enum = 'phsd',
+        value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
     ) -> Self:
         """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
         `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
-        place; with a window they are ring buffers.
+        place; with a window they are ring buffers. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
+        `token_rows` has the row of the table of each.
         """
     def gated_ffn(
         self, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
@@ -1864,40 +1901,40 @@ class ValueOps:
     def mamba_block(
         self, conv: Operand, mix: Operand, step: Operand, step_bias: Operand, rates: Operand, skip: Operand,
         conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
-        positions: Operand | None = None, *, activation: str | Enum = 'silu', log_rates: bool = True,
-        out_shape: ShapeLike | None = None
+        positions: Operand | None = None, token_rows: Operand | None = None, *, activation: str | Enum = 'silu',
+        log_rates: bool = True, out_shape: ShapeLike | None = None
     ) -> Self:
         """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
-        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] projects x to the low-rank step, b
-        and c; `step` [inner, rank] and `step_bias` project the step to its full width. `rates` [inner, n] are log decay
-        rates unless `log_rates` is false; `skip` [inner] scales the part of x that bypasses the scan.
+        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
+        c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
+        unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
         """
     def mamba2_block(
         self, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
         conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
-        positions: Operand | None = None, *, groups: int, eps: float, activation: str | Enum = 'silu',
-        log_rates: bool = True, least_step: float = 0.0, most_step: float | None = None, norm_groups: int = 1,
-        out_shape: ShapeLike | None = None
+        positions: Operand | None = None, token_rows: Operand | None = None, *, groups: int, eps: float,
+        activation: str | Enum = 'silu', log_rates: bool = True, least_step: float = 0.0,
+        most_step: float | None = None, norm_groups: int = 1, out_shape: ShapeLike | None = None
     ) -> Self:
         """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
-        `mixed` is [batch, seq, inner + channels + heads]: the gate, the convolution's input (values per head, keys and
-        queries per group), and a step per head. `step_bias`, `rates` and `skip` have one number per head, `norm` one per
-        channel; the norm is over all channels, or over each of `norm_groups` parts.
+        `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
+        and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
+        `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
         """
     def delta_net_block(
         self, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand, norm: Operand,
-        conv_state: Operand | None = None, state: Operand | None = None, positions: Operand | None = None, *,
-        state_size: int, eps: float, tiled: bool = False, activation: str | Enum = 'silu', log_rates: bool = True,
-        out_shape: Any = None
+        conv_state: Operand | None = None, state: Operand | None = None, positions: Operand | None = None,
+        token_rows: Operand | None = None, *, state_size: int, eps: float, tiled: bool = False,
+        activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """The gated delta rule (Yang et al., 2024) between its projections: the layer's output, and the state after it.
+        """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
 
-        `qkv` [batch, seq, channels] are queries, keys and values before the convolution; `z` [batch, seq, heads * size]
-        gates the output, after a norm per head; `b` and `a` [batch, seq, heads] determine update strength and decay. Query
-        and key heads have `state_size` elements and are shared by adjacent value heads, or, if `tiled`, by every n-th.
-        States are square, with the larger of both sizes, zero-padded. Returns [batch, seq, heads * size].
+        `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
+        size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
+        made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
+        `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
         """
     def quantize(
         self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,

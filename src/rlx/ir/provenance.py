@@ -9,22 +9,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from types import FrameType
-
-import numpy as np
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))  # inside _STDLIB
-_NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
+_NUMPY = (
+    os.path.dirname(str(getattr(find_spec("numpy"), "origin", ""))) + os.sep
+)  # located, not imported, which is slow
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Provenance of one node; every field may be empty."""
 
-    file: str = ""
-    line: int = 0
+    file: str = ""  # or the command that builds the node
+    line: int = 0  # 0: all of the file
     stage: str = ""
     source: str = ""  # the node at the level above
     made_by: str = ""  # the pass
@@ -33,7 +34,8 @@ class Origin:
     def __str__(self) -> str:
         parts = [self.stage]
         if self.file:
-            parts.append(f"{os.path.basename(self.file)}:{self.line}")
+            name = os.path.basename(self.file)
+            parts.append(f"{name}:{self.line}" if self.line else name)
         if self.source:
             parts.append(f"from {self.source}")
         if self.made_by:

@@ -32,6 +32,7 @@ FUSED = "fused"  # created by passes, not by users
 TAKES_PACKED = "packed"  # operands may be quantised blocks
 CONTROL = "control"  # runs graphs that are its attributes: a loop, a branch, a custom function
 CHECKS_DATA = "checks data"  # run time checks its operands' data, such as indices
+CHECKS_ROWS = "checks rows"  # the same, but only for an optional operand `rows`
 CHECKS_SIZES = "checks sizes"  # run time checks symbolic sizes
 COMPOSED = "composed"  # has no kernel: replaced by its decomposition first of all
 SEGMENTED = "segmented"  # composed if its last operand, segment ids, is present; otherwise it has a kernel

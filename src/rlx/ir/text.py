@@ -1,4 +1,4 @@
-"""Reads and writes graphs as text.
+"""Graphs as text, both ways.
 
     graph @mlp mir {
       %0 = input(name="x") : f32[seq, 4]
@@ -11,11 +11,10 @@
       return %2
     }
 
-Between the level and the brace come the maximum sizes of symbols, `max(seq=512)`, and the params that training does not
-update, `fixed("rope.cos", "rope.sin")`, if any. Constants of more than 64 elements print as `const(value=@digest)`, or
-in full as base64 with `full=True`. The parser accepts any white space, and comments from `#` to the end of a line; its
-errors name the line. It matches all brackets once and then skips over them, so its time is linear in the text, however
-deeply nested.
+Between the level and the brace stand the largest sizes of symbols, `max(seq=512)`, and the params that training leaves
+alone, `fixed("rope.cos", "rope.sin")`, where there are any. Constants of more than 64 elements print as
+`const(value=@digest)`, or in full as base64 with `full=True`. The parser takes any white space, and comments from `#`
+to the end of a line; its errors tell the line. An attribute that is left out has its default.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ import binascii
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import BY_NAME, DType, dtype
-from rlx.errors import GraphError, ParseError, RlxError, nearest, shortened
+from rlx.errors import GraphError, ParseError, nearest, shortened
 from rlx.ir import registry
-from rlx.ir.graph import Array, Graph, Node, Value
+from rlx.ir.graph import Array, Graph, Node, Value, canonical_attr
 from rlx.ir.provenance import here
+from rlx.ir.source import OPENING, STRING, Source, string
 from rlx.operand_layouts import Layout, parse_layout
 from rlx.types import Dim, TensorType, parse_dim, parse_type, split_top
 
@@ -42,7 +42,7 @@ INLINE = 64  # constants up to this many elements print their numbers
 
 # -- printing ---------------------------------------------------------------------------------------------------------
 def graph_text(graph: Graph, *, full: bool = False, origins: bool = False, pad: str = "") -> str:
-    """Formats the graph; `pad` precedes every line but the first."""
+    """The graph as text; `pad` stands before every line but the first."""
     name = graph.name if re.fullmatch(_PLAIN_NAME, graph.name) else json.dumps(graph.name)
     head = f"graph @{name} {graph.level} "
     if graph.limits:
@@ -70,7 +70,7 @@ def value_text(value: Value | None) -> str:
 
 
 def node_text(node: Node, *, full: bool = False, pad: str = "") -> str:
-    """Formats one node; the lines of a body come between the first and the last."""
+    """One node; the lines of a body stand between the first and the last."""
     parts = [value_text(o) for o in node.operands]
     parts += [f"{k}={attr_text(v, full=full, pad=pad)}" for k, v in node.attrs.items()]
     return f"%{node.id} = {node.op}({', '.join(parts)}) : {'; '.join([str(t) for t in node.types])}"
@@ -101,170 +101,102 @@ def _array_text(array: Array, full: bool) -> str:
     data, kind = array.data, dtype(array.data.dtype)
     if data.size > INLINE and not full:
         return f"@{array.digest}"
-    if data.size > INLINE or (full and kind.is_float and _has_nan(data)):  # text has only one NaN
+    if data.size > INLINE or (full and kind.is_float and _has_nan(data)):  # numbers as text have one NaN only
         return f"{kind}{list(data.shape)}:{base64.b64encode(data.tobytes()).decode()}"
     return json.dumps((data.astype(np.float64) if kind.is_float else data).tolist())
 
 
 def _has_nan(data: np.ndarray[Any, Any]) -> bool:
-    with np.errstate(invalid="ignore"):  # bfloat16 warns about signalling NaNs
+    with np.errstate(invalid="ignore"):  # bfloat16 complains about signalling ones
         return bool(np.isnan(data).any())
 
 
 # -- parsing ----------------------------------------------------------------------------------------------------------
-MAX_NESTING = 200  # nested brackets of all kinds; a body takes two
-
-_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PLAIN_NAME = r"[\w.+-]*"
 _HEAD = re.compile(
-    rf"\s*graph\s+@({_STRING}|{_PLAIN_NAME})\s+(\w+)\s*(?:max\(([^()]*)\)\s*)?"
-    rf"(?:fixed\(((?:[\s,]*+{_STRING})*+[\s,]*+)\)\s*)?\{{"
+    rf"\s*graph\s+@({STRING}|{_PLAIN_NAME})\s+(\w+)\s*(?:max\(([^()]*)\)\s*)?"
+    rf"(?:fixed\(((?:[\s,]*+{STRING})*+[\s,]*+)\)\s*)?\{{"
 )
 _BODY = re.compile(r"graph\s+@")
-_COMMENT = re.compile(rf'({_STRING})|#[^\n]*|"')
-_BRACKET = re.compile(rf"{_STRING}|[][(){{}}]")
-_STATEMENT = re.compile(rf"{_STRING}|[(\[{{]|%[0-9]+\s*=|\breturn\b")
-_SEPARATORS = {c: re.compile(rf"{_STRING}|[(\[{{]|{c}") for c in ",;"}
+_STATEMENT = re.compile(rf"{STRING}|{OPENING}|%[0-9]+\s*=|\breturn\b")
 _NODE = re.compile(r"%([0-9]{1,9})\s*=\s*(\w+)\s*\(")
 _COLON = re.compile(r"\s*:")
 _KEY = re.compile(r"(\w+)\s*=\s*")
-_SPACE = re.compile(r"\s*")
 _VALUE = re.compile(r"%([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _INTEGER = re.compile(r"-?[0-9]{1,999}")
 _FLOAT = re.compile(r"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?)")
 _ENCODED = re.compile(r"(\w+)\[([0-9, ]*)\]:([A-Za-z0-9+/=\s]*)")
-_CLOSING = {"(": ")", "[": "]", "{": "}"}
 _LAYOUT = re.compile(r"\w+\.\w+\(")
 _WORDS = {"none": None, "true": True, "false": False}
 
 
 def parse_graph(text: str) -> Graph:
-    """Parses a graph; op names are checked against the registry, types against the type rules."""
-    parser = _Parser(text)
+    """The graph that `text` says; op names are checked against the registry, types against the rules."""
+    source = Source(text, "graph text")
     try:
-        graph, end = parser.graph(0)
+        graph, end = _Parser(source).graph(0)
     except RecursionError:
         raise ParseError("graph text: bodies or lists are nested too deeply for the stack that is left") from None
-    rest = parser.text[end:].strip()
+    rest = source.text[end:].strip()
     if rest:
         raise ParseError(f"graph text: {rest[:40]!r} follows the closing brace")
     return graph
 
 
-Span = tuple[int, int]
-
-
 class _Parser:
-    """Parses graphs from one text; positions are offsets, so that errors can name the line."""
+    """Reads graphs out of one source."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.text = _COMMENT.sub(self._without_comment, text)  # line numbers stay
-        self.closing = self._brackets()
+    def __init__(self, source: Source) -> None:
+        self.source, self.text = source, source.text
+        self.closing = source.closing
         self.origin = here()
 
-    def _without_comment(self, match: re.Match[str]) -> str:
-        if match[0] == '"':
-            self.fail(match.start(), f"{self.text[match.start() : match.start() + 40]!r} is not a string")
-        return match[1] or ""
-
-    def _brackets(self) -> dict[int, int]:
-        """Maps each bracket to its closing one."""
-        closing: dict[int, int] = {}
-        opened: list[int] = []
-        for mark in _BRACKET.finditer(self.text):
-            at, c = mark.start(), mark[0]
-            if c in _CLOSING:
-                opened.append(at)
-                if len(opened) > MAX_NESTING:
-                    self.fail(at, f"bodies or lists are nested too deeply, in more than {MAX_NESTING} brackets")
-            elif c in ")]}":
-                if not opened or c != _CLOSING[self.text[opened[-1]]]:
-                    self.fail(at, f"{c!r} closes nothing")
-                closing[opened.pop()] = at
-        if opened:
-            names = {"(": "parenthesis", "[": "bracket", "{": "brace"}
-            self.fail(opened[-1], f"a closing {names[self.text[opened[-1]]]} is missing")
-        return closing
-
-    def _marks(self, pattern: re.Pattern[str], start: int, stop: int) -> Iterator[re.Match[str]]:
-        """Matches of a pattern (of strings, opening brackets and others) outside strings and brackets."""
-        while mark := pattern.search(self.text, start, stop):
-            start = mark.end()
-            if mark[0] in _CLOSING:
-                start = self.closing[mark.start()] + 1
-            elif mark[0][0] != '"':
-                yield mark
-
-    def _trimmed(self, start: int, stop: int) -> Span:
-        start = _SPACE.match(self.text, start, stop).end()  # type: ignore[union-attr]  # matches anything
-        while stop > start and self.text[stop - 1].isspace():
-            stop -= 1
-        return start, stop
-
-    def _split(self, start: int, stop: int, separator: str = ",") -> list[Span]:
-        """Splits at separators outside brackets and strings; empty text has no parts."""
-        parts: list[Span] = []
-        for mark in self._marks(_SEPARATORS[separator], start, stop):
-            parts.append(self._trimmed(start, mark.start()))
-            start = mark.end()
-        first, last = self._trimmed(start, stop)
-        return [*parts, (first, last)] if parts or first < last else []
-
     def graph(self, at: int) -> tuple[Graph, int]:
-        """Parses the graph at an offset; returns it and where it ends."""
+        """The graph that starts at an offset, and where it ends."""
         head = _HEAD.match(self.text, at)
         if head is None:
-            self.fail(at, f"expected 'graph @name level {{', found {self.text[at : at + 40].strip()!r}")
+            self.source.fail(at, f"expected 'graph @name level {{', found {self.text[at : at + 40].strip()!r}")
         name, level, limits, fixed = head.groups()
         if level not in (registry.HIR, registry.MIR):
-            self.fail(at, f"level {level!r} is not hir or mir")
-        try:
-            graph = Graph(_string(name) if name.startswith('"') else name, level=level)
-        except ParseError as error:
-            self.fail(at, str(error), error)
+            self.source.fail(at, f"level {level!r} is not hir or mir")
+        with self.source.located(at):
+            graph = Graph(string(name) if name.startswith('"') else name, level=level)
         for part in split_top(limits or ""):
             limit = re.fullmatch(r"(\w+)\s*=\s*([0-9]{1,18})", part)
             if limit is None:
-                self.fail(at, f"{part[:40]!r} is not a limit such as n=4")
+                self.source.fail(at, f"{part[:40]!r} is not a limit such as n=4")
             graph.limits[limit[1]] = int(limit[2])
         first, end = head.end(), self.closing[head.end() - 1]
-        offsets = [mark.start() for mark in self._marks(_STATEMENT, first, end)]
-        stray = self.text[first : offsets[0] if offsets else end].strip()
+        starts = [mark.start() for mark in self.source.marks(_STATEMENT, first, end)]
+        stray = self.text[first : starts[0] if starts else end].strip()
         if stray:
-            self.fail(first, f"{stray[:40]!r} is not a node")
-        if not offsets:
-            self.fail(at, f"@{name} has no return")
-        for start, stop in zip(offsets, [*offsets[1:], end], strict=True):
-            self.statement(graph, *self._trimmed(start, stop), last=stop == end)
-        self.fix(graph, re.findall(_STRING, fixed or ""), at)
+            self.source.fail(first, f"{stray[:40]!r} is not a node")
+        if not starts:
+            self.source.fail(at, f"@{name} has no return")
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            self.statement(graph, *self.source.trimmed(start, stop), last=stop == end)
+        self.fix(graph, re.findall(STRING, fixed or ""), at)
         return graph, end + 1
 
     def fix(self, graph: Graph, names: list[str], at: int) -> None:
-        """Record the params that training does not update."""
-        try:
-            graph.fixed = {_string(name) for name in names}
-        except ParseError as error:
-            self.fail(at, str(error), error)
+        """Note the params that training leaves alone."""
+        with self.source.located(at):
+            graph.fixed = {string(name) for name in names}
         for name in sorted(graph.fixed):
             if not graph.has(name) or graph.named(name).node.op != "param":
-                self.fail(at, f"fixed: {shortened(repr(name), 80)} is not a param")
+                self.source.fail(at, f"fixed: {shortened(repr(name), 80)} is not a param")
 
     def statement(self, graph: Graph, start: int, stop: int, *, last: bool) -> None:
-        try:
+        with self.source.located(start):
             if self.text.startswith("return", start):
                 if not last:
                     raise ParseError("more follows the return")
-                outputs = self._split(start + len("return"), stop)
+                outputs = self.source.split(start + len("return"), stop)
                 graph.outputs = tuple([_value(graph, self.text[a:b]) for a, b in outputs])
             elif last:
                 raise ParseError("a graph ends with its return")
             else:
                 self.node(graph, start, stop)
-        except RlxError as error:
-            if isinstance(error, ParseError) and str(error).startswith("graph text: line"):
-                raise  # from a nested body, which is more precise
-            self.fail(start, str(error), error)
 
     def node(self, graph: Graph, start: int, stop: int) -> None:
         text = self.text
@@ -281,10 +213,10 @@ class _Parser:
             raise ParseError(f"no op is called {shortened(op, 80)!r}", hint=nearest(op, registry.OPS))
         if graph.level == registry.MIR and definition.level == registry.HIR:
             raise ParseError(f"{op} is an HIR op in an MIR graph")
-        types = tuple([parse_type(text[a:b]) for a, b in self._split(colon.end(), stop, ";")])
+        types = tuple([parse_type(text[a:b]) for a, b in self.source.split(colon.end(), stop, ";")])
         operands: list[Value | None] = []
         attrs: dict[str, Any] = {}
-        for a, b in self._split(head.end(), end):
+        for a, b in self.source.split(head.end(), end):
             if text.startswith("%", a):
                 operands.append(_value(graph, text[a:b]))
                 continue
@@ -302,52 +234,33 @@ class _Parser:
                 if after != b:
                     raise ParseError(f"{text[after:b][:40]!r} follows the body")
             else:
-                attrs[key] = self.attr(a, b)
+                attrs[key] = _attr(self.source, a, b)
+        _complete(definition, operands, attrs)
         _check(graph, definition, operands, attrs, types)
         graph.append(op, tuple(operands), attrs, types, self.origin)
 
-    def attr(self, start: int, stop: int) -> Any:
-        """Parses an attribute other than a body."""
-        if self.text.startswith("(", start) and self.closing.get(start) == stop - 1:
-            parts = self._split(start + 1, stop - 1)
-            if len(parts) != 1:  # a tuple is empty or has a comma; otherwise it is a size in parentheses
-                if len(parts) == 2 and parts[1][0] == parts[1][1]:
-                    parts.pop()
-                return tuple([self.attr(a, b) for a, b in parts])
-        text = self.text[start:stop]
-        if text in _WORDS:
-            return _WORDS[text]
-        if text.startswith('"'):
-            return _string(text)
-        if text in BY_NAME:
-            return BY_NAME[text]
-        if _INTEGER.fullmatch(text):
-            return int(text)
-        if _FLOAT.fullmatch(text):
-            return float(text)
-        if _LAYOUT.match(text):
-            return parse_layout(text)
-        return parse_dim(text)
 
-    def fail(self, at: int, problem: str, cause: RlxError | None = None) -> NoReturn:
-        line = self.text.count("\n", 0, at) + 1
-        shown = (self.text[at : at + 200].lstrip().splitlines() or [""])[0]
-        error = ParseError(f"graph text: line {line}: {shortened(problem, 400)}", notes=[f"in: {shown[:100]}"])
-        for note in cause.notes if cause else ():
-            error.add_note(note)
-        error.hint = cause.hint if cause else None
-        raise error from cause
+def _complete(definition: registry.OpDef, operands: list[Value | None], attrs: dict[str, Any]) -> None:
+    """Give what the text leaves out its default: the op may have gained it after the text was saved."""
+    schema = definition.schema
+    for key, default in schema.attrs.items():
+        if key in attrs:
+            attrs[key] = attrs.pop(key)  # in the order of the signature
+        elif default is registry.REQUIRED:
+            raise ParseError(f"{definition.name}: attribute {key!r} is missing")
+        else:
+            attrs[key] = canonical_attr(definition.name, key, default)
+    missing = len(schema.operands) - len(operands)
+    if not schema.variadic and 0 < missing <= schema.optional:
+        operands += [None] * missing
 
 
 def _check(
     graph: Graph, definition: registry.OpDef, operands: list[Value | None], attrs: dict[str, Any],
     types: tuple[TensorType, ...],
 ) -> None:  # fmt: skip
-    """Checks what a builder would have ensured: attributes, leaf names, types."""
+    """What a builder would have made sure of: leaf names and types."""
     op = definition.name
-    for key in definition.schema.attrs:
-        if key not in attrs:
-            raise ParseError(f"{op}: attribute {key!r} is missing")
     if registry.LEAF in definition.traits:
         unknown = [k for k in attrs if k not in definition.schema.attrs]
         if operands or unknown or len(types) != 1:
@@ -377,31 +290,43 @@ def _value(graph: Graph, text: str) -> Value:
     return node[index]
 
 
-def parse_attr(text: str) -> Any:
-    """Parses an attribute other than a body."""
-    parser = _Parser(text.strip())
-    return parser.attr(0, len(parser.text))
+def parse_attr(source: Source) -> Any:
+    """The attribute that a text says, other than a body."""
+    return _attr(source, *source.trimmed(0, len(source.text)))
 
 
-def _string(text: str) -> str:
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, str):
-        raise ParseError(f"{text[:40]!r} is not a string")
-    return parsed
+def _attr(source: Source, start: int, stop: int) -> Any:
+    if source.text.startswith("(", start) and source.closing.get(start) == stop - 1:
+        parts = source.split(start + 1, stop - 1)
+        if len(parts) != 1:  # a tuple is empty or has a comma: else it is a size in brackets
+            if len(parts) == 2 and parts[1][0] == parts[1][1]:
+                parts.pop()
+            return tuple([_attr(source, a, b) for a, b in parts])
+    text = source.text[start:stop]
+    if text in _WORDS:
+        return _WORDS[text]
+    if text.startswith('"'):
+        return string(text)
+    if text in BY_NAME:
+        return BY_NAME[text]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _LAYOUT.match(text):
+        return parse_layout(text)
+    return parse_dim(text)
 
 
 def _array(text: str, types: tuple[TensorType, ...]) -> Array:
-    """Parses a constant's data, which must have exactly the declared type."""
+    """A constant's data; it has exactly the declared type."""
     if len(types) != 1:
         raise ParseError("a constant has one type of fixed sizes")
     return parse_array(text, types[0])
 
 
 def parse_array(text: str, want: TensorType) -> Array:
-    """Parses data of exactly one type."""
+    """The data that text says, of exactly one type."""
     if not all(isinstance(d, int) for d in want.shape):
         raise ParseError("a constant has one type of fixed sizes")
     if text.startswith("@"):

@@ -51,6 +51,10 @@ class Node:
     def definition(self) -> registry.OpDef:
         return registry.get(self.op)
 
+    def operand(self, name: str) -> Value | None:
+        """An operand by its name; None where it is left out, or the op has none of that name."""
+        return dict(zip(self.definition.schema.operands, self.operands, strict=False)).get(name)
+
     def __repr__(self) -> str:
         return f"<node %{self.id} {self.op}>"
 

@@ -15,13 +15,12 @@ from rlx.dtypes import I32, DType
 from rlx.fork_safe_locks import cached_property
 from rlx.lir.loops import Expr, Let, LoopKernel, Ref, multiplied, walk, written_out
 from rlx.operand_layouts import WeightLayout
-from rlx.target import KvLayout
 
-KEY_BLOCK = KvLayout().page  # keys of one attention block, cut at absolute positions
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
 OUTSIDE_TABLE = 4  # fault code: a row number does not lie within the table of a cache
 OUTSIDE_POOL = 5  # fault code: a page number does not lie within the pool
+OUTSIDE_STATES = 6  # fault code: a row number does not lie within the states of a cache
 OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`
 UNFIT_SIZES = 1 << 16  # fault code, plus the number of the program's assertion that does not hold
 LONGEST_EPILOGUE = 200  # terms that a line of text shows
@@ -146,8 +145,8 @@ class AttentionKernel:
     `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; rows and keys are aligned
     at the end (row i sits at position k_len - q_len + i).
 
-    `cached`: k and v are pools of pages in any order of pages and heads, read in place: pages of k are
-    `[head_dim][KEY_BLOCK]`, pages of v `[KEY_BLOCK][value_dim]`. `table[b][block]`, an i32, is the page of a block of
+    With a `page`, k and v are pools of pages in any order of pages and heads, read in place: pages of k are
+    `[head_dim][page]`, pages of v `[page][value_dim]`. `table[b][block]`, an i32, is the page of a block of
     positions. Row i of batch entry b sits at `positions[b][i]`, an i32, and sees the keys up to there, all (causal) or
     the last `window` of them (sliding). A negative position is padding, whose result is zeros; one that is not below
     `capacity` is a fault, as is a page outside the pool. Packed pages are both rows, as v is, with strides in 16-bit
@@ -170,7 +169,7 @@ class AttentionKernel:
     scale: float
     softcap: float
     mask_dtype: DType | None
-    cached: bool = False
+    page: int = 0  # positions per page of a cache, as its layout says; 0 without one
     cache_dtype: DType | None = None  # of k and v in a cache, where it is not `dtype`
     ring: bool = False
     lse: bool = False
@@ -179,6 +178,10 @@ class AttentionKernel:
     ragged: bool = False
 
     kind = "attention"
+
+    @property
+    def cached(self) -> bool:
+        return self.page > 0
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -207,9 +210,9 @@ class AttentionKernel:
     @cached_property
     def fingerprint(self) -> str:
         later = {"ahead": 0, "segments": False, "ragged": False}  # a kernel without them keeps its name
-        fields = {f: getattr(self, f) for f in self.__dataclass_fields__}
+        fields = {f: getattr(self, f) for f in self.__dataclass_fields__} | {"page": self.page or False}
         values = (value for name, value in fields.items() if name not in later or value != later[name])
-        text = "|".join(map(repr, ("attention", *values, *("pages",) * self.cached)))
+        text = "|".join(map(repr, ("attention", *values)))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -224,11 +227,11 @@ class AttentionKernel:
         operands = f"q, k, v: {self.dtype}"
         if self.cached:
             operands = f"q: {self.dtype}, k, v: {'ring' if self.ring else 'cache'} of {self.cache_dtype or self.dtype}"
-            operands += ", ragged" * self.ragged
+            operands += f" in pages of {self.page}" + ", ragged" * self.ragged
         return (
             f"kernel {self.symbol}({operands}) head_dim {self.head_dim}, "
             f"{self.group} query heads a key head, "
-            f"mask {self.mask}{window}, scale {self.scale:.6g}{cap}, keys in blocks of {KEY_BLOCK}"
+            f"mask {self.mask}{window}, scale {self.scale:.6g}{cap}"
         )
 
 

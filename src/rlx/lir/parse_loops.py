@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from rlx.dtypes import BOOL, BY_NAME, F32, I64, DType, dtype
 from rlx.errors import ParseError, nearest
+from rlx.ir.source import Line
 from rlx.lir.loops import (
     INFIX,
     SCALAR_OPS,
@@ -36,7 +37,7 @@ from rlx.lir.loops import (
     result_type,
 )
 
-Source = tuple[int, int, str]  # number, depth and text of a line
+Nested = tuple[int, Line]  # a line of a kernel, and its depth
 MAX_NESTING = 400  # expressions in each other
 
 _HEAD = re.compile(r"\((.*)\) -> (.*)")
@@ -54,12 +55,12 @@ _OPS = {sign: op for op, sign in INFIX.items()}
 _REDUCTIONS = ("sum", "prod", "max", "min")
 
 
-def parse_loops(name: str, head: str, lines: Iterable[Source]) -> LoopKernel:
+def parse_loops(name: str, head: str, lines: Iterable[Nested]) -> LoopKernel:
     """The loop kernel of a name, from the rest of its first line and the lines after it."""
     return _Kernel(name, head, list(lines)).parse()
 
 
-def parse_lets(lines: Iterable[Source], known: Mapping[str, DType]) -> list[Let]:
+def parse_lets(lines: Iterable[Nested], known: Mapping[str, DType]) -> list[Let]:
     """Names and their values, one per line, given the types of names that have a value already."""
     reader = _Kernel("lets", "() -> ", list(lines))
     reader.scopes[0].update(known)
@@ -75,7 +76,7 @@ def parse_lets(lines: Iterable[Source], known: Mapping[str, DType]) -> list[Let]
 class _Kernel:
     """Reads the lines of a kernel, and knows what names mean where it is."""
 
-    def __init__(self, name: str, head: str, lines: list[Source]) -> None:
+    def __init__(self, name: str, head: str, lines: list[Nested]) -> None:
         self.name, self.lines, self.at = name, lines, 0
         found = _HEAD.fullmatch(head)
         if found is None:
@@ -88,19 +89,19 @@ class _Kernel:
 
     def parse(self) -> LoopKernel:
         args: tuple[str, ...] = ()
-        if self.lines and self.lines[0][2].startswith("words "):
-            args = self.words(self.lines[0][2].removeprefix("words ").split(", "))
+        if self.lines and self.text.startswith("words "):
+            args = self.words(self.text.removeprefix("words ").split(", "))
             self.at += 1
-        while self.at < len(self.lines) and (table := _TABLE.fullmatch(self.lines[self.at][2])):
+        while self.at < len(self.lines) and (table := _TABLE.fullmatch(self.text)):
             self.tables[table[1]] = Table(table[1], tuple(int(v) for v in table[2].split(",")))
             self.at += 1
         lets: list[Let] = []
-        while self.at < len(self.lines) and not self.lines[self.at][2].startswith("for "):
+        while self.at < len(self.lines) and not self.text.startswith("for "):
             stmt = self.stmt(0)
             if not isinstance(stmt, Let):
                 self.fail("only names of values stand before the loop of a kernel")
             lets.append(stmt)
-        split = _FOR.fullmatch(self.lines[self.at][2]) if self.at < len(self.lines) else None
+        split = _FOR.fullmatch(self.text) if self.at < len(self.lines) else None
         if split is None or split[4] is None:
             self.fail("a kernel has one outer loop, which is split")
         root = self.stmt(0)
@@ -119,9 +120,15 @@ class _Kernel:
         return tuple(names[count:])
 
     # -- lines --
+    @property
+    def text(self) -> str:
+        """The line at hand."""
+        return self.lines[self.at][1].text
+
     def fail(self, problem: str, hint: str | None = None) -> NoReturn:
-        number, _, text = self.lines[min(self.at, len(self.lines) - 1)] if self.lines else (0, 0, self.name)
-        raise ParseError(f"LIR text: line {number}: {problem}", notes=[f"in: {text[:100]}"], hint=hint)
+        if not self.lines:
+            raise ParseError(f"kernel {self.name}: {problem}", hint=hint)
+        self.lines[min(self.at, len(self.lines) - 1)][1].fail(problem, hint)
 
     @contextmanager
     def inside(self, **bound: DType | None) -> Iterator[None]:
@@ -150,7 +157,7 @@ class _Kernel:
 
     # -- statements --
     def stmt(self, depth: int) -> Stmt:
-        text = self.lines[self.at][2]
+        text = self.text
         if loop := _FOR.fullmatch(text):
             return self.loop(loop, depth)
         if check := _CHECK.fullmatch(text):
@@ -185,7 +192,7 @@ class _Kernel:
         self.at += 1
         body: list[Stmt] = []
         with self.inside(**{index: None}):
-            while self.at < len(self.lines) and self.lines[self.at][1] > depth:
+            while self.at < len(self.lines) and self.lines[self.at][0] > depth:
                 body.append(self.stmt(depth + 1))
         return For(index, extent, tuple(body), vector)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Graph, Node, Value
@@ -40,6 +41,7 @@ class Scheduler:
         self.node: Node | None = None
         self.notes = notes
         self.borrowed: set[str] = set()  # buffers that a body has from outside: not its own to change
+        self.shared: dict[Hashable, Any] = {}  # what a form has made that forms of later nodes use too
         self._outputs: dict[Value, str] = {}
         self._places: dict[Value, View] = {}
         self._steps: tuple[Size, ...] = ()  # of loops around a body that may have none

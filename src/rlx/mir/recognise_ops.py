@@ -88,6 +88,29 @@ def _by_token(
     return ys.transpose(axes=(1, 0, *range(2, ys.rank))), last
 
 
+def _by_ragged_token(
+    state: Value, broadcasts: Sequence[Value], xs: Sequence[Value], rows: Value,
+    step: Callable[..., tuple[Value, Value]],
+) -> tuple[Value, Value]:  # fmt: skip
+    """A scan along axis 0 of the xs: each token is a batch of one that goes on from the state of its row."""
+
+    def token(states: Value, *given: Value) -> tuple[Value, Value]:
+        shared, tokens, row = given[: len(broadcasts)], given[len(broadcasts) : -1], given[-1].reshape(1)
+        present, row = row >= 0, row.maximum(0)
+        before = states.gather(row)
+        after, y = step(before, *shared, *(x.reshape(1, *x.shape) for x in tokens))
+        kept, y = (
+            x.graph.one("where", present.reshape(*(1,) * x.rank), x, other) for x, other in ((after, before), (y, 0.0))
+        )
+        return states.scatter(row, kept), y.reshape(*y.shape[1:])
+
+    body = Graph("step")
+    types = [state.type, *(v.type for v in broadcasts), *(x.type.with_shape(*x.shape[1:]) for x in (*xs, rows))]
+    body.set_outputs(token(*(body.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(types))))
+    (last,), (ys,) = state.graph.scan_general([state], body, rows.shape[0], broadcasts=broadcasts, xs=[*xs, rows])
+    return ys, last
+
+
 def _starts(segments: Value | None) -> list[Value]:
     """Which tokens start a segment; nothing where there are no segments."""
     return [] if segments is None else [starts_apart(segments)]
@@ -107,7 +130,7 @@ def _zeros(like: Value, *shape: Size) -> Value:
 @common_form("selective_scan_carry")
 def _(
     x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None,
-    segments: Value | None = None, *, state_size: int,
+    segments: Value | None = None, rows: Value | None = None, *, state_size: int,
 ) -> tuple[Value, Value]:  # fmt: skip
     def step(
         h: Value, rate: Value, x: Value, delta: Value, b: Value, c: Value, starts: Value | None = None
@@ -118,6 +141,10 @@ def _(
         h = (dt * rate).exp() * h + dt * b * x.reshape(*x.shape, 1)
         return h, (h * c).sum(axis=-1)
 
+    if rows is not None:
+        y, last = _by_ragged_token(state, [a], [x, delta, b, c], rows, step)
+        skipped = y if d is None else x.graph.one("where", (rows >= 0).reshape(rows.shape[0], 1), y + d * x, 0.0)
+        return skipped, last
     y, last = _by_token(state, [a], [x, delta, b, c, *_starts(segments)], step)
     return (y if d is None else y + d * x), last
 
@@ -133,8 +160,9 @@ def _(
 
 @common_form("gated_delta_net_carry")
 def _(
-    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None = None, *, state_size: int
-) -> tuple[Value, Value]:
+    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None = None,
+    rows: Value | None = None, *, state_size: int,
+) -> tuple[Value, Value]:  # fmt: skip
     def cell(x: Value) -> Value:
         return x.reshape(*x.shape, 1, 1)
 
@@ -149,6 +177,8 @@ def _(
         s = s + k.reshape(*k.shape, 1) * change
         return s, (row(q) @ s).reshape(v.shape) * (1 / math.sqrt(state_size))
 
+    if rows is not None:
+        return _by_ragged_token(state, [], [q, k, v, g, beta], rows, step)
     return _by_token(state, [], [q, k, v, g, beta, *_starts(segments)], step)
 
 

@@ -16,10 +16,10 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import ELEMENTWISE, LEAF, VIEW
 from rlx.ir.rewrite import Rewriter
 
-DELICATE = ("reduce", "norm")  # groups that keep f32 results where types are mixed
+DELICATE = ("reduce", "softmax", "norm")  # groups that keep f32 results where types are mixed
 # Groups whose ops change states.
 CARRYING = ("causal_conv", "gated_delta_net", "gated_linear_attention", "selective_scan", "update")
-QUANTISING = ("quant", "int8")  # groups whose ops take scales and numbers as they are, and only round
+QUANTISING = ("quant", "fake_quant", "int8")  # groups whose ops take scales and numbers as they are, and only round
 MOVES = ("gather", "concatenate", "pad", "cumsum")  # with views and elementwise ops: how indices are computed
 
 

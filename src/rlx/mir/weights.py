@@ -7,7 +7,7 @@ from typing import Any
 
 from rlx.dtypes import DType
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, CONTROL
+from rlx.ir.registry import CHECKS_DATA, CHECKS_ROWS, CHECKS_SIZES, CONTROL
 from rlx.types import Dim, TensorType
 
 
@@ -30,7 +30,7 @@ def weight_nodes(graph: Graph, *, certain: bool = True) -> set[Node]:
 def can_fail(node: Node) -> bool:
     """Whether run time may find a fault in its operands or sizes, or never get to its end."""
     traits = node.definition.traits
-    if CHECKS_DATA in traits:
+    if CHECKS_DATA in traits or (CHECKS_ROWS in traits and node.operand("rows") is not None):
         return True
     if CHECKS_SIZES in traits:
         return bool(_symbols((*node.types, *node.attrs.values(), *(o.type for o in node.operands if o is not None))))

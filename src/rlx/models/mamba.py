@@ -13,7 +13,7 @@ from rlx.arrays import Array
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
-from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight
+from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight, token_rows
 from rlx.flow.state import FlowValue
 from rlx.models.config import key
 from rlx.models.family import Change, family
@@ -86,6 +86,7 @@ class Mixer(FlowStage):
             "conv": conv_weight(ctx, f"{mixer}.conv1d.weight", c.inner, c.kernel),
             "conv_state": carried(ctx, f"conv.{self.layer}", c.kernel - 1, c.inner),
             "positions": cached_positions(ctx, x),
+            "token_rows": token_rows(ctx),
             "conv_bias": ctx.stored_param(f"{mixer}.conv1d.bias", shape=(c.inner,)) if c.conv_bias else None,
             "mix": ctx.stored_param(f"{mixer}.x_proj.weight", True, shape=(c.inner, c.rank + 2 * n)),
             "step": ctx.stored_param(f"{mixer}.dt_proj.weight", True, shape=(c.rank, c.inner)),

@@ -14,7 +14,7 @@ from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
-from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight
+from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight, token_rows
 from rlx.flow.state import FlowValue
 from rlx.formats import TensorFile
 from rlx.formats.tensor_file import quoted
@@ -128,6 +128,7 @@ class Mixer(FlowStage):
             "conv": conv_weight(ctx, f"{mixer}.conv1d.weight", c.channels, c.kernel),
             "conv_state": carried(ctx, f"conv.{self.layer}", c.kernel - 1, c.channels),
             "positions": cached_positions(ctx, x),
+            "token_rows": token_rows(ctx),
             "conv_bias": ctx.stored_param(f"{mixer}.conv1d.bias", shape=(c.channels,)) if c.conv_bias else None,
             "step_bias": vector(ctx, f"{mixer}.dt_bias", c.heads),
             "rates": vector(ctx, f"{mixer}.A_log", c.heads),

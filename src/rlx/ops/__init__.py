@@ -6,6 +6,7 @@ from rlx.ops import control as control
 from rlx.ops import conv as conv
 from rlx.ops import custom as custom
 from rlx.ops import elementwise as elementwise
+from rlx.ops import fake_quant as fake_quant
 from rlx.ops import fused as fused
 from rlx.ops import gated_delta_net as gated_delta_net
 from rlx.ops import gated_linear_attention as gated_linear_attention

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError, ShapeError
+from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.graph import Value
 from rlx.ir.independence import never
-from rlx.ir.registry import SEGMENTED, f32, i32, op, sample
-from rlx.ops.recurrent import check_floats, check_segments, check_shape, earlier, repeated
+from rlx.ir.registry import CHECKS_ROWS, SEGMENTED, f32, i32, op, sample
+from rlx.ops.recurrent import (
+    TOKEN_AXES,
+    check_floats,
+    check_rows,
+    check_segments,
+    check_shape,
+    count_states,
+    earlier,
+    repeated,
+    row_by_row,
+)
 from rlx.types import TensorType
 
 
@@ -68,23 +79,32 @@ def depthwise_conv1d_causal(
     """
     where = "depthwise_conv1d_causal"
     _check_conv(where, x, weight, "left_pad", left_pad, kernel_size)
-    check_segments(where, x.shape[0], x.shape[1], segments)
+    check_segments(where, x.shape[:2], segments)
     return x
 
 
-def _check_conv(where: str, x: TensorType, weight: TensorType, name: str, before: TensorType, kernel_size: int) -> None:
-    if x.rank != 3 or kernel_size < 1:
-        raise ShapeError(f"{where}: x is [batch, seq, channels], found {x} and kernel_size {kernel_size}")
-    batch, _, channels = x.shape
+def _check_conv(
+    where: str, x: TensorType, weight: TensorType, name: str, before: TensorType, kernel_size: int, axes: int = 2
+) -> None:
+    if x.rank != axes + 1 or kernel_size < 1:
+        raise ShapeError(f"{where}: x is [{TOKEN_AXES[axes]}, channels], found {x} and kernel_size {kernel_size}")
+    *lead, channels = x.shape
     ones = (1,) * (weight.rank - 2)
     check_shape(where, "weight", weight, channels, *ones, kernel_size)
-    check_shape(where, name, before, batch, kernel_size - 1, channels)
+    check_shape(where, name, before, count_states(before, lead), kernel_size - 1, channels)
     check_floats(where, x, weight, before)
 
 
 def _depthwise_conv1d_causal_carry(
-    x: Any, weight: Any, state: Any, lengths: Any, *, kernel_size: int
+    x: Any, weight: Any, state: Any, lengths: Any = None, rows: Any = None, *, kernel_size: int
 ) -> tuple[Any, Any]:
+    if rows is not None:
+
+        def run(tokens: Sequence[Any], start: Any) -> tuple[Any, Any]:
+            count = np.array([tokens[0].shape[1]])
+            return _depthwise_conv1d_causal_carry(tokens[0], weight, start, count, kernel_size=kernel_size)
+
+        return row_by_row("depthwise_conv1d_causal_carry", rows, state, [x], run)
     y = _depthwise_conv1d_causal(x, weight, state, kernel_size=kernel_size)
     all_of_it, ends = np.concatenate([state, x], axis=1), np.clip(lengths, 0, x.shape[1])
     after = [row[end : end + kernel_size - 1] for row, end in zip(all_of_it, ends, strict=True)]
@@ -93,23 +113,32 @@ def _depthwise_conv1d_causal_carry(
 
 @op(
     "depthwise_conv1d_causal_carry", independent=never, reference=_depthwise_conv1d_causal_carry, tolerance=2e-6,
+    traits=[CHECKS_ROWS],
     samples=[
         sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), i32(2, low=0, high=6), kernel_size=4),
         sample(f32(3, 1, 70), f32(70, 1, 4), f32(3, 3, 70), i32(3, low=0, high=2), kernel_size=4),
         sample(f32(2, 2, 5), f32(5, 1), f32(2, 0, 5), i32(2, low=0, high=3), kernel_size=1),
+        sample(f32(12, 40), f32(40, 4), f32(4, 3, 40), None, i32(12, low=-1, high=4), kernel_size=4),
+        sample(f32(5, 3), f32(3, 1), f32(2, 0, 3), None, i32(5, low=-1, high=2), kernel_size=1),
     ],
 )  # fmt: skip
 def depthwise_conv1d_causal_carry(
-    x: TensorType, weight: TensorType, state: TensorType, lengths: TensorType, *, kernel_size: int
-) -> tuple[TensorType, TensorType]:
+    x: TensorType, weight: TensorType, state: TensorType, lengths: TensorType | None = None,
+    rows: TensorType | None = None, *, kernel_size: int,
+) -> tuple[TensorType, TensorType]:  # fmt: skip
     """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
     The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
     `lengths[b]` count; what comes after them is padding, and no state has it.
+
+    With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
+    [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
     """
     where = "depthwise_conv1d_causal_carry"
-    _check_conv(where, x, weight, "state", state, kernel_size)
+    if (lengths is None) == (rows is None):
+        raise GraphError(f"{where}: takes lengths or rows, found {'neither' if rows is None else 'both'}")
+    _check_conv(where, x, weight, "state", state, kernel_size, check_rows(where, x, rows))
     check_shape(where, "lengths", lengths, x.shape[0])
-    if not lengths.dtype.is_integer:
+    if lengths is not None and not lengths.dtype.is_integer:
         raise DTypeError(f"{where}: lengths are integers, found {lengths}")
     return x, state

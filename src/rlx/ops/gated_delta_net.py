@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlx.errors import ShapeError
 from rlx.ir.independence import never
-from rlx.ir.registry import FUSED, f32, i32, op, sample
+from rlx.ir.registry import CHECKS_ROWS, FUSED, f32, i32, op, sample
 from rlx.ops.recurrent import (
     CHUNK,
-    check_chunk,
+    TOKEN_AXES,
+    check_backward,
     check_floats,
+    check_rows,
     check_segments,
     check_shape,
     check_state_size,
-    chunks_of,
+    checked_chunks,
+    count_states,
+    row_by_row,
     starts_of,
 )
 from rlx.types import TensorType
@@ -45,8 +50,15 @@ def _gated_delta_net_with_states(
 
 
 def _gated_delta_net_carry(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, segments: Any = None, *, state_size: int
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, segments: Any = None, rows: Any = None, *, state_size: int
 ) -> tuple[Any, Any]:
+    if rows is not None:
+
+        def run(tokens: Sequence[Any], start: Any) -> tuple[Any, Any]:
+            query, key, value, gate, rate = tokens
+            return _gated_delta_net_carry(query, key, value, gate, rate, start, state_size=state_size)
+
+        return row_by_row("gated_delta_net_carry", rows, state, [q, k, v, g, beta], run)
     out, last, *_ = _gated_delta_net_with_states(q, k, v, g, beta, state, segments, state_size=state_size, chunk=CHUNK)
     return out, last
 
@@ -58,36 +70,36 @@ def _gated_delta_net(q: Any, k: Any, v: Any, g: Any, beta: Any, segments: Any = 
 
 def _check_delta(
     where: str, q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType,
-    state: TensorType | None, n: int, segments: TensorType | None = None,
+    state: TensorType | None, n: int, segments: TensorType | None = None, rows: TensorType | None = None,
 ) -> None:  # fmt: skip
     check_state_size(where, n)
-    if q.rank != 4:
-        raise ShapeError(f"{where}: q is [batch, seq, heads, state_size], found {q}")
-    batch, seq, heads, _ = q.shape
+    axes = check_rows(where, q, rows, segments)
+    if q.rank != axes + 2:
+        raise ShapeError(f"{where}: q is [{TOKEN_AXES[axes]}, heads, state_size], found {q}")
+    *lead, heads, _ = q.shape
     for name, operand in (("q", q), ("k", k), ("v", v)):
-        check_shape(where, name, operand, batch, seq, heads, n)
+        check_shape(where, name, operand, *lead, heads, n)
     for name, operand in (("g", g), ("beta", beta)):
-        check_shape(where, name, operand, batch, seq, heads)
-    check_shape(where, "state", state, batch, heads, n, n)
-    check_segments(where, batch, seq, segments)
+        check_shape(where, name, operand, *lead, heads)
+    check_shape(where, "state", state, count_states(state, lead), heads, n, n)
+    check_segments(where, lead, segments)
     check_floats(where, q, k, v, g, beta, state)
 
 
-def _delta_operands(batch: int, seq: int, heads: int, n: int) -> tuple[Any, ...]:
-    unit = f32(batch, seq, heads, n, low=-1 / n, high=1 / n)  # keys longer than 1 make the recurrence explode
-    return (
-        unit, unit, f32(batch, seq, heads, n), f32(batch, seq, heads, low=-1, high=0),
-        f32(batch, seq, heads, low=0, high=1),
-    )  # fmt: skip
+def _delta_operands(*lead: int, heads: int, n: int) -> tuple[Any, ...]:
+    unit = f32(*lead, heads, n, low=-1 / n, high=1 / n)  # keys longer than 1 make the recurrence explode
+    return unit, unit, f32(*lead, heads, n), f32(*lead, heads, low=-1, high=0), f32(*lead, heads, low=0, high=1)
 
 
 @op(
     "gated_delta_net", independent=never, reference=_gated_delta_net, tolerance=1e-5,
     samples=[
-        sample(*_delta_operands(2, 5, 3, 4), i32(2, 5, low=0, high=2), state_size=4),
-        sample(*_delta_operands(1, 70, 2, 16), i32(1, 70, low=0, high=2), state_size=16),
-        sample(*_delta_operands(2, 5, 3, 4), state_size=4), sample(*_delta_operands(1, 9, 1, 33), state_size=33),
-        sample(*_delta_operands(1, 0, 2, 4), state_size=4), sample(*_delta_operands(1, 150, 2, 16), state_size=16),
+        sample(*_delta_operands(2, 5, heads=3, n=4), i32(2, 5, low=0, high=2), state_size=4),
+        sample(*_delta_operands(1, 70, heads=2, n=16), i32(1, 70, low=0, high=2), state_size=16),
+        sample(*_delta_operands(2, 5, heads=3, n=4), state_size=4),
+        sample(*_delta_operands(1, 9, heads=1, n=33), state_size=33),
+        sample(*_delta_operands(1, 0, heads=2, n=4), state_size=4),
+        sample(*_delta_operands(1, 150, heads=2, n=16), state_size=16),
     ],
 )  # fmt: skip
 def gated_delta_net(
@@ -105,20 +117,25 @@ def gated_delta_net(
 
 
 @op(
-    "gated_delta_net_carry", independent=never, reference=_gated_delta_net_carry, tolerance=1e-5,
+    "gated_delta_net_carry", independent=never, reference=_gated_delta_net_carry, tolerance=1e-5, traits=[CHECKS_ROWS],
     samples=[
-        sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), i32(2, 5, low=0, high=2), state_size=4),
-        sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), state_size=4),
-        sample(*_delta_operands(2, 1, 2, 20), f32(2, 2, 20, 20), state_size=20),
-        sample(*_delta_operands(1, 131, 1, 16), f32(1, 1, 16, 16), state_size=16),
+        sample(*_delta_operands(2, 5, heads=3, n=4), f32(2, 3, 4, 4), i32(2, 5, low=0, high=2), state_size=4),
+        sample(*_delta_operands(2, 5, heads=3, n=4), f32(2, 3, 4, 4), state_size=4),
+        sample(*_delta_operands(2, 1, heads=2, n=20), f32(2, 2, 20, 20), state_size=20),
+        sample(*_delta_operands(1, 131, heads=1, n=16), f32(1, 1, 16, 16), state_size=16),
+        sample(*_delta_operands(90, heads=2, n=16), f32(3, 2, 16, 16), None, i32(90, low=-1, high=3), state_size=16),
     ],
 )  # fmt: skip
 def gated_delta_net_carry(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType,
-    segments: TensorType | None = None, *, state_size: int,
+    segments: TensorType | None = None, rows: TensorType | None = None, *, state_size: int,
 ) -> tuple[TensorType, TensorType]:  # fmt: skip
-    """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token."""
-    _check_delta("gated_delta_net_carry", q, k, v, g, beta, state, state_size, segments)
+    """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+
+    With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+    [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
+    """
+    _check_delta("gated_delta_net_carry", q, k, v, g, beta, state, state_size, segments, rows)
     return v, state
 
 
@@ -134,9 +151,8 @@ def gated_delta_net_with_states(
     """
     where = "gated_delta_net_with_states"
     _check_delta(where, q, k, v, g, beta, state, state_size, segments)
-    check_chunk(where, chunk)
     batch, seq, heads, n = v.shape
-    return v, state, v.with_shape(batch, heads, chunks_of(seq, chunk), n, n), v
+    return v, state, v.with_shape(batch, heads, checked_chunks(where, seq, chunk), n, n), v
 
 
 def _gated_delta_net_backward(
@@ -183,11 +199,8 @@ def gated_delta_net_backward(
     """
     where = "gated_delta_net_backward"
     _check_delta(where, q, k, q, g, beta, None, state_size, segments)
-    check_chunk(where, chunk)
     batch, seq, heads, n = q.shape
-    check_shape(where, "states", states, batch, heads, chunks_of(seq, chunk), n, n)
-    check_shape(where, "misses", misses, batch, seq, heads, n)
-    check_shape(where, "d_out", d_out, batch, seq, heads, n)
-    check_shape(where, "d_last", d_last, batch, heads, n, n)
-    check_floats(where, q, states, misses, d_out, d_last)
+    kept, last = (batch, heads, checked_chunks(where, seq, chunk), n, n), (batch, heads, n, n)
+    of_tokens = {"misses": (misses, q.shape), "d_out": (d_out, q.shape)}
+    check_backward(where, q, states=(states, kept), **of_tokens, d_last=(d_last, last))
     return q, k, misses, g, beta, d_last

@@ -47,7 +47,7 @@ def scale_shape(where: str, shape: tuple[Size, ...], scheme: QuantScheme) -> tup
     return (*leading, k // scheme.block, n)
 
 
-def _require_shape(where: str, name: str, found: TensorType, shape: tuple[Size, ...]) -> None:
+def require_shape(where: str, name: str, found: TensorType, shape: tuple[Size, ...]) -> None:
     wanted = f"{where}: {name} is {found}, wanted [{', '.join(map(str, shape))}]"
     if found.rank != len(shape):
         raise ShapeError(wanted)
@@ -55,7 +55,7 @@ def _require_shape(where: str, name: str, found: TensorType, shape: tuple[Size, 
         require_equal(have, want, wanted)
 
 
-def _check_scales(
+def check_scales(
     where: str, shape: tuple[Size, ...], scale: TensorType, zp: TensorType | None, axis: int | None,
     scheme: QuantScheme | None,
 ) -> None:  # fmt: skip
@@ -68,9 +68,9 @@ def _check_scales(
         wanted = scale_shape(where, shape, scheme)
     else:
         wanted = () if axis is None else (shape[axis_index(axis, len(shape), where)],)
-    _require_shape(where, "scale", scale, wanted)
+    require_shape(where, "scale", scale, wanted)
     if zp is not None:
-        _require_shape(where, "zp", zp, wanted)
+        require_shape(where, "zp", zp, wanted)
 
 
 def _not_packed(where: str, scheme: str | None) -> QuantScheme | None:
@@ -91,7 +91,7 @@ def unpacked(x: Any) -> Any:
     return dequantise_blocks(x, storage, x.size * storage.block).reshape(shape)
 
 
-def _spread(scales: Any, rank: int, axis: int | None, scheme: QuantScheme | None) -> Any:
+def broadcast_scales(scales: Any, rank: int, axis: int | None, scheme: QuantScheme | None) -> Any:
     """Scales as they are broadcast to the numbers."""
     if scheme is not None:
         return np.repeat(scales, scheme.block, axis=-2) if scheme.block > 1 else scales
@@ -116,12 +116,12 @@ def _dequantise(
         return numbers if scale is None else numbers * scale.astype(wide)
     if kind == "nvfp4":
         numbers = _nibbles(x).view(ml_dtypes.float4_e2m1fn).astype(wide)
-        numbers = numbers * _spread(scale.view(FP8["fp8e4m3"]).astype(wide), x.ndim, None, given)
+        numbers = numbers * broadcast_scales(scale.view(FP8["fp8e4m3"]).astype(wide), x.ndim, None, given)
         return numbers if zp is None else numbers * zp.astype(wide)
     numbers = ((_nibbles(x) ^ 8).astype(wide) - 8) if kind == "int4" else x.astype(wide)
     if zp is not None:
-        numbers = numbers - _spread(zp, x.ndim, axis, given).astype(wide)
-    return numbers * _spread(scale, x.ndim, axis, given).astype(wide)
+        numbers = numbers - broadcast_scales(zp, x.ndim, axis, given).astype(wide)
+    return numbers * broadcast_scales(scale, x.ndim, axis, given).astype(wide)
 
 
 def _small(x: Any, kind: str) -> Any:
@@ -140,17 +140,17 @@ def _quantise(
 ) -> Any:
     given = None if scheme is None else QuantScheme(scheme)
     if given is not None and given.kind == "nvfp4":
-        step = _spread(scale.view(FP8["fp8e4m3"]).astype(x.dtype), x.ndim, None, given)
+        step = broadcast_scales(scale.view(FP8["fp8e4m3"]).astype(x.dtype), x.ndim, None, given)
         step = step if zp is None else step * zp.astype(x.dtype)
         with np.errstate(all="ignore"):
             return _in_bytes(_small(np.where(step == 0, x.dtype.type(0), x / step), given.kind))
     with np.errstate(divide="ignore", invalid="ignore"):
-        q = x / _spread(scale, x.ndim, axis, given).astype(x.dtype)
+        q = x / broadcast_scales(scale, x.ndim, axis, given).astype(x.dtype)
     if given is not None and given.kind in FP8:
         return _small(q, given.kind)
     q = np.rint(q)
     if zp is not None:
-        q = q + _spread(zp, x.ndim, axis, given).astype(x.dtype)
+        q = q + broadcast_scales(zp, x.ndim, axis, given).astype(x.dtype)
     if given is None or given.kind != "int4":
         return cast_array(q, dtype)
     return _in_bytes(cast_array(np.clip(q, -8, 7), I8).view(np.uint8) & 15)
@@ -216,7 +216,7 @@ def dequantise(
             raise DTypeError(f"dequantise: takes packed blocks, i8 or u8, found {x}")
         if scale is None:
             raise GraphError(f"dequantise: {x} has no scale", hint="dequantise(x, scale=...)")
-        _check_scales("dequantise", x.shape, scale, zp, axis, None)
+        check_scales("dequantise", x.shape, scale, zp, axis, None)
         return TensorType(x.shape, _width(scale, zp))
     given = QuantScheme(scheme)
     if given.packed is not None:
@@ -243,11 +243,11 @@ def _check_scheme(
         if zp is not None:
             raise GraphError(f"{where}: {scheme} has no zero points, found {zp}")
         if scale is not None:
-            _check_scales(where, shape, scale, None, None, scheme if scale.rank else None)
+            check_scales(where, shape, scale, None, None, scheme if scale.rank else None)
     elif scale is None or (scheme.kind == "int8a" and zp is None):
         raise GraphError(f"{where}: {scheme} has no {'scale' if scale is None else 'zp'}")
     else:
-        _check_scales(where, shape, scale, zp, axis, scheme)
+        check_scales(where, shape, scale, zp, axis, scheme)
 
 
 def _check_float_blocks(
@@ -255,7 +255,7 @@ def _check_float_blocks(
 ) -> None:
     if scale is None or scale.dtype is not U8:
         raise DTypeError(f"{where}: scale of {scheme} is {scale}, wanted u8, the bytes of E4M3 floats")
-    _require_shape(where, "scale", scale, scale_shape(where, shape, scheme))
+    require_shape(where, "scale", scale, scale_shape(where, shape, scheme))
     if zp is not None and (zp.rank or not zp.dtype.is_float):
         raise ShapeError(f"{where}: zp of {scheme} is {zp}, wanted one float, the scale of all blocks")
 
@@ -288,7 +288,7 @@ def quantise(
     if not x.dtype.is_float or dtype not in (I8, U8):
         raise DTypeError(f"quantise: makes i8 or u8 of floats, found {dtype} of {x}")
     if given is None:
-        _check_scales("quantise", x.shape, scale, zp, axis, None)
+        check_scales("quantise", x.shape, scale, zp, axis, None)
         return x.with_dtype(dtype)
     if x.rank < 2 or dtype is not I8:
         raise ShapeError(f"quantise: {given} takes [..., k, n] and has a type of its own, found {x} and {dtype}")
@@ -306,7 +306,7 @@ def _levels(scheme: QuantScheme | None) -> float:
     return 7 if scheme is not None and scheme.kind == "int4" else 127
 
 
-def _scale_axes(rank: int, axis: int | None, scheme: QuantScheme | None) -> tuple[int, ...]:
+def scale_axes(rank: int, axis: int | None, scheme: QuantScheme | None) -> tuple[int, ...]:
     """The axes whose largest magnitude makes a scale, where these are not blocks."""
     own = rank - 1 if scheme is not None else axis
     return tuple(a for a in range(rank) if own is None or a != own % rank)
@@ -319,7 +319,7 @@ def _quant_scale(x: Any, *, axis: int | None = None, scheme: str | None = None) 
         *leading, k, n = x.shape
         size = size.reshape(*leading, k // given.block, given.block, n).max(-2)
     else:
-        size = size.max(_scale_axes(x.ndim, axis, given), initial=0)
+        size = size.max(scale_axes(x.ndim, axis, given), initial=0)
     return np.maximum(size / x.dtype.type(_levels(given)), x.dtype.type(LEAST_SCALE))
 
 
@@ -331,7 +331,7 @@ def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Val
         size = size.reshape(*leading, k // given.block, given.block, n)
         largest = x.graph.one("max", size, axis=(size.rank - 2,))
     else:
-        others = _scale_axes(x.rank, axis, given)
+        others = scale_axes(x.rank, axis, given)
         if any(x.shape[a] == 0 for a in others):  # nothing has a largest, but a scale nevertheless
             shape = tuple(d for a, d in enumerate(x.shape) if a not in others)
             return x.graph.one("expand", x.graph.constant(LEAST_SCALE, x.dtype.wide), shape=shape)
@@ -365,216 +365,6 @@ def quant_scale(x: TensorType, *, axis: int | None = None, scheme: str | None = 
     else:
         shape = scale_shape("quant_scale", x.shape, given)
     return TensorType(shape, x.dtype.wide)
-
-
-# -- quantisation in training -----------------------------------------------------------------------------------------
-def _top(bits: int) -> int:
-    return 2 ** (bits - 1) - 1  # type: ignore[no-any-return]
-
-
-def _steps(x: Any, scale: Any, bits: int, axis: int | None) -> Any:
-    """The distances of neighbouring numbers, as they are broadcast to x."""
-    least = x.dtype.type(LEAST_SCALE)
-    if scale is not None:
-        return np.maximum(_spread(scale.astype(x.dtype), x.ndim, axis, None), least)
-    size = np.abs(x).max(_scale_axes(x.ndim, axis, None), keepdims=True, initial=0)
-    return np.maximum(size / x.dtype.type(_top(bits)), least)
-
-
-def _steps_apart(x: Value, scale: Value | None, bits: int, axis: int | None) -> Value:
-    if scale is None:
-        largest = x.graph.one("max", abs(x), axis=_scale_axes(x.rank, axis, None), keepdims=True)
-        step = largest / _top(bits)
-    else:
-        step = scale.astype(x.dtype)
-        if axis is not None:
-            step = step.reshape(*(x.shape[a] if a == axis % x.rank else 1 for a in range(x.rank)))
-    return step.maximum(LEAST_SCALE)
-
-
-def _check_training(where: str, x: TensorType, scale: TensorType | None, bits: int, axis: int | None) -> None:
-    if not x.dtype.is_float:
-        raise DTypeError(f"{where}: takes floats, found {x}")
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
-        raise GraphError(f"{where}: bits is {bits!r}, wanted 2 to 16")
-    if axis is not None:
-        axis_index(axis, x.rank, where)
-    if scale is not None:
-        _check_scales(where, x.shape, scale, None, axis, None)
-
-
-def _fake_quantise(x: Any, scale: Any = None, *, bits: int = 8, axis: int | None = None) -> Any:
-    top, step = x.dtype.type(_top(bits)), _steps(x, scale, bits, axis)
-    return np.clip(np.rint(x / step), -top, top) * step
-
-
-def _fake_quantise_apart(x: Value, scale: Value | None = None, *, bits: int, axis: int | None) -> Value:
-    if 0 in x.shape:
-        return x.astype(x.dtype.wide).astype(x.dtype)
-    top, wide = _top(bits), x.astype(x.dtype.wide)
-    step = _steps_apart(wide, scale, bits, axis)
-    rounded: Value = (wide / step).round().maximum(-top).minimum(top) * step
-    return rounded.astype(x.dtype)
-
-
-@op(
-    "fake_quantise", independent=never,
-    reference=_fake_quantise, decompose=_fake_quantise_apart, traits=[COMPOSED], tolerance=1e-6,
-    samples=[
-        sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1, bits=4), sample(f32(3, 33), axis=-1, bits=2),
-        sample(f32(5, 7), f32(low=0.1, high=0.2), bits=4),
-        sample(f32(4, 5, 3), f32(5, low=0.1, high=0.2), axis=1, bits=5),
-    ],
-)  # fmt: skip
-def fake_quantise(
-    x: TensorType, scale: TensorType | None = None, *, bits: int = 8, axis: int | None = None
-) -> TensorType:
-    """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
-
-    Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-    learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-    at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
-    """
-    _check_training("fake_quantise", x, scale, bits, axis)
-    return x
-
-
-def _running_scale(x: Any, state: Any, *, bits: int = 8, axis: int | None = None, decay: float = 0.99) -> Any:
-    now = _steps(x, None, bits, axis).astype(state.dtype).reshape(state.shape)
-    kept = state.dtype.type(decay)
-    return np.where(state > 0, kept * state + (1 - kept) * now, now)
-
-
-def _running_scale_apart(x: Value, state: Value, *, bits: int, axis: int | None, decay: float) -> Value:
-    wide = x.astype(x.dtype.wide)
-    if 0 in x.shape:
-        now = x.graph.one("expand", x.graph.constant(LEAST_SCALE, state.dtype), shape=state.shape)
-    else:
-        now = _steps_apart(wide, None, bits, axis).reshape(*state.shape).astype(state.dtype)
-    rest = 1 - np.dtype(state.dtype.wide.numpy).type(decay)  # as the number is that is multiplied by
-    return (state > 0).where(state * decay + now * float(rest), now)
-
-
-@op(
-    "running_scale", independent=never,
-    reference=_running_scale, decompose=_running_scale_apart, traits=[COMPOSED], tolerance=1e-6,
-    samples=[
-        sample(f32(5, 7), f32(low=0.1, high=0.2)), sample(f32(5, 7), f32(low=-2, high=-1)),
-        sample(f32(4, 5, 3), f32(5, low=-0.1, high=0.2), axis=1, bits=4, decay=0.5),
-    ],
-)  # fmt: skip
-def running_scale(
-    x: TensorType, state: TensorType, *, bits: int = 8, axis: int | None = None, decay: float = 0.99
-) -> TensorType:
-    """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
-
-    A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
-    """
-    _check_training("running_scale", x, state, bits, axis)
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-        raise GraphError(f"running_scale: decay is {decay!r}, wanted 0 to 1")
-    return state
-
-
-ESTIMATORS = ("identity", "clipped", "tanh", "hard_tanh")
-
-
-def _fake_quantise_grad(
-    x: Any, dy: Any, scale: Any = None, *, bits: int = 8, axis: int | None = None, ste: str = "identity"
-) -> Any:
-    top, step = x.dtype.type(_top(bits)), _steps(x, scale, bits, axis)
-    match ste:
-        case "clipped" if scale is not None:
-            return dy * (np.abs(x) <= top * step)
-        case "tanh":
-            return dy * (1 - np.tanh(x / step) ** 2)
-        case "hard_tanh":
-            return dy * np.maximum(1 - np.abs(x / (top * step)), 0)
-        case _:  # the identity; a scale of the numbers at hand clips none of them
-            return dy.copy()
-
-
-def _fake_quantise_grad_apart(
-    x: Value, dy: Value, scale: Value | None, *, bits: int, axis: int | None, ste: str
-) -> Value:
-    given, dy = dy.dtype, dy.astype(dy.dtype.wide)
-    if ste == "identity" or (ste == "clipped" and scale is None) or 0 in x.shape:
-        return dy.astype(given)
-    top, wide = _top(bits), x.astype(x.dtype.wide)
-    step = _steps_apart(wide, scale, bits, axis)
-    if ste == "clipped":
-        inside = (abs(wide) <= step * top).where(dy, 0.0)
-    elif ste == "tanh":
-        inside = dy * (1.0 - (wide / step).tanh() * (wide / step).tanh())
-    else:
-        inside = dy * (1.0 - abs(wide / (step * top))).maximum(0.0)
-    return inside.astype(given)
-
-
-@op(
-    "fake_quantise_grad", independent=never,
-    reference=_fake_quantise_grad, decompose=_fake_quantise_grad_apart, traits=[COMPOSED],
-    tolerance=1e-5,
-    samples=[
-        sample(f32(5, 7), f32(5, 7)), sample(f32(5, 7), f32(5, 7), f32(low=0.1, high=0.2), bits=4, ste="clipped"),
-        sample(f32(5, 7), f32(5, 7), ste="clipped"), sample(f32(4, 5, 3), f32(4, 5, 3), axis=1, bits=2, ste="tanh"),
-        sample(f32(4, 5, 3), f32(4, 5, 3), f32(5, low=0.1, high=0.4), axis=1, bits=4, ste="hard_tanh"),
-    ],
-)  # fmt: skip
-def fake_quantise_grad(
-    x: TensorType, dy: TensorType, scale: TensorType | None = None, *, bits: int = 8, axis: int | None = None,
-    ste: str = "identity",
-) -> TensorType:  # fmt: skip
-    """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
-
-    `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
-    and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
-    """
-    _check_training("fake_quantise_grad", x, scale, bits, axis)
-    _require_shape("fake_quantise_grad", "dy", dy, x.shape)
-    if dy.dtype is not x.dtype:
-        raise DTypeError(f"fake_quantise_grad: dy is {dy}, wanted the type of x, {x}")
-    if ste not in ESTIMATORS:
-        raise GraphError(f"fake_quantise_grad: ste is {ste!r}, wanted {', '.join(ESTIMATORS)}")
-    return dy
-
-
-def _fake_quantise_scale_grad(x: Any, scale: Any, dy: Any, *, bits: int = 8, axis: int | None = None) -> Any:
-    top = x.dtype.type(_top(bits))
-    z = x / _steps(x, scale, bits, axis)
-    slope = np.where(np.abs(z) <= top, np.rint(z) - z, np.sign(z) * top)
-    return (slope * dy).sum(_scale_axes(x.ndim, axis, None), dtype=x.dtype).astype(scale.dtype)
-
-
-def _fake_quantise_scale_grad_apart(x: Value, scale: Value, dy: Value, *, bits: int, axis: int | None) -> Value:
-    top, wide = _top(bits), x.astype(x.dtype.wide)
-    z = wide / _steps_apart(wide, scale, bits, axis)
-    slope = (abs(z) <= top).where(z.round() - z, (z > 0).where(wide * 0 + top, -float(top)))
-    others = _scale_axes(x.rank, axis, None)
-    return x.graph.one("sum", slope * dy.astype(wide.dtype), axis=others).astype(scale.dtype)
-
-
-@op(
-    "fake_quantise_scale_grad", independent=never,
-    reference=_fake_quantise_scale_grad, decompose=_fake_quantise_scale_grad_apart,
-    traits=[COMPOSED], tolerance=1e-5,
-    samples=[
-        sample(f32(5, 7), f32(low=0.1, high=0.2), f32(5, 7), bits=4),
-        sample(f32(4, 5, 3), f32(5, low=0.1, high=0.4), f32(4, 5, 3), axis=1, bits=4),
-    ],
-)  # fmt: skip
-def fake_quantise_scale_grad(
-    x: TensorType, scale: TensorType, dy: TensorType, *, bits: int = 8, axis: int | None = None
-) -> TensorType:
-    """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
-
-    The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
-    """
-    _check_training("fake_quantise_scale_grad", x, scale, bits, axis)
-    _require_shape("fake_quantise_scale_grad", "dy", dy, x.shape)
-    if dy.dtype is not x.dtype:
-        raise DTypeError(f"fake_quantise_scale_grad: dy is {dy}, wanted the type of x, {x}")
-    return scale
 
 
 def _dequant_matmul(x: Any, w: Any, scale: Any = None, zp: Any = None, *, scheme: str) -> Any:

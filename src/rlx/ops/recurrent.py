@@ -3,19 +3,25 @@
 A recurrent op has a form that takes the state of earlier tokens and gives the one after the last (its name ends in
 `_carry`), so that a sequence may come in pieces. States start at zero where none is given. A state that the runtime
 owns is consumed, as a cache is: it is updated in place, and nothing may read it again as it was.
+
+Tokens are rectangular, [batch, seq, ...], where batch entry b belongs to row b of the state; or ragged, [tokens, ...],
+where `rows` has the row of each. Tokens of a row are in order, those of different rows may interleave. A negative row
+is padding: it changes no state and gives zeros.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError, ShapeError
+from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.graph import Value
 from rlx.types import Size, TensorType, require_equal
 
 CHUNK = 32  # tokens between the states that a gradient starts from; those of a gated delta net are computed together
+TOKEN_AXES = {2: "batch, seq", 1: "tokens"}  # how the axes of tokens are called, by how many there are
 
 
 def check_floats(where: str, *operands: TensorType | None) -> None:
@@ -45,16 +51,61 @@ def chunks_of(seq: Size, chunk: int) -> Size:
     return (seq + (chunk - 1)) // chunk
 
 
-def check_chunk(where: str, chunk: Any) -> None:
+def checked_chunks(where: str, seq: Size, chunk: Any) -> Size:
+    """The same, of a chunk that may be no size at all."""
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ShapeError(f"{where}: chunk is {chunk!r}, wanted an integer from 1")
+    return chunks_of(seq, chunk)
+
+
+def check_backward(where: str, x: TensorType, **operands: tuple[TensorType, Sequence[Size]]) -> None:
+    """What a gradient takes besides the operands of the op: floats of the type of `x`, of these shapes."""
+    for name, (operand, shape) in operands.items():
+        check_shape(where, name, operand, *shape)
+    check_floats(where, x, *(operand for operand, _ in operands.values()))
+
+
+# -- ragged tokens -----------------------------------------------------------------------------------------------------
+def check_rows(where: str, tokens: TensorType, rows: TensorType | None, segments: TensorType | None = None) -> int:
+    """Checks the rows of tokens; the result is how many axes tokens have: 2, or 1 if they are ragged."""
+    if rows is None:
+        return 2
+    if segments is not None:
+        raise GraphError(f"{where}: takes segments or rows, found both", hint="each row is a sequence of its own")
+    if not rows.dtype.is_integer:
+        raise DTypeError(f"{where}: row numbers are integers, found {rows}", hint="cast them to i32")
+    check_shape(where, "rows", rows, *tokens.shape[:1])
+    return 1
+
+
+def count_states(state: TensorType | None, lead: Sequence[Size]) -> Size:
+    """How many states there should be: one per batch entry, or, of ragged tokens, as many as there are."""
+    return state.shape[0] if state is not None and state.rank and len(lead) == 1 else lead[0]
+
+
+def row_by_row(
+    where: str, rows: Any, state: Any, tokens: Sequence[Any], run: Callable[[Sequence[Any], Any], tuple[Any, Any]]
+) -> tuple[Any, Any]:
+    """The NumPy reference of ragged tokens: `run`, on rectangular tokens and their state, for each row by itself.
+
+    The first result is as large as the first of the tokens.
+    """
+    rows = rows.astype(np.int64)
+    if rows.max(initial=-1) >= len(state):
+        raise KernelError(f"{where}: row {rows.max()} lies outside the state, which has {len(state)} rows")
+    out, after = np.zeros_like(tokens[0]), state.copy()
+    for row in np.unique(rows[rows >= 0]):
+        own = rows == row
+        found, last = run([x[own][None] for x in tokens], state[row][None])
+        out[own], after[row] = found[0], last[0]
+    return out, after
 
 
 # -- segments ----------------------------------------------------------------------------------------------------------
-def check_segments(where: str, batch: Size, seq: Size, segments: TensorType | None) -> None:
+def check_segments(where: str, lead: Sequence[Size], segments: TensorType | None) -> None:
     if segments is not None and not segments.dtype.is_integer:
         raise DTypeError(f"{where}: segment ids are integers, found {segments.dtype}", hint="cast them to i32")
-    check_shape(where, "segments", segments, batch, seq)
+    check_shape(where, "segments", segments, *lead)
 
 
 def starts_of(tokens: Any, segments: Any) -> Any:

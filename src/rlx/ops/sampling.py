@@ -56,10 +56,11 @@ def _sample_tokens(
 
 
 def _bits(words: Any, count: int) -> Array:
-    """Bit i of the words, for i below `count`, the lowest bit of each word first."""
+    """Bit i of the words, for i below `count`, the lowest bit of each word first; behind the last word all are set."""
     size = 8 * words.dtype.itemsize
-    at = np.arange(count)
-    found: Array = (words[at // size].astype(np.int64) >> at % size & 1).astype(bool)
+    found = np.ones(count, bool)
+    at = np.arange(min(count, len(words) * size))
+    found[at] = (words[at // size].astype(np.int64) >> at % size & 1).astype(bool)
     return found
 
 
@@ -122,7 +123,8 @@ def sample_tokens(
     weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
     the same on every device; `uniform` and `top_p` are best f64.
 
-    `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `bias` is
+    `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
+    number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
     added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
     `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
     the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
@@ -142,7 +144,9 @@ def sample_tokens(
     _check("top_k", top_k, (rows,), integers=True)
     if allowed is not None:
         bits = 8 * allowed.dtype.size
-        _check("allowed", allowed, (rows, (vocab + (bits - 1)) // bits), integers=True)
+        free = allowed.rank == 2 and not isinstance(allowed.shape[1], int)
+        words = allowed.shape[1] if free else (vocab + (bits - 1)) // bits
+        _check("allowed", allowed, (rows, words), integers=True)
     penalties = {
         "prompt_length": prompt_length, "repetition_penalty": repetition_penalty,
         "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlx.errors import ShapeError
 from rlx.ir.independence import never
-from rlx.ir.registry import FUSED, f32, i32, op, sample
+from rlx.ir.registry import CHECKS_ROWS, FUSED, f32, i32, op, sample
 from rlx.ops.recurrent import (
     CHUNK,
-    check_chunk,
+    TOKEN_AXES,
+    check_backward,
     check_floats,
+    check_rows,
     check_segments,
     check_shape,
     check_state_size,
-    chunks_of,
+    checked_chunks,
+    count_states,
+    row_by_row,
     starts_of,
 )
 from rlx.types import TensorType
@@ -39,8 +44,16 @@ def _selective_scan_with_states(
 
 
 def _selective_scan_carry(
-    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, segments: Any = None, *, state_size: int
-) -> tuple[Any, Any]:
+    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, segments: Any = None, rows: Any = None, *,
+    state_size: int,
+) -> tuple[Any, Any]:  # fmt: skip
+    if rows is not None:
+
+        def run(tokens: Sequence[Any], start: Any) -> tuple[Any, Any]:
+            inner, step, key, query = tokens
+            return _selective_scan_carry(inner, step, a, key, query, start, d, state_size=state_size)
+
+        return row_by_row("selective_scan_carry", rows, state, [x, delta, b, c], run)
     y, last, _ = _selective_scan_with_states(x, delta, a, b, c, state, segments, state_size=state_size, chunk=CHUNK)
     return (y if d is None else y + d * x), last
 
@@ -55,34 +68,37 @@ def _selective_scan(
 def _check_selective(
     where: str, x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType,
     state: TensorType | None, d: TensorType | None, n: int, segments: TensorType | None = None,
+    rows: TensorType | None = None,
 ) -> None:  # fmt: skip
     check_state_size(where, n)
-    if x.rank != 3:
-        raise ShapeError(f"{where}: x is [batch, seq, channels], found {x}")
-    batch, seq, channels = x.shape
-    check_shape(where, "delta", delta, batch, seq, channels)
+    axes = check_rows(where, x, rows, segments)
+    if x.rank != axes + 1:
+        raise ShapeError(f"{where}: x is [{TOKEN_AXES[axes]}, channels], found {x}")
+    *lead, channels = x.shape
+    check_shape(where, "delta", delta, *lead, channels)
     check_shape(where, "a", a, channels, n)
-    check_shape(where, "b", b, batch, seq, n)
-    check_shape(where, "c", c, batch, seq, n)
-    check_shape(where, "state", state, batch, channels, n)
+    check_shape(where, "b", b, *lead, n)
+    check_shape(where, "c", c, *lead, n)
+    check_shape(where, "state", state, count_states(state, lead), channels, n)
     check_shape(where, "d", d, channels)
-    check_segments(where, batch, seq, segments)
+    check_segments(where, lead, segments)
     check_floats(where, x, delta, a, b, c, state, d)
 
 
-def _scan_operands(batch: int, seq: int, channels: int, n: int) -> tuple[Any, ...]:
+def _scan_operands(*lead: int, channels: int, n: int) -> tuple[Any, ...]:
     return (
-        f32(batch, seq, channels), f32(batch, seq, channels, low=0.01, high=0.5), f32(channels, n, low=-2, high=-0.1),
-        f32(batch, seq, n), f32(batch, seq, n),
+        f32(*lead, channels), f32(*lead, channels, low=0.01, high=0.5), f32(channels, n, low=-2, high=-0.1),
+        f32(*lead, n), f32(*lead, n),
     )  # fmt: skip
 
 
 @op(
     "selective_scan", independent=never, reference=_selective_scan, tolerance=5e-6,
     samples=[
-        sample(*_scan_operands(2, 7, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
-        sample(*_scan_operands(2, 7, 5, 3), f32(5), state_size=3), sample(*_scan_operands(1, 20, 70, 4), state_size=4),
-        sample(*_scan_operands(1, 0, 3, 2), state_size=2),
+        sample(*_scan_operands(2, 7, channels=5, n=3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
+        sample(*_scan_operands(2, 7, channels=5, n=3), f32(5), state_size=3),
+        sample(*_scan_operands(1, 20, channels=70, n=4), state_size=4),
+        sample(*_scan_operands(1, 0, channels=3, n=2), state_size=2),
     ],
 )  # fmt: skip
 def selective_scan(
@@ -99,19 +115,27 @@ def selective_scan(
 
 
 @op(
-    "selective_scan_carry", independent=never, reference=_selective_scan_carry, tolerance=5e-6,
+    "selective_scan_carry", independent=never, reference=_selective_scan_carry, tolerance=5e-6, traits=[CHECKS_ROWS],
     samples=[
-        sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
-        sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), state_size=3),
-        sample(*_scan_operands(3, 1, 33, 2), f32(3, 33, 2), state_size=2),
+        sample(*_scan_operands(2, 7, channels=5, n=3), f32(2, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
+        sample(*_scan_operands(2, 7, channels=5, n=3), f32(2, 5, 3), f32(5), state_size=3),
+        sample(*_scan_operands(3, 1, channels=33, n=2), f32(3, 33, 2), state_size=2),
+        sample(*_scan_operands(9, channels=33, n=2), f32(4, 33, 2), f32(33), None, i32(9, low=-1, high=4),
+               state_size=2),
     ],
 )  # fmt: skip
 def selective_scan_carry(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
-    d: TensorType | None = None, segments: TensorType | None = None, *, state_size: int,
+    d: TensorType | None = None, segments: TensorType | None = None, rows: TensorType | None = None, *, state_size: int,
 ) -> tuple[TensorType, TensorType]:  # fmt: skip
-    """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token."""
-    _check_selective("selective_scan_carry", x, delta, a, b, c, state, d, state_size, segments)
+    """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+
+    With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
+    [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
+    a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
+    gives zeros; a row that does not exist is an error at run time.
+    """
+    _check_selective("selective_scan_carry", x, delta, a, b, c, state, d, state_size, segments, rows)
     return x, state
 
 
@@ -123,9 +147,8 @@ def selective_scan_with_states(
     """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels]."""
     where = "selective_scan_with_states"
     _check_selective(where, x, delta, a, b, c, state, None, state_size, segments)
-    check_chunk(where, chunk)
     batch, seq, channels = x.shape
-    return x, state, x.with_shape(batch, chunks_of(seq, chunk), state_size, channels)
+    return x, state, x.with_shape(batch, checked_chunks(where, seq, chunk), state_size, channels)
 
 
 def _selective_scan_backward(
@@ -165,10 +188,8 @@ def selective_scan_backward(
     """
     where = "selective_scan_backward"
     _check_selective(where, x, delta, a, b, c, None, None, state_size, segments)
-    check_chunk(where, chunk)
     batch, seq, channels = x.shape
-    check_shape(where, "states", states, batch, chunks_of(seq, chunk), state_size, channels)
-    check_shape(where, "d_out", d_out, batch, seq, channels)
-    check_shape(where, "d_last", d_last, batch, channels, state_size)
-    check_floats(where, x, states, d_out, d_last)
+    kept = batch, checked_chunks(where, seq, chunk), state_size, channels
+    last = batch, channels, state_size
+    check_backward(where, x, states=(states, kept), d_out=(d_out, x.shape), d_last=(d_last, last))
     return x, delta, a, b, c, d_last

@@ -47,7 +47,7 @@ def step(into: Graph, node: Node, operands: Cotangents, tangents: Cotangents) ->
     op = node.op
     if op in rule_tables.FLAT or not any(t.dtype.is_float for t in node.types):
         return copied(into, node, operands), [None] * len(node.results)
-    if op in rule_tables.NO_DERIVATIVE:
+    if rule_tables.refused(node) is not None:
         raise refusal(node)
     if op in rule_tables.push:
         with stamped(into, node, "jvp"):

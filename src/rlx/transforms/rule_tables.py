@@ -89,6 +89,7 @@ parts: RuleTable[Parts] = RuleTable("decomposition for derivatives", _WHERE)  # 
 batching: RuleTable[Batching] = RuleTable("vmap rule", _WHERE)
 
 NO_DERIVATIVE: dict[str, str] = {}  # op -> why a derivative through it is an error
+NO_DERIVATIVE_WITH: dict[str, dict[str, str]] = {}  # op -> operand -> why it is an error where that is given
 FLAT: dict[str, str] = {}  # op -> why its derivative is zero wherever it exists
 STRAIGHT_THROUGH: dict[str, str] = {}  # op -> why its rule is not what differences would show
 
@@ -96,6 +97,20 @@ STRAIGHT_THROUGH: dict[str, str] = {}  # op -> why its rule is not what differen
 def no_derivative(*names: str, why: str) -> None:
     """Declare that nothing can be differentiated through these ops: asking for it is an error that says why."""
     NO_DERIVATIVE.update(dict.fromkeys(names, why))
+
+
+def no_derivative_with(operand: str, *names: str, why: str) -> None:
+    """Declare the same of these ops where this operand is given."""
+    for name in names:
+        NO_DERIVATIVE_WITH.setdefault(name, {})[operand] = why
+
+
+def refused(node: Node) -> str | None:
+    """Why nothing can be differentiated through a node; None where it can."""
+    if node.op in NO_DERIVATIVE:
+        return NO_DERIVATIVE[node.op]
+    operands = NO_DERIVATIVE_WITH.get(node.op, {})
+    return next((why for name, why in operands.items() if node.operand(name) is not None), None)
 
 
 def zero_gradient(*names: str, why: str) -> None:

@@ -51,14 +51,14 @@ def step(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) 
     op = node.op
     if op in rule_tables.FLAT or not any(t.dtype.is_float for t in node.types):
         return copied(into, node, operands), None
+    if rule_tables.refused(node) is not None:
+        return copied(into, node, operands), lambda cts: _refused(node)
     if op in rule_tables.linearise and not has_segments(node):
         return rule_tables.linearise[op](into, node, operands, wanted)
     if op in rule_tables.partials or op in rule_tables.vjp:
         at = NodeCtx(node, tuple(operands), copied(into, node, operands), tuple(wanted))
         rule = pull_elementwise if op in rule_tables.partials else rule_tables.vjp[op]
         return at.results, lambda cts: rule(at, *cts)
-    if op in rule_tables.NO_DERIVATIVE:
-        return copied(into, node, operands), lambda cts: _refused(node)
     return through_parts(into, node, operands, wanted)
 
 
@@ -85,9 +85,7 @@ def _refused(node: Node) -> Cotangents:
 
 def refusal(node: Node) -> GraphError:
     """The error of an op that cannot be differentiated."""
-    return GraphError(
-        f"{node.op}: has no derivative, {rule_tables.NO_DERIVATIVE[node.op]}", notes=[f"at: {node.origin}"]
-    )
+    return GraphError(f"{node.op}: has no derivative, {rule_tables.refused(node)}", notes=[f"at: {node.origin}"])
 
 
 def no_rule(node: Node) -> LowerError:

@@ -37,7 +37,7 @@ Q8 = BY_NAME["q8_0"]
 
 # -- compiling and calling --------------------------------------------------------------------------------------------
 def over_cache(kernel: AttentionKernel, dtype: DType | None = None) -> AttentionKernel:
-    return replace(kernel, cached=True, cache_dtype=dtype)
+    return replace(kernel, page=64, cache_dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -466,6 +466,7 @@ def test_a_cache_makes_another_kernel() -> None:
         (over_cache(a_kernel(F64, mask="causal"), Q8), "queries of f64 over a cache of q8_0"),
         (over_cache(a_kernel(mask="causal"), BY_NAME["q4_0"]), "queries of f32 over a cache of q4_0"),
         (over_cache(a_kernel(head_dim=80, mask="causal"), Q8), "heads of 80 and 80 are no whole blocks"),
+        (replace(a_kernel(mask="causal"), page=16), "a cache has pages of 64 positions, not of 16"),
         (replace(over_cache(a_kernel(mask="causal")), ring=True), "a sliding window, not with mask 'causal'"),
     ),
 )

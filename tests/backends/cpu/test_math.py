@@ -16,8 +16,9 @@ import pytest
 import scipy.special  # type: ignore[import-untyped]
 from targets import BASELINE, BY_NAME, supported
 
-from rlx.backends.cpu import math as vector_math
 from rlx.backends.cpu.builder import Builder, Module, Value, vector
+from rlx.backends.cpu.math import FUNCTIONS, arithmetic, conversions
+from rlx.backends.cpu.math.exponential import exp2
 from rlx.target import Target
 
 llvm.initialize_all_targets()
@@ -32,6 +33,7 @@ DIGITS = {np.dtype(np.float32): 24, np.dtype(np.float64): 53}
 LOWEST_EXPONENT = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
 LONG = np.longdouble
 UNARY = ("exp", "exp2", "log", "tanh", "erf", "sin", "cos", "tan", "atan")
+EMIT = FUNCTIONS | {"exp2": exp2}
 CIRCULAR = ("sin", "cos", "tan")
 SCALARS = ("float", "double")
 
@@ -88,12 +90,12 @@ class Compiled:
 
 @functools.cache
 def unary(name: str, scalar: str, lanes: int, target: Target) -> Compiled:
-    return Compiled(getattr(vector_math, name), (scalar,), scalar, lanes, target)
+    return Compiled(EMIT[name], (scalar,), scalar, lanes, target)
 
 
 @functools.cache
 def power(scalar: str, lanes: int, target: Target) -> Compiled:
-    return Compiled(vector_math.pow, (scalar, scalar), scalar, lanes, target)
+    return Compiled(EMIT["pow"], (scalar, scalar), scalar, lanes, target)
 
 
 def full(target: Target, scalar: str) -> int:
@@ -477,7 +479,7 @@ def test_powers_of_special_values_follow_numpy(scalar: str, target: Target) -> N
 @pytest.mark.parametrize("scalar", SCALARS)
 def test_round_even_is_rint_for_every_number(scalar: str, target: Target) -> None:
     def emit(b: Builder, x: Value, _: Target) -> Value:
-        return vector_math.round_even(b, x)
+        return arithmetic.round_even(b, x)
 
     dtype = NUMPY[scalar]
     halves = np.arange(-5000, 5000, dtype=dtype) / 2
@@ -493,7 +495,7 @@ def test_round_even_is_rint_for_every_number(scalar: str, target: Target) -> Non
 def test_max_and_min_propagate_nan(scalar: str, target: Target) -> None:
     values = np.array([0.0, 1, -1, INF, -INF, NAN, 3.5, np.finfo(NUMPY[scalar]).tiny], NUMPY[scalar])
     x, y = (a.ravel() for a in np.meshgrid(values, values))
-    for emit, reference in ((vector_math.max, np.maximum), (vector_math.min, np.minimum)):
+    for emit, reference in ((arithmetic.max, np.maximum), (arithmetic.min, np.minimum)):
 
         def without_target(b: Builder, p: Value, q: Value, _: Target, emit: Emit = emit) -> Value:
             return emit(b, p, q)
@@ -506,7 +508,7 @@ def test_max_and_min_propagate_nan(scalar: str, target: Target) -> None:
 def test_fma_rounds_once_where_the_target_has_it(target: Target) -> None:
     rng = np.random.default_rng(17)
     x, y, z = rng.standard_normal((3, 10_000)).astype(np.float32)
-    got = Compiled(vector_math.fma, ("float",) * 3, "float", full(target, "float"), target)(x, y, z)
+    got = Compiled(arithmetic.fma, ("float",) * 3, "float", full(target, "float"), target)(x, y, z)
     exact = x.astype(LONG) * y.astype(LONG) + z.astype(LONG)
     assert np.array_equal(got, exact.astype(np.float32) if target.has_fma else x * y + z)
 
@@ -542,7 +544,7 @@ def check_patterns(got: Array, want: Array, dtype: Any) -> None:
 def test_all_narrow_floats_widen_exactly(name: str, target: Target) -> None:
     want = PATTERNS.view(NARROW[name]).astype(np.float32)
     for lanes in (1, full(target, "float"), 16):
-        got = Compiled(getattr(vector_math, f"{name}_to_float"), ("i16",), "float", lanes, target)(PATTERNS)
+        got = Compiled(getattr(conversions, f"{name}_to_float"), ("i16",), "float", lanes, target)(PATTERNS)
         assert same_bits(got, want)
 
 
@@ -553,7 +555,7 @@ def test_floats_narrow_to_the_nearest_and_ties_to_even(name: str, target: Target
     with np.errstate(all="ignore"):
         want = x.astype(NARROW[name])
     for lanes in (1, full(target, "float"), 16):
-        got = Compiled(getattr(vector_math, f"float_to_{name}"), ("float",), "i16", lanes, target)(x)
+        got = Compiled(getattr(conversions, f"float_to_{name}"), ("float",), "i16", lanes, target)(x)
         check_patterns(got, want, NARROW[name])
 
 
@@ -565,7 +567,7 @@ def test_doubles_narrow_with_a_single_rounding(name: str, target: Target) -> Non
     points = points[np.isfinite(points)][::3].astype(np.float64)
     # Through float these would be rounded to the midpoint first, and then to even.
     x = np.concatenate([points, points * (1 + 2.0**-40), points * (1 - 2.0**-40), [INF, -INF, NAN, 1e300, -1e-300]])
-    got = Compiled(getattr(vector_math, f"float_to_{name}"), ("double",), "i16", full(target, "double"), target)(x)
+    got = Compiled(getattr(conversions, f"float_to_{name}"), ("double",), "i16", full(target, "double"), target)(x)
     with np.errstate(all="ignore"):
         check_patterns(got, nearest_narrow(x, dtype), dtype)
 
@@ -597,7 +599,7 @@ def test_floats_become_integers_by_truncation_and_saturation(
     integer: str, signed: bool, scalar: str, target: Target
 ) -> None:
     def emit(b: Builder, x: Value, t: Target) -> Value:
-        return vector_math.float_to_int(b, x, integer, t, signed=signed)
+        return conversions.float_to_int(b, x, integer, t, signed=signed)
 
     width = int(integer[1:])
     low, high = (-(2 ** (width - 1)), 2 ** (width - 1) - 1) if signed else (0, 2**width - 1)
@@ -619,17 +621,17 @@ def every_function() -> list[tuple[str, Emit, tuple[str, ...], str]]:
         return lambda b, *operands: function(b, *operands[:-1])
 
     def to_int(integer: str, signed: bool) -> Emit:
-        return lambda b, x, t: vector_math.float_to_int(b, x, integer, t, signed=signed)
+        return lambda b, x, t: conversions.float_to_int(b, x, integer, t, signed=signed)
 
     rows: list[tuple[str, Emit, tuple[str, ...], str]] = []
     for scalar in SCALARS:
-        rows += [(name, getattr(vector_math, name), (scalar,), scalar) for name in UNARY]
-        rows += [("pow", vector_math.pow, (scalar, scalar), scalar), ("fma", vector_math.fma, (scalar,) * 3, scalar)]
-        rows += [(n, lifted(getattr(vector_math, n)), (scalar, scalar), scalar) for n in ("max", "min")]
-        rows.append(("round_even", lifted(vector_math.round_even), (scalar,), scalar))
-        rows += [(f"float_to_{n}", getattr(vector_math, f"float_to_{n}"), (scalar,), "i16") for n in NARROW]
+        rows += [(name, EMIT[name], (scalar,), scalar) for name in UNARY]
+        rows += [("pow", EMIT["pow"], (scalar, scalar), scalar), ("fma", arithmetic.fma, (scalar,) * 3, scalar)]
+        rows += [(n, lifted(getattr(arithmetic, n)), (scalar, scalar), scalar) for n in ("max", "min")]
+        rows.append(("round_even", lifted(arithmetic.round_even), (scalar,), scalar))
+        rows += [(f"float_to_{n}", getattr(conversions, f"float_to_{n}"), (scalar,), "i16") for n in NARROW]
         rows += [(f"to {i}", to_int(i, s), (scalar,), i) for i in ("i8", "i16", "i32", "i64") for s in (True, False)]
-    rows += [(f"{n}_to_float", getattr(vector_math, f"{n}_to_float"), ("i16",), "float") for n in NARROW]
+    rows += [(f"{n}_to_float", getattr(conversions, f"{n}_to_float"), ("i16",), "float") for n in NARROW]
     return rows
 
 

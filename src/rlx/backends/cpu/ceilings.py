@@ -10,9 +10,11 @@ import time
 
 import numpy as np
 
-from rlx.backends.cpu import loops, math, pool
+from rlx.backends.cpu import pool
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.backends.cpu.kernel_library import library
+from rlx.backends.cpu.loops.byte_dots import dot
+from rlx.backends.cpu.math.arithmetic import fma
 from rlx.backends.cpu.memory import aligned
 from rlx.backends.cpu.routine import ENTRY_ARGUMENTS
 from rlx.backends.cpu.targets import CpuTarget
@@ -99,7 +101,7 @@ def _emit_fma(b: Builder, target: CpuTarget, element: str, args: Value, lo: Valu
     half = b.load(type_, b.offset(scratch, 64))  # zeros from memory, so that nothing folds
     start = [b.op("fadd", half, const(type_, float(i))) for i in range(target.tile_rows * target.tile_vectors)]
     scale = b.op("fadd", half, const(type_, 0.5))
-    sums = b.loop(0, rounds, 1, lambda i, *x: [math.fma(b, v, scale, scale, target) for v in x], start)
+    sums = b.loop(0, rounds, 1, lambda i, *x: [fma(b, v, scale, scale, target) for v in x], start)
     total = functools.reduce(lambda x, y: b.op("fadd", x, y), sums)
     b.store(total, b.offset(scratch, 128))
 
@@ -111,7 +113,7 @@ def _emit_dot(b: Builder, target: CpuTarget, small: bool, args: Value, lo: Value
     zero = b.load(type_, b.offset(scratch, 64))  # from memory, so that nothing folds
     start = [b.op("add", zero, const(type_, i)) for i in range(target.tile_rows * target.tile_vectors)]
     y = b.op("add", zero, const(type_, 0x01010101))
-    sums = b.loop(0, rounds, 1, lambda i, *x: [loops.dot(b, v, v, y, target, small=small) for v in x], start)
+    sums = b.loop(0, rounds, 1, lambda i, *x: [dot(b, v, v, y, target, small=small) for v in x], start)
     b.store(functools.reduce(lambda x, y: b.op("add", x, y), sums), b.offset(scratch, 128))
 
 

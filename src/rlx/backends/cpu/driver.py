@@ -111,12 +111,12 @@ BRIEF, REST = 5, 20
 # Workers are late where the caller has slept for more than an eighth of the last eight runs or so: some of them have
 # units in hand but no core. A busy neighbour takes the caller's core as well, without a sleep: so they are where the
 # last four runs or so took half as long again as the best one, or longer than a run alone, and where that costs a
-# millisecond in eight runs. The next runs then stay on their callers for a while, four times as long each time: for so
-# many milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may be pauses.
+# millisecond in eight runs. The next runs then stay on their callers for a while, `BACK_OFF` times as long each time:
+# for so many milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may be pauses.
 WINDOW, LATE_SHARE = 8, 8
 AVERAGED = 4
 FORGET = 256  # the best run counts for less with each run, by this part of it: sizes and machines change
-LEAST_ALONE, MOST_ALONE = 16, 2048  # milliseconds
+LEAST_ALONE, MOST_ALONE, BACK_OFF = 16, 2048, 4  # milliseconds, and the factor between two pauses
 # Where the best of two runs alone, or a long one, is no faster, runs are shared again however late workers are: for so
 # many milliseconds and at least so many runs alone, twice as long each time.
 LEAST_TRUST, MOST_TRUST, TRUST_RUNS = 1024, 16384, 32

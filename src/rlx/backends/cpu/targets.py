@@ -14,6 +14,8 @@ from rlx.operand_layouts import Layout, WeightLayout
 from rlx.target import KvLayout, Target
 from rlx.types import TensorType
 
+KEY_BLOCK = 64  # keys that attention takes at a time, cut at absolute positions; also the page of a KV cache
+
 
 @dataclass(frozen=True, slots=True)
 class CpuTarget(Target):
@@ -46,7 +48,7 @@ class CpuTarget(Target):
     @property
     def kv_layout(self) -> KvLayout:
         """Consecutive pages of a head are contiguous, as a stream that the hardware prefetches; keys lie in lanes."""
-        return KvLayout(keys="hpds", values="hpsd")
+        return KvLayout(KEY_BLOCK, keys="hpds", values="hpsd")
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         from rlx.backends.cpu.forms import FORMS

@@ -233,19 +233,30 @@ def push_kv(side: SideOutputs, prefix: str, k: Value, v: Value) -> None:
 
 def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
     """[batch, 1, seq, keys] to add to scores: 0 where the kind of mask shows a key that the custom mask keeps."""
+    keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, k.shape[1])
+    return only_where(seen_keys(q, k, kind, keep), q.graph.constant(0.0))
+
+
+def seen_keys(q: Value, k: Value, kind: str, keep: Value | None = None) -> Value:
+    """[batch, 1, seq, keys] truth values: which keys the kind of mask shows, of those to keep."""
     graph, seq, keys = q.graph, q.shape[1], k.shape[1]
     shape = parse_mask(kind)
     if shape.takes_operand:
         raise GraphError(f"a custom mask beside mask kind {kind!r}, which takes an operand of its own")
-    keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, keys)
     at = default_positions(graph, 1, keys)  # queries and keys end at the same position
     before = size_of(graph, keys - seq + shape.ahead)
     back = (default_positions(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
     if shape.limited:
-        keep = keep.logical_and(back >= 0)
+        keep = back >= 0 if keep is None else keep.logical_and(back >= 0)
     if shape.window:
-        keep = keep.logical_and(back < shape.window)
-    return graph.one("where", keep, graph.constant(0.0), graph.constant(-math.inf))
+        keep = back < shape.window if keep is None else keep.logical_and(back < shape.window)
+    assert keep is not None, "where every key is seen, there is nothing to say"
+    return keep
+
+
+def only_where(seen: Value, bias: Value) -> Value:
+    """What is added to scores: the bias of keys that are seen, minus infinity for others."""
+    return bias.graph.one("where", seen, bias, bias.graph.constant(-math.inf))
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rlx.errors import GraphError, nearest
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_rows, has_positions, kept_tokens, rope_tables_of, token_positions
+from rlx.flow.stages.attention import only_where, seen_keys
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import GeluFfn, SwiGlu
 from rlx.flow.stages.norm import LayerNorm
@@ -50,19 +51,21 @@ def attend(
 ) -> Value:  # fmt: skip
     """Attention in which no token looks at padding: `[batch, seq, heads · head_dim]`.
 
-    Of the other tokens it sees those that the mask kind says: all, earlier ones, or near ones. Where that is all, a
-    value named ATTENTION_BIAS is added to the scores if there is one; it has minus infinity at padding already. With a
-    `rotation` queries and keys turn by it first.
+    Of the other tokens it sees those that the mask kind says: all, earlier ones, or near ones. A value named
+    ATTENTION_BIAS is added to the scores if there is one; it has minus infinity at padding already. With a `rotation`
+    queries and keys turn by it first.
     """
     tables, style = (None, "halves") if rotation is None else (rotation[:3], rotation[3])
-    if kind != MaskKind.NONE:
+    if ATTENTION_BIAS in ctx.state.named:
+        mask = ctx.state.named[ATTENTION_BIAS]
+        mask = mask if kind == MaskKind.NONE else only_where(seen_keys(q, k, kind), mask)
+        kind = MaskKind.BIAS
+    elif kind != MaskKind.NONE:
         if tables is not None:
             q, k = (x.rope(*tables, style=style) for x in (q, k))
             tables = None
         mask = kept_tokens(ctx, q.shape[:2], mask_input).astype(I32) - 1  # 0, and -1 for padding
         kind = MaskKind.segments(kind)
-    elif ATTENTION_BIAS in ctx.state.named:
-        mask, kind = ctx.state.named[ATTENTION_BIAS], MaskKind.BIAS
     else:
         mask, kind = ctx.mask_input(mask_input, q.shape[:2]), MaskKind.CUSTOM
     how = {"mask_kind": kind, "scale": scale, "style": style}

@@ -8,7 +8,7 @@ from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.decoder import DecoderLayer, PreNormLayer
-from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight
+from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight, token_rows
 from rlx.ir.graph import Value
 
 
@@ -67,6 +67,7 @@ class DeltaNetLayer(PreNormLayer):
             "conv": conv_weight(ctx, f"{base}.conv1d.weight", channels, self.kernel),
             "conv_state": carried(ctx, f"conv.{self.layer_idx}", self.kernel - 1, channels),
             "positions": cached_positions(ctx, x),
+            "token_rows": token_rows(ctx),
             "rates": ctx.stored_param(f"{base}.A_log", shape=(heads,)),
             "step_bias": ctx.stored_param(f"{base}.dt_bias", shape=(heads,)),
             "state": carried(ctx, name, heads, side, side),

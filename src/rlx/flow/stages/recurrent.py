@@ -12,13 +12,18 @@ from rlx.ir.graph import Value
 
 
 def carried(ctx: FlowCtx, name: str, *shape: int) -> Value | None:
-    """The state of a layer `[batch, *shape]` in the runtime's cache; None in a flow that has none."""
+    """The state of a layer `[sequences, *shape]` in the runtime's cache; None in a flow that has none."""
     return None if ctx.state.cache is None else ctx.state.cache.state(name, shape)
 
 
 def cached_positions(ctx: FlowCtx, x: Value) -> Value | None:
     """Positions of tokens, of which padding has negative ones; None in a flow without a cache, which has no padding."""
     return None if ctx.state.cache is None else token_positions(ctx, x)
+
+
+def token_rows(ctx: FlowCtx) -> Value | None:
+    """The sequence of the cache that each of ragged tokens belongs to; None where tokens are `[batch, seq]`."""
+    return None if ctx.state.cache is None else ctx.state.cache.token_rows
 
 
 def conv_weight(ctx: FlowCtx, key: str, channels: int, size: int) -> Value:

@@ -97,6 +97,11 @@ class RopeGrowth(FlowStage):
 def sequence_lengths(ctx: FlowCtx, x: Value, limit: int, grows: bool) -> Value:
     """[batch]; a cache is told that its keys belong to lengths on one side of the limit, or to one beyond it."""
     if ctx.state.cache is not None:
+        if ctx.state.cache.token_rows is not None:
+            raise GraphError(
+                "stage Rope: tables that depend on the length of sequences take tokens [batch, seq], found ragged ones",
+                hint="leave out ragged(), or use a context within the length that the model was trained for",
+            )
         ctx.state.cache.lengths.append((limit, grows))
         return ctx.input("lengths", (sym.BATCH,), "i32")
     present = kept_tokens(ctx, x.shape[:2]).astype("i32")

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands, state_after
+from rlx.lir.forms.ragged import BEGIN, COUNT, TOKEN, Tokens, clear_padding
 from rlx.lir.loops import Const, Expr, For, Index, Let, Ref, Stmt
 from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
+from rlx.types import product
 
 CHANNELS = 32  # of one unit that moves the state on
 
 
 @loop_form("depthwise_conv1d_causal", "depthwise_conv1d_causal_carry")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
+    if node.operand("rows") is not None:
+        return _ragged(s, node)
     x, weight, before, *lengths = (s.view(o) for o in node.operands if o is not None)
     out = s.result(node)
     size = node.attrs["kernel_size"]
@@ -69,3 +73,46 @@ def _last_tokens(s: Scheduler, node: Node, x: View, before: View, lengths: View)
     units = (channels + (CHANNELS - 1)) // CHANNELS
     builder.launch(s, root, units, chunk=CHANNELS, split="channels")
     return final
+
+
+def _ragged(s: Scheduler, node: Node) -> Sequence[View]:
+    """A unit is some channels: they walk the tokens of each row, then have its last tokens for the next call."""
+    x, weight, before = (s.view(o) for o in node.operands[:3])
+    operands, tokens, size = Operands(s, node.op), Tokens.of(s, node), node.attrs["kernel_size"]
+    out, final = s.result(node), state_after(s, node, before)
+    clear_padding(s, node, out)
+    operands.read("x", x)
+    operands.read("weight", s.contiguous(weight).with_((x.shape[1], size), (size, 1)))
+    tokens.read(operands)
+    operands.write("y", out)
+    operands.carry(before, final)
+    builder, j, b = operands.builder, Index("j"), Index("b")
+
+    def token_at(name: str, number: Expr) -> tuple[list[Stmt], Expr]:
+        """A token of the row, the first of the state being number 0: those of `x` come after them."""
+        at, own = Ref(name, I64), Ref(f"{name}_own", I64)
+        since = at - (size - 1)
+        nearest = since - since.min(0)  # what is not chosen is not loaded, but has an address
+        lets: list[Stmt] = [Let(name, number), Let(own.name, operands.load("order", BEGIN + nearest).cast(I64))]
+        return lets, (at < size - 1).choose(operands.load("state", b, at, j), operands.load("x", own, j))
+
+    step: list[Stmt] = tokens.find(operands, Index("t"))
+    total: Expr | None = None
+    for k in range(size):
+        tap = operands.load("weight", j, Const(k, I64))
+        lets, value = token_at(f"at{k}", Index("t") + k) if k < size - 1 else ([], operands.load("x", TOKEN, j))
+        step += lets
+        term = value * tap
+        total = term if total is None else total + term
+    assert total is not None
+    step.append(operands.store("y", total, TOKEN, j))
+    last: list[Stmt] = []
+    for k in range(size - 1):
+        lets, value = token_at(f"last{k}", COUNT + k)
+        last += [*lets, operands.store("final", value, b, Const(k, I64), j)]
+    row = tokens.unless_idle(operands, For("t", tokens.own(operands), tuple(step)), *last)
+    rows = For("b", builder.arg("batch", tokens.states), (*tokens.count_own(operands, b), *row))
+    root = For("j", builder.arg("channels", x.shape[1]), (rows,), vector=True)
+    units = (x.shape[1] + (CHANNELS - 1)) // CHANNELS
+    builder.launch(s, root, units, chunk=CHANNELS, split="channels", flops=product(x.shape) * (2 * size))
+    return [out, final]

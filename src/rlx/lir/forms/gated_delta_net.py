@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
+from rlx.lir.forms.ragged import TOKEN
 from rlx.lir.forms.recurrent import (
     FIRST,
     REST,
-    TOKEN,
     find_start,
     read_segments,
     results_of,
@@ -31,14 +31,14 @@ RESULTS = ("dq", "dk", "dv", "dg", "dbeta", "d_state")
 @loop_form("gated_delta_net", "gated_delta_net_carry")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     outs, state = results_of(s, node)
-    walk_matrix(s, node, outs[0], node.operands[-1], state=state, last=outs[1] if state is not None else None)
+    walk_matrix(s, node, outs[0], state=state, last=outs[1] if state is not None else None)
     return outs
 
 
 @loop_form("gated_delta_net_with_states")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     out, last, *kept = (s.result(node, i) for i in range(4))
-    walk_matrix(s, node, out, node.operands[-1], state=s.view(node.operands[5]), last=last, kept=kept)
+    walk_matrix(s, node, out, state=s.view(node.operands[5]), last=last, kept=kept)
     return [out, last, *kept]
 
 
@@ -50,7 +50,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     operands, results = Operands(s, node.op), [s.result(node, i) for i in range(6)]
     for name, operand in zip(NAMES, node.operands, strict=False):
         operands.read(name, s.view(operand))
-    read_segments(operands, node.operands[-1])
+    read_segments(operands, node)
     for name, view in zip(RESULTS, results, strict=True):
         operands.write(name, view)
     batch, seq, heads, n = results[0].shape

@@ -13,5 +13,5 @@ from rlx.lir.views import View
 @loop_form("gated_linear_attention_carry")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     outs, state = results_of(s, node)
-    walk_matrix(s, node, outs[0], node.operands[-1], state=state, last=outs[1])
+    walk_matrix(s, node, outs[0], state=state, last=outs[1])
     return outs

@@ -6,15 +6,16 @@ import math
 from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64
-from rlx.ir.graph import Node, Value
+from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands, state_after
+from rlx.lir.forms.ragged import TOKEN, Tokens, clear_padding
 from rlx.lir.loops import Const, Expr, For, Index, Let, Reduce, Ref, Stmt, fma, known
 from rlx.lir.schedule import Scheduler, decode_unit
 from rlx.lir.views import View
 from rlx.ops.recurrent import chunks_of
 from rlx.types import Size, TensorType, product
 
-FIRST, REST, TOKEN, STARTS = Ref("first", I64), Ref("rest", I64), Ref("token", I64), Ref("starts", BOOL)
+FIRST, REST, STARTS = Ref("first", I64), Ref("rest", I64), Ref("starts", BOOL)
 
 
 def results_of(s: Scheduler, node: Node) -> tuple[list[View], View | None]:
@@ -22,12 +23,13 @@ def results_of(s: Scheduler, node: Node) -> tuple[list[View], View | None]:
     out = s.result(node)
     if not node.op.endswith("_carry"):
         return [out], None
-    state = s.view(node.operands[-2])  # the last one is for segments
+    state = s.view(node.operand("state"))
     return [out, state_after(s, node, state)], state
 
 
 # -- segments ----------------------------------------------------------------------------------------------------------
-def read_segments(operands: Operands, segments: Value | None) -> None:
+def read_segments(operands: Operands, node: Node) -> None:
+    segments = node.operand("segments")
     if segments is not None:
         operands.read("segments", operands.scheduler.view(segments))
 
@@ -61,25 +63,27 @@ def walk_chunks(operands: Operands, seq: Size, chunk: int, *body: Stmt, backward
 
 # -- states that are matrices ------------------------------------------------------------------------------------------
 def walk_matrix(
-    s: Scheduler, node: Node, out: View, segments: Value | None, *, state: View | None, last: View | None,
-    kept: Sequence[View] = (),
-) -> None:  # fmt: skip
+    s: Scheduler, node: Node, out: View, *, state: View | None, last: View | None, kept: Sequence[View] = ()
+) -> None:
     """Gated linear attention, or the gated delta net, token by token. A unit is a head, its matrix in its own memory.
 
     `kept` are the states before each chunk, and what each token found missing.
     """
     corrects = node.op.startswith("gated_delta_net")
-    operands = Operands(s, node.op)
+    operands, tokens = Operands(s, node.op), Tokens.of(s, node)
+    clear_padding(s, node, out)
+    out = tokens.rectangular(out)
     for name, operand in zip(("q", "k", "v", "g", "beta") if corrects else "qkvg", node.operands, strict=False):
-        operands.read(name, s.view(operand))
-    read_segments(operands, segments)
+        operands.read(name, tokens.rectangular(s.view(operand)))
+    read_segments(operands, node)
+    tokens.read(operands)
     operands.write("out", out)
     if state is not None and last is not None:
         operands.carry(state, last)
     for name, view in zip(("states", "misses"), kept, strict=False):
         operands.write(name, view)
-    batch, seq, heads, columns = out.shape
-    groups, rows = s.view(node.operands[0]).shape[2:]
+    batch, seq, (heads, columns) = tokens.states, tokens.width, out.shape[2:]
+    groups, rows = s.view(node.operands[0]).shape[-2:]
     kind = out.dtype.wide
     assert isinstance(rows, int) and isinstance(columns, int)
     operands.write("matrix", s.temporary(TensorType((batch, heads, rows, columns), kind)))
@@ -95,38 +99,40 @@ def walk_matrix(
     def each_cell(*stmts: Stmt) -> For:
         return For("i", rows, (For("j", columns, stmts, vector=True),))
 
-    key, query = (operands.load(name, b, TOKEN, group, i) for name in "kq")
-    value = operands.load("v", b, TOKEN, h, j)
+    entry = tokens.entry(b)
+    key, query = (operands.load(name, entry, TOKEN, group, i) for name in "kq")
+    value = operands.load("v", entry, TOKEN, h, j)
     column: list[Stmt] = []
     if corrects:
         seen = unless_start(operands, decay * Reduce("sum", "i", rows, cell() * key))
         column.append(Let("miss", value - seen))
         if kept:
             column.append(operands.store("misses", Ref("miss", kind), b, TOKEN, h, j))
-        value = Ref("miss", kind) * operands.load("beta", b, TOKEN, h)
+        value = Ref("miss", kind) * operands.load("beta", entry, TOKEN, h)
     scale = 1 / math.sqrt(rows) if corrects else 1.0
     new = fma(key, change, unless_start(operands, decay * cell()))
     column += [
         Let("change", value),
         For("i", rows, (operands.store("matrix", new, b, h, i, j),)),
-        operands.store("out", Reduce("sum", "i", rows, cell() * query) * scale, b, TOKEN, h, j),
+        operands.store("out", Reduce("sum", "i", rows, cell() * query) * scale, entry, TOKEN, h, j),
     ]
     token = (
-        Let("token", FIRST + Index("t")),
+        *tokens.find(operands, FIRST + Index("t")),
         *find_start(operands, b, TOKEN),
-        Let("decay", operands.load("g", b, TOKEN, h).exp()),
+        Let("decay", operands.load("g", entry, TOKEN, h).exp()),
         For("j", columns, tuple(column), vector=True),
     )
-    tokens = For("t", REST, token)
+    walk = For("t", REST, token)
     start = operands.load("state", b, h, i, j) if state is not None else Const(0.0, kind)
-    body: list[Stmt] = [*lets, each_cell(operands.store("matrix", start, b, h, i, j))]
+    body: list[Stmt] = [each_cell(operands.store("matrix", start, b, h, i, j))]
     if kept:
         keep = each_cell(operands.store("states", cell(), b, h, Ref("chunk", I64), i, j))
-        body.append(walk_chunks(operands, seq, node.attrs["chunk"], keep, tokens))
+        body.append(walk_chunks(operands, seq, node.attrs["chunk"], keep, walk))
     else:
-        body += [Let("first", known(0, I64)), Let("rest", known(0, I64) + builder.arg("seq", seq)), tokens]
+        body += [Let("first", known(0, I64)), Let("rest", known(0, I64) + tokens.own(operands)), walk]
     if last is not None:
         body.append(each_cell(operands.store("final", cell(), b, h, i, j)))
     units = batch * heads
-    root = For("u", builder.arg("units", units), tuple(body))
+    carried = (*lets, *tokens.count_own(operands, b), *tokens.unless_idle(operands, *body))
+    root = For("u", builder.arg("units", units), carried)
     builder.launch(s, root, units, split="heads", flops=product(out.shape) * (6 * rows))

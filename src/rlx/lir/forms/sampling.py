@@ -8,12 +8,13 @@ sums are those of `rlx/sampling.py` to the bit: integers, which f64 adds exactly
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rlx.dtypes import BOOL, F32, F64, I32, I64
 from rlx.ir.graph import Node
-from rlx.lir.forms.row_kernels import Body
-from rlx.lir.forms.sampling_logits import BLOCK, GROUP, LogitsKernel, Q, exp2
+from rlx.lir.forms.row_kernels import Body, Rows
+from rlx.lir.forms.sampling_logits import BLOCK, GROUP, NEAR, LogitsKernel, Q, exp2
 from rlx.lir.loops import Const, Expr, For, Index, Operand, Reduce, Ref, number
 from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
@@ -23,7 +24,15 @@ from rlx.types import product
 ABOVE = 1 + 2.0**-20  # times a weight, plus 1, it is above the weights of all lower logits, however they round
 HEAVIEST = 2.0**WEIGHT_BITS
 LEAST_KEY = -(2**31)  # below what `order` makes of any f32
-STEPS = 32  # halvings after which a range of 2^32 keys is one
+LIGHT = -21.0  # powers of two below it make weights of which 256 are below 2^31
+SILENT = -44.0  # powers of two below it make weights that round to 0
+FLAT = 4096  # times the heaviest: with more mass than that, many tokens are in a nucleus
+GUESSES = 14  # halvings of the range of keys by a guess
+PART = 32  # weights of a block that are passed over at once where none is of interest
+MARGIN = 2**17  # keys: how far a guess by samples is from the truth as a rule
+OCTAVE = 2**23  # keys from a weight to its double
+MOST_OCTAVES = 8  # 2^8 octaves are more than f32 has
+STEPS = 48  # more than the steps toward a guess and the halvings of a range of 2^32 keys
 WORD = 31  # bits of the lower of two i32 that hold a sum
 
 
@@ -62,14 +71,17 @@ class _Sampler(LogitsKernel):
         least = body.let("least_top", few.select(Reduce("min", "g", self.blocks, reached), -math.inf))
         self.count = body.var("count", 0, I64)
         with body.loop("g", body.let("searched", self.limited.select(self.blocks, Const(0, I64)))) as block:
-            size = (self.vocab - g * BLOCK).min(BLOCK)
-            width = block.let("width", (self.tops[g] >= least).select(size, Const(0, I64)))
-            with block.loop("q", width) as each:
-                token = g * BLOCK + Q
-                logit = each.let("logit", self.source(token))
-                each.store(self.weights, self.count, logit)
-                each.store(self.ids, self.count, token.cast(I32))
-                each.assign(self.count, self.count + (logit >= least).cast(I64))
+            width = block.let("width", (self.tops[g] >= least).select(BLOCK, Const(0, I64)))
+
+            def gather(inner: Body, rows: Rows, width: Ref = width) -> None:
+                with inner.loop("q", width) as each:
+                    token = g * BLOCK + Q
+                    logit = each.let("logit", rows[token])
+                    each.store(self.weights, self.count, logit)
+                    each.store(self.ids, self.count, token.cast(I32))
+                    each.assign(self.count, self.count + (logit >= least).cast(I64))
+
+            self.read(block, "gather", g, gather)
         pad = body.let("pad", self.limited.select(BLOCK, Const(0, I64)))  # so that all blocks are whole
         with body.loop("q", pad, vector=True) as behind:
             behind.store(self.weights, self.count + Q, Const(-math.inf, F32))
@@ -94,44 +106,52 @@ class _Sampler(LogitsKernel):
         with body.loop("g", self.listed) as block:
             highest = block.let("listed_top", Reduce("max", "q", BLOCK, self.weights[g * BLOCK + Q]))
             block.store(self.tops, g, highest)
-            self._fill(block, g, self.weights.__getitem__, self.least_key)
-            self._sum_block(block, g, self.weights.__getitem__)
-        with body.loop("g", body.let("whole_summed", self.summed_only * self.whole)) as block:
-            self._sum_block(block, g, lambda at: self.weight(self.source(at)))
-        with body.loop("g", body.let("whole_filled", (everything - self.summed_only) * self.whole)) as block:
-            self._fill(block, g, self.source)
-            self._sum_block(block, g, self.weights.__getitem__)
-        with body.loop("g", body.let("part_filled", everything * self.part_blocks)) as block:
-            self._fill(block, self.whole, lambda at: (at < self.vocab).choose(self.source(at), -math.inf))
-            self._sum_block(block, self.whole, self.weights.__getitem__)
+            self._fill(block, g, self.weights, self.least_key)
+            self._sum_block(block, g, self.weights[g * BLOCK + Q])
+        with body.loop("g", body.let("blocks_summed", self.summed_only * self.blocks)) as block:
+            self.read(block, "sum", g, lambda inner, rows: self._sum_block(inner, g, self._power(rows[g * BLOCK + Q])))
+        with body.loop("g", body.let("blocks_filled", (everything - self.summed_only) * self.blocks)) as block:
+            self.read(block, "fill", g, lambda inner, rows: self._fill(inner, g, rows))
+            self._sum_block(block, g, self.weights[g * BLOCK + Q])
         self.used = body.let("used", self.listed + everything * self.blocks)
+
+    def _power(self, logit: Expr) -> Expr:
+        """A weight before it is rounded."""
+        return exp2((logit - self.top) * self.scale, WEIGHT_BITS)
 
     def weight(self, logit: Expr) -> Expr:
         """An integer in f32, see `sampling.token_weights`."""
-        return exp2((logit - self.top) * self.scale, WEIGHT_BITS) + ROUNDER - ROUNDER
+        return self._power(logit) + ROUNDER - ROUNDER
 
-    def _fill(self, body: Body, block: Expr, logit: Callable[[Expr], Expr], least_key: Ref | None = None) -> None:
+    def _fill(self, body: Body, block: Expr, rows: Rows, least_key: Ref | None = None) -> None:
         """Writes the weights of a block; logits below the least key weigh nothing."""
         place = block * BLOCK + Q
         with body.loop("q", BLOCK, vector=True) as each:
-            value = each.let("weighed", logit(place))
+            value = each.let("weighed", rows[place])
             weight = self.weight(value)
             if least_key is not None:
                 weight = (value.order() >= least_key.cast(I32)).select(weight, 0.0)
             each.store(self.weights, place, weight)
 
-    def _sum_block(self, body: Body, block: Expr, weight: Callable[[Expr], Expr]) -> None:
-        total = body.let("block_mass", Reduce("sum", "q", BLOCK, weight(block * BLOCK + Q).cast(F64)).cast(I64))
+    def _sum_block(self, body: Body, block: Expr, weight: Expr) -> None:
+        """The sum of weights, rounded or not, of a block: in i32 where its highest logit says that they are light."""
+        power = body.let("block_power", (self.tops[block] - self.top) * self.scale)
+        total = body.var("block_mass", 0, I64)
+        with body.when("light", (power >= SILENT) & (power < LIGHT)) as light:
+            light.assign(total, light.let("light_mass", Reduce("sum", "q", BLOCK, weight.nearest())).cast(I64))
+        with body.when("heavy", power >= LIGHT) as heavy:
+            rounded = weight + ROUNDER - ROUNDER
+            heavy.assign(total, heavy.let("heavy_mass", Reduce("sum", "q", BLOCK, rounded.cast(F64))).cast(I64))
         self._store_sum(body, block, total)
         body.assign(self.mass, self.mass + total)
 
     def _store_sum(self, body: Body, block: Expr, total: Ref) -> None:
         """In two i32: parameters of 64 bits would halve the lanes of the kernel."""
-        body.store(self.sums, block * 2, (total & 2**WORD - 1).cast(I32))
-        body.store(self.sums, block * 2 + 1, (total >> WORD).cast(I32))
+        body.store(self.sums, block, (total & 2**WORD - 1).cast(I32))
+        body.store(self.sums, block + self.blocks, (total >> WORD).cast(I32))
 
     def _sum(self, block: Expr) -> Expr:
-        return (self.sums[block * 2 + 1].cast(I64) << WORD) + self.sums[block * 2].cast(I64)
+        return (self.sums[block + self.blocks].cast(I64) << WORD) + self.sums[block].cast(I64)
 
     def bound(self, filtered: Expr) -> None:
         """Upper bounds of the weights of each block, and of each group of blocks, for filters."""
@@ -146,69 +166,146 @@ class _Sampler(LogitsKernel):
             group.store(self.peaks, Index("c"), Reduce("max", "g", GROUP, top))
 
     def take_nucleus(self, nucleus: Expr, top_p: Expr) -> None:
-        """The least weight of the fewest tokens that weigh top_p, and the last place where that weight still counts."""
+        """The least weight of the fewest tokens that weigh top_p, and the last place where that weight still counts.
+
+        Probes of whole rows narrow the range of keys until few weights are left in it; these are gathered and probed.
+        """
         body = self.body
         share = body.let("share", top_p * self.mass.cast(F64))
         below = body.let("share_below", share.cast(I64))
         wanted = body.let("wanted", (below + (below.cast(F64) < share).cast(I64)).min(self.mass).max(1))
-
-        def weigh_enough(step: Body, bits: Ref) -> Expr:
-            least = step.let("probe", bits.cast(I32).bits())
-
-            def reaching(place: Expr) -> list[Expr]:
-                return [(self.weights[place] >= least).select(self.weights[place], 0.0)]
-
-            (mass,) = self._sums(step, "probe", least, reaching, 1)
-            return mass >= wanted
-
         # All weights below this one together weigh less than what may be missing; a little less, for rounding.
         spare = (self.mass - wanted).cast(F64) / (self.used * BLOCK).max(1).cast(F64) * 0.999
-        low = body.let("nucleus_start", spare.max(0.0).cast(F32).order().cast(I64))
-        high = number(HEAVIEST, F32).order().cast(I64) + 1
-        bits = self.bisect("nucleus", nucleus, low, high, weigh_enough)
-        self.least = least = body.let("least", nucleus.select(bits.cast(I32).bits(), Const(0.0, F32)))
+        start = body.let("nucleus_start", spare.max(0.0).cast(F32).order().cast(I64))
+        end = body.let("nucleus_end", number(HEAVIEST, F32).order().cast(I64) + 1)
+        flat = body.let("flat", nucleus & (self.mass > int(HEAVIEST) * FLAT))
+        guess = self._guess(flat, nucleus, wanted, start, end)
+        # Weights from `low` on weigh `reached`, enough; those from `high` on weigh `above`, too little.
+        low, high = body.var("nucleus_low", start, I64), body.var("nucleus_high", end, I64)
+        reached, above = body.var("reached", self.mass, I64), body.var("above", 0, I64)
 
-        def above_and_equal(place: Expr) -> list[Expr]:
-            weight = self.weights[place]
-            return [(weight > least).select(weight, 0.0), weight.eq(least).select(1.0, Const(0.0, F32))]
+        def narrow(name: str, active: Expr, crowded: Expr, middle: Expr, mass: Callable[[Body, Ref], Expr]) -> None:
+            steps = body.let(f"{name}_steps", active.select(STEPS, Const(0, I64)))
+            with (
+                body.loop(f"{name}_step", steps) as each,
+                each.when(f"{name}_open", crowded & (high - low > 1)) as step,
+            ):
+                key = step.let(f"{name}_key", middle.min(high - 1).max(low + 1))
+                weight = step.let(f"{name}_mass", mass(step, step.let(f"{name}_probe", key.cast(I32).bits())))
+                enough = step.let(f"{name}_enough", weight >= wanted)
+                for variable, value, changes in (
+                    (low, key, enough), (reached, weight, enough), (high, key, ~enough), (above, weight, ~enough),
+                ):  # fmt: skip
+                    step.assign(variable, changes.select(value, variable))
 
-        above, ties = self._sums(body, "tie", nucleus.select(least, Const(math.inf, F32)), above_and_equal, 2)
-        each = body.let("tie_weight", least.cast(I64).max(1))
+        halfway, step = low + high >> 1, Index("row_step")
+        searching = flat.select(step < 2, low.eq(start))
+        first = flat.select(guess + (step * 2 - 1) * MARGIN, guess - (OCTAVE << step.min(MOST_OCTAVES)))
+        around = searching.select(first, halfway)
+        many = (reached - above).cast(F64) > low.cast(I32).bits().cast(F64) * NEAR  # else at most NEAR are in between
+        narrow("row", nucleus, many, around, lambda inner, least: self._mass(inner, "probe", least))
+        gathered = body.let("gathered", nucleus & (high - low > 1))
+        count = self._gather(gathered, low, high)
+        heavier = body.let("heavier", above)
+
+        def of_gathered(inner: Body, least: Ref) -> Expr:
+            total = inner.var("near_total", heavier, I64)
+            with inner.loop("g", count) as block:
+                weight = self.near[Index("g") * BLOCK + Q]
+                part = Reduce("sum", "q", BLOCK, (weight >= least).select(weight, 0.0).cast(F64))
+                block.assign(total, total + block.let("near_part", part).cast(I64))
+            return total
+
+        narrow("near", gathered, Const(True, BOOL), halfway, of_gathered)
+        self.least = body.let("least", nucleus.select(low.cast(I32).bits(), Const(0.0, F32)))
+        each = body.let("tie_weight", self.least.cast(I64).max(1))
         keep = body.let("keep", (wanted - above + each - 1).quot(each))  # of equals, those with lower ids
         self.last = body.var("last", self.room, I64)
-        with body.when("cut", nucleus & (keep < ties)) as cut:
+        with body.when("cut", nucleus & (keep * each < reached - above)) as cut:
             self._find_tie(cut, keep)
 
-    def _sums(
-        self, body: Body, name: str, least: Expr, values: Callable[[Expr], Sequence[Expr]], count: int
-    ) -> list[Ref]:
-        """Sums over all places of integers in f32 that are 0 where the weight is below `least`."""
-        sums = [body.var(f"{name}_sum{i}", 0, I64) for i in range(count)]
+    def _guess(self, flat: Ref, nucleus: Expr, wanted: Ref, start: Ref, end: Ref) -> Ref:
+        """About the key of the least weight, without a look at the whole row.
+
+        Where many tokens count, as if each group of blocks were like its first. Elsewhere, as if all weights of a block
+        were as heavy as its heaviest, which is too heavy by some octaves.
+        """
+        body, c, g = self.body, Index("c"), Index("g")
+        low, high = body.var("guess_low", start, I64), body.var("guess_high", end, I64)
+        groups = body.let("whole_groups", self.used.quot(GROUP))
+        samples = body.let("samples", flat.select(groups, Const(0, I64)))
+        sampled = body.var("sampled", 0, I64)
+        with body.loop("c", samples) as block:
+            block.assign(sampled, sampled + self._sum(c * GROUP))
+        share = flat.select(sampled.cast(F64) / self.mass.max(1).cast(F64), 2.0**-WORD)
+        target = body.let("guess_wanted", wanted.cast(F64) * share)
+        with body.loop("guess_step", body.let("guess_steps", nucleus.select(GUESSES, Const(0, I64)))) as step:
+            key = step.let("guess_key", low + high >> 1)
+            probe = step.let("guess_probe", key.cast(I32).bits())
+            total = step.var("guess_total", 0.0, F64)
+            with step.loop("c", samples) as block:
+                weight = self.weights[c * (GROUP * BLOCK) + Q]
+                part = Reduce("sum", "q", BLOCK, (weight >= probe).select(weight, 0.0))
+                block.assign(total, total + block.let("guess_part", part).cast(F64))
+            with step.when("by_blocks", ~flat) as blocks:
+                reaches = (g < self.used) & (self.tops[g] >= probe)
+                mass = reaches.select(self.sums[g + self.blocks].cast(F32), 0.0).cast(F64)
+                blocks.assign(total, blocks.let("guess_blocks", Reduce("sum", "g", self.blocks, mass)))
+            enough = step.let("guess_enough", total >= target)
+            step.assign(low, enough.select(key, low))
+            step.assign(high, enough.select(high, key))
+        return low
+
+    def _gather(self, needed: Ref, low: Ref, high: Ref) -> Ref:
+        """Weights from one key to below another, in whole blocks, of which it returns the number."""
+        body = self.body
+        count = body.var("near_count", 0, I64)
+        least = body.let("near_least", needed.select(low.cast(I32).bits(), Const(math.inf, F32)))
+        limit = body.let("near_limit", high.cast(I32).bits())
+        with self._reaching(body, "near", least) as (block, here), block.loop("p", BLOCK // PART) as part:
+            weight = self.weights[here * BLOCK + Index("p") * PART + Q]
+            near = (weight >= least) & (weight < limit)
+            with (
+                part.when("near_any", Reduce("sum", "q", PART, near.cast(I32)) > 0) as some,
+                some.loop("q", PART) as each,
+            ):
+                each.store(self.near, count, weight)
+                each.assign(count, count + near.cast(I64))
+        with body.loop("q", body.let("near_pad", needed.select(BLOCK, Const(0, I64))), vector=True) as behind:
+            behind.store(self.near, count + Q, Const(0.0, F32))
+        return body.let("near_blocks", (count + (BLOCK - 1)).quot(BLOCK))
+
+    @contextmanager
+    def _reaching(self, body: Body, name: str, least: Expr) -> Iterator[tuple[Body, Ref]]:
+        """Statements for each block that may have weights from `least` on."""
         with (
             body.loop("c", self.groups) as group,
             group.when(f"{name}_group", self.peaks[Index("c")] >= least) as members,
             members.loop("g", GROUP) as block,
         ):
             here = block.let(f"{name}_block", Index("c") * GROUP + Index("g"))
-            with block.when(f"{name}_open", (here < self.used) & (self.tops[here] >= least)) as inside:
-                parts = [
-                    inside.let(f"{name}_part{i}", Reduce("sum", "q", BLOCK, value.cast(F64)))
-                    for i, value in enumerate(values(here * BLOCK + Q))
-                ]
-                for total, part in zip(sums, parts, strict=True):
-                    inside.assign(total, total + part.cast(I64))
-        return sums
+            with block.when(f"{name}_reaches", (here < self.used) & (self.tops[here] >= least)) as inside:
+                yield inside, here
+
+    def _mass(self, body: Body, name: str, least: Ref) -> Ref:
+        """The sum of all weights from `least` on."""
+        total = body.var(f"{name}_total", 0, I64)
+        with self._reaching(body, name, least) as (block, here):
+            weight = self.weights[here * BLOCK + Q]
+            part = Reduce("sum", "q", BLOCK, (weight >= least).select(weight, 0.0).cast(F64))
+            block.assign(total, total + block.let(f"{name}_part", part).cast(I64))
+        return total
 
     def _find_tie(self, body: Body, keep: Ref) -> None:
         """The place of tie number `keep`: its block, then within that."""
-        g, block_at, before = Index("g"), body.var("tie_block", 0, I64), body.var("ties_before", 0, I64)
+        block_at, before = body.var("tie_block", 0, I64), body.var("ties_before", 0, I64)
         seen = body.var("ties_seen", 0, I64)
-        with body.loop("g", self.used) as block:
-            is_tie = self.weights[g * BLOCK + Q].eq(self.least).cast(I32)
+        with self._reaching(body, "equals", self.least) as (block, here):
+            is_tie = self.weights[here * BLOCK + Q].eq(self.least).cast(I32)
             ties = block.let("ties_here", Reduce("sum", "q", BLOCK, is_tie).cast(I64))
-            here = block.let("tie_is_here", (seen < keep) & (seen + ties >= keep))
-            block.assign(block_at, here.select(g, block_at))
-            block.assign(before, here.select(seen, before))
+            found = block.let("tie_is_here", (seen < keep) & (seen + ties >= keep))
+            block.assign(block_at, found.select(here, block_at))
+            block.assign(before, found.select(seen, before))
             block.assign(seen, seen + ties)
         with body.loop("q", BLOCK) as each:
             place = each.let("tie_place", block_at * BLOCK + Q)
@@ -237,8 +334,8 @@ class _Sampler(LogitsKernel):
         passed = body.let("passed", (uniform * total.cast(F64)).cast(I64).min(total - 1))
         at, before = self._passes("block", "g", self.used, passed, self._sum(g))
         at = body.let("drawn_block", at.min(self.used - 1).max(0))
-        with body.when("refilled", (self.summed_only > 0) & (at < self.whole)) as block:
-            self._fill(block, at, self.source)
+        with body.when("refilled", self.summed_only > 0) as block:
+            self.read(block, "refill", at, lambda inner, rows: self._fill(inner, at, rows))
         rest = body.let("rest", passed - before)
         within, _ = self._passes("token", "q", BLOCK, rest, kept(at * BLOCK + Q).cast(I64))
         slot = body.let("slot", at * BLOCK + within.min(BLOCK - 1))
@@ -264,17 +361,13 @@ class _Sampler(LogitsKernel):
         top_p, min_p = self.fraction(4, "top_p"), self.setting(5, "min_p")
         self.adjust()
         # Weights at temperature 1 are the exponentials that log-probabilities need.
-        shares = (
-            Const(False, BOOL)
-            if self.adjusted is not None
-            else temperature.eq(1.0) & ((top_k < 1) | (top_k >= self.vocab))
-        )
-        shares = body.let("shares", shares)
+        shares = body.let("shares", ~self.adjusted & temperature.eq(1.0) & ((top_k < 1) | (top_k >= self.vocab)))
         scored: Expr = Const(True, BOOL)
         if self.node.operands[14] is not None:
             scored = self.integers(14, "scored").only.ne(0)
         scored = body.let("is_scored", scored)
-        self.scan(scored & ~shares)
+        self.scan()
+        self.add_exponentials(scored & ~shares)
         self.find_highest()
         self.drawn = body.let("drawn", self.alive & (temperature > 0.0))
         nucleus = body.let("nucleus", self.drawn & (top_p < 1.0))
@@ -286,7 +379,7 @@ class _Sampler(LogitsKernel):
         picked = self.draw(uniform, min_p)
         chosen = self.drawn.select(picked, self.first)
         token = body.let("token", self.alive.select(chosen, NO_TOKEN))
-        logit = self.alive.choose(self.raw[token], math.nan) - self.raw_top
+        logit = self.alive.choose(self.raw[token], math.nan) - shares.select(self.top, self.raw_top)
         total = shares.select(self.mass.cast(F64) * 2.0**-WEIGHT_BITS, self.raw_total)
         zero = Const(0, I64)
         body.store(self.tokens, zero, token.cast(I32))

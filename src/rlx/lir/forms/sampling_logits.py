@@ -1,11 +1,15 @@
-"""What sampling reads of a row before it draws: operands, logits after bias and penalties, the highest, their sum."""
+"""What sampling reads of a row before it draws: operands, logits after bias and penalties, the highest, their sum.
+
+Logits are read block by block, from the operand or, where a mask, a bias or a penalty changes one of the block, from a
+copy of that block. The last block is copied too if the vocabulary does not fill it, so every block is whole.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rlx.dtypes import BOOL, F32, F64, I32, I64
+from rlx.dtypes import F32, F64, I32, I64
 from rlx.ir.graph import Node, Value
 from rlx.lir.forms.row_kernels import Body, Rows
 from rlx.lir.loops import Arg, Const, Expr, Index, Reduce, Ref, Stmt, number
@@ -16,8 +20,7 @@ from rlx.types import TensorType
 
 BLOCK = 256  # weights whose sum f64 holds exactly: 2^8 times 2^42 is below 2^53
 GROUP = 16  # blocks
-CHUNK = GROUP * BLOCK  # logits that stay in the nearest cache
-PAGE = 1024  # f32 numbers of a page of memory
+NEAR = 4096  # weights that are gathered once so few may be the last of a nucleus
 PARTS = 3  # f32 numbers whose sum is any f64 of a probability
 Q = Index("q")
 
@@ -44,15 +47,12 @@ class LogitsKernel:
         rows, vocab = logits.shape
         blocks = (vocab + (BLOCK - 1)) // BLOCK
         room = (blocks + 1) * BLOCK  # a block of nothing behind the last weight
+        groups = (blocks + (GROUP - 1)) // GROUP
         self.vocab, self.blocks, self.whole = (
             b.arg("vocab", vocab), b.arg("blocks", blocks), b.arg("whole_blocks", vocab // BLOCK),
         )  # fmt: skip
         self.part_blocks = b.arg("part_blocks", blocks - vocab // BLOCK)
-        chunks = vocab // CHUNK
-        self.whole_chunks, self.rest = b.arg("whole_chunks", chunks), b.arg("rest", vocab - chunks * CHUNK)
-        self.rest_blocks = b.arg("rest_blocks", blocks - chunks * GROUP)
         self.room = b.arg("room", room)
-        self.pages = b.arg("pages", (room + (PAGE - 1)) // PAGE)
         if logits.dtype is not F32 or logits.strides[1] != 1:
             logits = self._as_f32(logits)
         self.raw = Rows(b, "logits", logits)
@@ -60,21 +60,26 @@ class LogitsKernel:
         self.tokens, self.scores = (
             Rows(b, name, out, written=True) for name, out in zip(("tokens", "scores"), self.outs, strict=True)
         )
-        groups = (blocks + (GROUP - 1)) // GROUP
         scratch = {
             "weights": (room, F32), "ids": (room, I32), "sums": (blocks * 2, I32), "tops": (groups * GROUP, F32),
-            "peaks": (groups, F32),
+            "peaks": (groups, F32), "copied": (blocks, I32), "near": (NEAR + 2 * BLOCK, F32),
         }  # fmt: skip
-        self.weights, self.ids, self.sums, self.tops, self.peaks = (
+        self.weights, self.ids, self.sums, self.tops, self.peaks, self.copied, self.near = (
             Rows(b, name, s.temporary(TensorType((rows, width), dtype)), written=True)
             for name, (width, dtype) in scratch.items()
         )
-        self.adjusted: Ref | None = None  # whether logits are changed before they are sampled from
         self.body = Body()
 
-    def source(self, at: Expr) -> Expr:
-        """A logit as it is sampled from: adjusted ones are where weights will be."""
-        return self.raw[at] if self.adjusted is None else self.adjusted.choose(self.weights[at], self.raw[at])
+    def read(self, body: Body, name: str, block: Expr, use: Callable[[Body, Rows], None]) -> None:
+        """Statements that use the logits of a block: once for the operand, once for a copy; one of them runs.
+
+        Not a select of two loads: masked loads are slow where memory was never written, as it is behind most blocks.
+        """
+        copied = body.let(f"{name}_copied", self.copied[block].cast(I64))
+        plain = body.let(f"{name}_plain", 1 - copied)
+        for count, rows in ((plain, self.raw), (copied, self.weights)):
+            with body.loop(f"{count.name}_once", count) as inner:
+                use(inner, rows)
 
     # -- operands ------------------------------------------------------------------------------------------------------
     def _operand(self, position: int) -> Value:
@@ -129,46 +134,76 @@ class LogitsKernel:
 
     # -- logits as they are sampled from -------------------------------------------------------------------------------
     def adjust(self) -> None:
-        """With a mask, a bias or penalties, logits are copied to where weights will be, and changed there."""
+        """Copies blocks to where weights will be: those that a mask, a bias or penalties change, and a short last one.
+
+        Sets `adjusted`: whether logits may be changed.
+        """
         allowed, history = self.node.operands[6:8]
         bias = self.node.operands[12]
-        if allowed is None and history is None and bias is None:
-            return
-        body = self.body
-        changes = [
-            self.builder.arg(name, self.s.view(of).shape[1])
-            for name, of in (("history_length", history), ("bias_length", bias))
+        body, g = self.body, Index("g")
+        with body.loop("g", self.blocks, vector=True) as each:
+            each.store(self.copied, g, Const(0, I32))
+        with body.loop("g", self.part_blocks) as last:
+            self._copy(last, self.whole, self.vocab - self.whole * BLOCK)
+            with last.loop("q", BLOCK, vector=True) as pad:
+                pad.store(self.weights, self.vocab + Q, Const(-math.inf, F32))
+        lengths = {
+            name: self.builder.arg(f"{name}_length", self.s.view(of).shape[1])
+            for name, of in (("allowed", allowed), ("bias", bias), ("history", history))
             if of is not None
-        ]
-        needed: Expr = Const(True, BOOL)
-        if allowed is None:
-            needed = changes[0] > 0 if len(changes) == 1 else (changes[0] > 0) | (changes[1] > 0)
-        self.adjusted = body.let("adjusted", needed)
-        if allowed is None:
-            # Loads that a mask leaves out are slow where memory was never written: one write per page makes it present.
-            pages = body.let("touched_pages", needed.select(Const(0, I64), self.pages))
-            with body.loop("j", pages) as touch:
-                touch.store(self.weights, Index("j") * PAGE, Const(0.0, F32))
-            with body.loop("j", body.let("copied", needed.select(self.vocab, Const(0, I64))), vector=True) as copy:
-                copy.store(self.weights, Index("j"), self.raw[Index("j")])
-        else:
-            self._mask(allowed)
+        }
+        changes: Expr = Const(0, I64)
+        for length in lengths.values():
+            changes = changes + length
+        self.adjusted = body.let("adjusted", changes > 0)
+        if allowed is not None:
+            self._mask(allowed, lengths["allowed"])
         if bias is not None:
-            self._bias(changes[-1])
+            self._bias(lengths["bias"])
         if history is not None:
-            self._penalise(changes[0])
+            self._penalise(lengths["history"])
 
-    def _mask(self, allowed: Value) -> None:
+    def _copy(self, body: Body, block: Expr, size: Expr) -> None:
+        """Copies so many logits of a block; none of it where the size is 0."""
+        start = block * BLOCK + Q
+        with body.loop("q", body.let("copy_size", size), vector=True) as copy:
+            copy.store(self.weights, start, self.raw[start])
+        body.store(self.copied, block, Const(1, I32))
+
+    def _copy_blocks_of(self, tokens: Rows, length: Arg) -> None:
+        """Copies each block that has one of these tokens and is not copied yet."""
+        with self.body.loop("h", length) as each:
+            token = each.let("copied_token", tokens[Index("h")].cast(I64))
+            valid = (token >= 0) & (token < self.vocab)
+            block = each.let("copied_block", valid.select(token, 0).quot(BLOCK))
+            with each.when("not_yet_copied", valid & self.copied[block].eq(0)) as missing:
+                self._copy(missing, block, Const(BLOCK, I64))
+
+    def _mask(self, allowed: Value, words: Arg) -> None:
+        """Blocks that have a token which is not allowed: copies where such tokens are -inf."""
         view = self.s.view(allowed)
-        words = Rows(self.builder, "allowed", view)
+        masks = Rows(self.builder, "allowed", view)
         size = 8 * view.dtype.size
-        kind = I64 if view.dtype.size == 8 or view.dtype.kind == "uint" else I32
-        with self.body.loop("w", self.builder.arg("words", view.shape[1])) as each:
-            word = each.let("word", words[Index("w")].cast(kind))
-            with each.loop("i", size, vector=True) as bits:
-                token = Index("w") * size + Index("i")
-                keep = (word >> Index("i").cast(kind) & 1).ne(0) & (token < self.vocab)
-                bits.store(self.weights, token, keep.choose(self.raw[token], -math.inf))
+        unsigned = view.dtype.kind == "uint"
+        kind = I64 if view.dtype.size == 8 or unsigned else I32
+        everything = 2**size - 1 if unsigned else -1
+        g, w, per_block = Index("g"), Index("w"), BLOCK // size
+
+        def mask(word: Expr) -> Expr:
+            """Words that are not there allow everything."""
+            return (word < words).choose(masks[word].cast(kind), number(everything, kind))
+
+        masked = self.body.let("masked_blocks", (words + (per_block - 1)).quot(per_block).min(self.blocks))
+        with self.body.loop("g", masked) as each:
+            restricted = mask(g * per_block + w).ne(number(everything, kind)).cast(I32)
+            with each.when("restricted", Reduce("sum", "w", per_block, restricted) > 0) as block:
+                block.store(self.copied, g, Const(1, I32))
+                with block.loop("w", per_block) as of_word:
+                    bits = of_word.let("word", mask(g * per_block + w))
+                    with of_word.loop("i", size, vector=True) as bit:
+                        token = (g * per_block + w) * size + Index("i")
+                        keep = (bits >> Index("i").cast(kind) & 1).ne(0) & (token < self.vocab)
+                        bit.store(self.weights, token, keep.choose(self.raw[token], -math.inf))
 
     def _token_place(self, token: Expr) -> Expr:
         """Where a token of an operand counts: what is outside the vocabulary, behind the last token."""
@@ -177,6 +212,7 @@ class LogitsKernel:
     def _bias(self, length: Arg) -> None:
         tokens = self.integers(12, "bias_tokens")
         values = Rows(self.builder, "bias", self.s.view(self._operand(13)))
+        self._copy_blocks_of(tokens, length)
         with self.body.loop("h", length) as each:
             at = each.let("biased", self._token_place(tokens[Index("h")].cast(I64)))
             each.store(self.weights, at, self.weights[at] + values[Index("h")].cast(F32))
@@ -188,6 +224,7 @@ class LogitsKernel:
         names = ("repetition", "frequency", "presence")
         repetition, frequency, presence = (self.setting(9 + i, name) for i, name in enumerate(names))
         h, counts = Index("h"), self.ids
+        self._copy_blocks_of(seen, length)
         at = self._token_place(seen[h].cast(I64))
         with self.body.loop("h", length) as clear:
             clear.store(counts, at, Const(0, I32))
@@ -206,36 +243,44 @@ class LogitsKernel:
             apply.store(counts, where, Const(0, I32))
 
     # -- the row as it is, and its highest logit -----------------------------------------------------------------------
-    def scan(self, needed: Expr) -> None:
-        """Reads logits once: the highest of each block, and, if needed, the sum of exp(logit - highest) of raw ones.
+    def scan(self) -> None:
+        """The highest logit of each block."""
+        with self.body.loop("g", self.blocks) as block:
+            here = Index("g") * BLOCK + Q
 
-        A chunk is in the nearest cache when its exponentials are added up; what came before is scaled to a new highest.
+            def keep_highest(inner: Body, rows: Rows) -> None:
+                inner.store(self.tops, Index("g"), inner.let("highest", Reduce("max", "q", BLOCK, rows[here])))
+
+            self.read(block, "scan", Index("g"), keep_highest)
+
+    def add_exponentials(self, needed: Expr) -> None:
+        """If needed, the highest of the logits as they came, and the sum of exp(logit - highest).
+
+        In f32 within a block, in f64 beyond.
         """
-        body = self.body
+        body, g = self.body, Index("g")
         self.raw_top, self.raw_total = body.var("raw_top", -math.inf, F32), body.var("raw_total", 0.0, F64)
-        self.summed = body.let("summed", needed)
-        with body.loop("c", self.whole_chunks) as chunk:
-            self._scan_chunk(chunk, Index("c"), CHUNK, GROUP)
-        with body.when("rest_there", self.rest > 0) as chunk:
-            self._scan_chunk(chunk, self.whole_chunks, self.rest, self.rest_blocks)
-
-    def _scan_chunk(self, body: Body, chunk: Expr, width: int | Arg, blocks: int | Arg) -> None:
-        first = body.let("first_of_chunk", chunk * CHUNK)
-        with body.loop("g", blocks) as block:
-            place = block.let("block_start", first + Index("g") * BLOCK) + Q
-            logit = self.source(place) if width == CHUNK else (place < self.vocab).choose(self.source(place), -math.inf)
-            top = block.let("chunk_block_top", Reduce("max", "q", BLOCK, logit))
-            block.store(self.tops, chunk * GROUP + Index("g"), top)
-        highest = Reduce("max", "q", width, self.raw[first + Q])
-        if self.adjusted is None:
-            highest = Reduce("max", "g", blocks, self.tops[chunk * GROUP + Index("g")])
-        top = body.let("chunk_top", highest.max(self.raw_top))
-        with body.when("summed_here", self.summed) as sums:
-            base = sums.let("chunk_base", top.eq(-math.inf).select(0.0, top))
-            value = exp2((self.raw[first + Q] - base) * LOG2_E).cast(F64)
-            part = sums.let("chunk_part", Reduce("sum", "q", width, value))
-            sums.assign(self.raw_total, self.raw_total * (self.raw_top - base).cast(F64).exp() + part)
-        body.assign(self.raw_top, top)
+        place = g * BLOCK + Q
+        inside = place < self.vocab
+        with body.when("summed", needed) as sums:
+            with sums.loop("g", self.blocks) as block:
+                with block.when("top_changed", self.copied[g].ne(0)) as copied:
+                    logit = inside.choose(self.raw[place], -math.inf)
+                    copied.assign(
+                        self.raw_top, self.raw_top.max(copied.let("raw_highest", Reduce("max", "q", BLOCK, logit)))
+                    )
+                with block.when("top_known", self.copied[g].eq(0)) as plain:
+                    plain.assign(self.raw_top, self.raw_top.max(self.tops[g]))
+            base = sums.let("raw_base", self.raw_top.eq(-math.inf).select(0.0, self.raw_top))
+            with sums.loop("g", self.whole) as block:
+                part = Reduce("sum", "q", BLOCK, exp2((self.raw[place] - base) * LOG2_E))
+                block.assign(self.raw_total, self.raw_total + block.let("exponentials", part).cast(F64))
+            with sums.loop("last", self.part_blocks) as block:
+                place = self.whole * BLOCK + Q
+                inside = place < self.vocab
+                power = (inside.choose(self.raw[place], -math.inf) - base) * LOG2_E
+                part = Reduce("sum", "q", BLOCK, inside.select(exp2(power), 0.0))
+                block.assign(self.raw_total, self.raw_total + block.let("last_exponentials", part).cast(F64))
 
     def find_highest(self) -> None:
         """The highest logit, and the first token that has it."""
@@ -243,6 +288,11 @@ class LogitsKernel:
         self.top = body.let("top", Reduce("max", "g", self.blocks, self.tops[g]))
         self.alive = body.let("alive", (self.top > -math.inf) & (self.top < math.inf))
         first = Reduce("min", "g", self.blocks, self.tops[g].eq(self.top).select(g, self.blocks))
-        start = body.let("first_block", first.min(self.blocks - 1).max(0)) * BLOCK
-        here = (start + Q < self.vocab).choose(self.source(start + Q), -math.inf)
-        self.first = body.let("first", Reduce("min", "q", BLOCK, here.eq(self.top).select(Q, BLOCK)) + start)
+        at = body.let("first_block", first.min(self.blocks - 1).max(0))
+        self.first = body.var("first", 0, I64)
+
+        def find(inner: Body, rows: Rows) -> None:
+            is_top = rows[at * BLOCK + Q].eq(self.top).select(Q, BLOCK)
+            inner.assign(self.first, inner.let("first_place", Reduce("min", "q", BLOCK, is_top)) + at * BLOCK)
+
+        self.read(body, "first_block", at, find)

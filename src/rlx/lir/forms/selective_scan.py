@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands, state_after
-from rlx.lir.forms.recurrent import FIRST, REST, TOKEN, find_start, read_segments, unless_start, walk_chunks
+from rlx.lir.forms.ragged import TOKEN, Tokens, clear_padding
+from rlx.lir.forms.recurrent import FIRST, REST, find_start, read_segments, unless_start, walk_chunks
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Var, fma, known
 from rlx.lir.schedule import CHUNK, Scheduler, loop_form
 from rlx.lir.views import View
@@ -24,13 +25,16 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     """Each channel walks the tokens with its n numbers of state in registers."""
     carried, keeps = node.op != "selective_scan", node.op == "selective_scan_with_states"
     names = ("x", "delta", "a", "b", "c", *(("state",) if carried else ()), *(() if keeps else ("d",)))
-    operands = Operands(s, node.op)
+    operands, tokens = Operands(s, node.op), Tokens.of(s, node)
     outs = [s.result(node)]
+    clear_padding(s, node, outs[0])
     for name, operand in zip(names, node.operands, strict=False):
         if operand is not None and name != "state":
-            operands.read(name, s.view(operand))
-    read_segments(operands, node.operands[-1])
-    operands.write("y", outs[0])
+            view = s.view(operand)
+            operands.read(name, view if name in ("a", "d") else tokens.rectangular(view))
+    read_segments(operands, node)
+    tokens.read(operands)
+    operands.write("y", tokens.rectangular(outs[0]))
     if carried:
         state = s.view(node.operands[names.index("state")])
         outs.append(s.result(node, 1) if keeps else state_after(s, node, state))
@@ -39,25 +43,26 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         outs.append(s.result(node, 2))
         operands.write("states", outs[2])
     n, kind = node.attrs["state_size"], outs[0].dtype.wide
-    batch, seq, channels = outs[0].shape
+    seq, channels = tokens.width, outs[0].shape[-1]
     builder = operands.builder
-    j, b, t = Index("j"), Index("b"), Ref("token", I64)
+    j, b, t = Index("j"), Index("b"), TOKEN
+    entry = tokens.entry(b)
 
     rates: list[Stmt] = [Let(f"a{i}", operands.load("a", j, Const(i, I64))) for i in range(n)]
     start = [
         Var(f"h{i}", operands.load("state", b, j, Const(i, I64)) if carried else Const(0.0, kind)) for i in range(n)
     ]
     step: list[Stmt] = [*find_start(operands, b, t)]
-    step += [Let("dt", operands.load("delta", b, t, j)), Let("now", operands.load("x", b, t, j))]
+    step += [Let("dt", operands.load("delta", entry, t, j)), Let("now", operands.load("x", entry, t, j))]
     step.append(Let("drive", Ref("dt", kind) * Ref("now", kind)))
     y: Expr = operands.load("d", j) * Ref("now", kind) if "d" in operands.numbers else Const(0.0, kind)
     for i in range(n):
         decay = (Ref("dt", kind) * Ref(f"a{i}", kind)).exp()
-        driven = Ref("drive", kind) * operands.load("b", b, t, Const(i, I64))
+        driven = Ref("drive", kind) * operands.load("b", entry, t, Const(i, I64))
         step.append(Assign(f"h{i}", fma(decay, unless_start(operands, Ref(f"h{i}", kind)), driven)))
-        step.append(Let(f"y{i}", fma(operands.load("c", b, t, Const(i, I64)), Ref(f"h{i}", kind), y)))
+        step.append(Let(f"y{i}", fma(operands.load("c", entry, t, Const(i, I64)), Ref(f"h{i}", kind), y)))
         y = Ref(f"y{i}", kind)
-    step.append(operands.store("y", y, b, t, j))
+    step.append(operands.store("y", y, entry, t, j))
     last = [operands.store("final", Ref(f"h{i}", kind), b, j, Const(i, I64)) for i in range(n)] if carried else []
     if keeps:
         chunk, first = Index("chunk"), Ref("first", I64)
@@ -65,11 +70,12 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         kept = [operands.store("states", Ref(f"h{i}", kind), b, chunk, Const(i, I64), j) for i in range(n)]
         left = builder.arg("seq", seq) - first
         bounds = Let("first", chunk * size), Let("rest", known(size, I64).min(left))
-        tokens = For("t", Ref("rest", I64), (Let("token", first + Index("t")), *step))
-        walk = For("chunk", builder.arg("chunks", chunks_of(seq, node.attrs["chunk"])), (*bounds, *kept, tokens))
+        part = For("t", Ref("rest", I64), (Let("token", first + Index("t")), *step))
+        walk = For("chunk", builder.arg("chunks", chunks_of(seq, node.attrs["chunk"])), (*bounds, *kept, part))
     else:
-        walk = For("t", builder.arg("seq", seq), (Let("token", Index("t")), *step))
-    rows = For("b", builder.arg("batch", batch), (*start, walk, *last))
+        walk = For("t", tokens.own(operands), (*tokens.find(operands, Index("t")), *step))
+    own = tokens.count_own(operands, b), tokens.unless_idle(operands, *start, walk, *last)
+    rows = For("b", builder.arg("batch", tokens.states), (*own[0], *own[1]))
     root = For("j", builder.arg("channels", channels), (*rates, rows), vector=True)
     units = (channels + (CHANNELS - 1)) // CHANNELS
     builder.launch(s, root, units, chunk=CHANNELS, split="channels", flops=product(outs[0].shape) * (8 * n))
@@ -84,7 +90,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     operands, results = Operands(s, node.op), [s.result(node, i) for i in range(6)]
     for name, operand in zip(NAMES, node.operands, strict=False):
         operands.read(name, s.view(operand))
-    read_segments(operands, node.operands[-1])
+    read_segments(operands, node)
     for name, view in zip(RESULTS, results, strict=True):
         if name != "da":
             operands.write(name, view)

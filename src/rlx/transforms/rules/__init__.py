@@ -6,6 +6,7 @@ from rlx.transforms.rules import control as control
 from rlx.transforms.rules import conv as conv
 from rlx.transforms.rules import custom as custom
 from rlx.transforms.rules import elementwise as elementwise
+from rlx.transforms.rules import fake_quant as fake_quant
 from rlx.transforms.rules import gated_delta_net as gated_delta_net
 from rlx.transforms.rules import gated_linear_attention as gated_linear_attention
 from rlx.transforms.rules import grouped as grouped

@@ -66,8 +66,9 @@ def _gated_delta_net(rows: Sequence[Value], state: Value, segments: Value | None
 
 @parts("gated_delta_net_carry")
 def _(
-    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None, *, state_size: int
-) -> tuple[Value, Value]:
+    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None, _: None = None, *,
+    state_size: int,
+) -> tuple[Value, Value]:  # fmt: skip
     return _gated_delta_net([q, k, v, g, beta], state, segments, state_size)
 
 
@@ -82,7 +83,8 @@ def _no_state(q: Value, n: int) -> Value:
 
 @linearise("gated_delta_net", "gated_delta_net_carry")
 def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
-    *given, segments = operands
+    count = 4 + len(node.types)  # with the state, if it is carried
+    given, segments = operands[:count], operands[count]
     q, k, v, g, beta, *rest = (o for o in given if o is not None)
     n = node.attrs["state_size"]
     state = rest[0] if rest else _no_state(q, n)
@@ -93,7 +95,7 @@ def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> 
     def pull(cts: Cotangents) -> Cotangents:
         back = [zeros(into, x.type) if ct is None else ct for ct, x in zip([*cts, None], (out, last), strict=False)]
         made = into.apply("gated_delta_net_backward", q, k, g, beta, states, misses, *back, segments, state_size=n)
-        return [*made[: len(given)], None]
+        return [*made[:count], *(None for _ in operands[count:])]
 
     return (out, last)[: len(node.types)], pull
 

@@ -17,7 +17,9 @@ def _token_of_attention(state: Value, q: Value, k: Value, v: Value, g: Value, st
 
 
 @parts("gated_linear_attention_carry")
-def _(q: Value, k: Value, v: Value, g: Value, state: Value, segments: Value | None) -> tuple[Value, Value]:
+def _(
+    q: Value, k: Value, v: Value, g: Value, state: Value, segments: Value | None, _: None = None
+) -> tuple[Value, Value]:
     batch, seq, groups, n = q.shape
     heads = v.shape[2]
     assert isinstance(heads, int) and isinstance(groups, int)

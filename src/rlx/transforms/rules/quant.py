@@ -1,30 +1,16 @@
-"""Quantised numbers: packed weights are frozen, scales and zero points of integers have gradients.
-
-`fake_quantise` is straight-through, which is what makes it of use in training: its derivative is that of x where x is
-not cut off. Rounding has none of its own.
-"""
+"""Quantised numbers: packed weights are frozen, scales and zero points of integers have gradients."""
 
 from __future__ import annotations
 
 from rlx.ir.graph import Value
 from rlx.quant_schemes import QuantScheme
 from rlx.transforms.build import full, in_type, sum_to
-from rlx.transforms.rule_tables import Cotangents, NodeCtx, batching, straight_through, vjp, zero_gradient
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, batching, vjp, zero_gradient
 from rlx.transforms.vmap import by_scan
 from rlx.types import TensorType
 
 zero_gradient("quantise", why="it gives integers")
-straight_through("fake_quantise", why="rounding has no derivative of its own")
 batching("dequantise", "quantise")(by_scan)
-
-
-@vjp("fake_quantise")
-def _(at: NodeCtx, ct: Value) -> Cotangents:
-    x, scale = at.operand(0), at.operands[1]
-    dx = at.graph.one("fake_quantise_grad", x, ct, scale, ste="clipped", **at.attrs) if at.wanted[0] else None
-    if scale is None or not at.wanted[1]:
-        return dx, None
-    return dx, at.graph.one("fake_quantise_scale_grad", x, scale, ct, **at.attrs)
 
 
 def _spread(scales: Value, at: NodeCtx) -> Value:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from rlx.ir.graph import Graph, Value
 from rlx.ops.recurrent import chunks_of, starts_apart
 from rlx.transforms.build import declare, move_axis, taken
-from rlx.transforms.rule_tables import Vmapped
+from rlx.transforms.rule_tables import Vmapped, no_derivative_with
 from rlx.transforms.vmap import by_scan, folded
 from rlx.types import Size
 
@@ -94,8 +94,18 @@ def over_tokens(
     return last, *(move_axis(y, 0, 1) for y in ys)
 
 
+no_derivative_with(
+    "rows", "gated_delta_net_carry", "gated_linear_attention_carry", "selective_scan_carry",
+    why="the states of ragged rows are written in place while a model generates; for training use segments",
+)  # fmt: skip
+
+
 def batched(vmapped: Vmapped, *shared: int) -> Sequence[Value]:
-    """Batches as one; entry by entry if one of the `shared` operands, which have no batch, differs between entries."""
-    if any(vmapped.batched[i] for i in shared):
+    """Batches as one; entry by entry if one of the `shared` operands, which have no batch, differs between entries.
+
+    So are ragged tokens: each entry has row numbers of its own.
+    """
+    ragged = vmapped.node.operand("rows") is not None
+    if ragged or any(vmapped.batched[i] for i in shared):
         return by_scan(vmapped)
     return folded(vmapped, [i for i in range(len(vmapped.operands)) if i not in shared])

@@ -46,8 +46,8 @@ def _selective_scan(
 
 @parts("selective_scan_carry")
 def _(
-    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, segments: Value | None, *,
-    state_size: int,
+    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, segments: Value | None,
+    _: None = None, *, state_size: int,
 ) -> tuple[Value, Value]:  # fmt: skip
     return _selective_scan(x, delta, a, b, c, state, d, segments, state_size)
 
@@ -62,7 +62,8 @@ def _(
 
 @linearise("selective_scan", "selective_scan_carry")
 def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
-    *given, d, segments = operands
+    count = 4 + len(node.types)  # with the state, if it is carried
+    given, (d, segments, *ragged) = operands[:count], operands[count:]
     x, delta, a, b, c, *rest = (o for o in given if o is not None)
     n = node.attrs["state_size"]
     state = rest[0] if rest else zeros(into, x.type.with_shape(x.shape[0], *a.shape))
@@ -73,9 +74,9 @@ def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> 
         rows = x, delta, a, b, c, states, ct, back, segments
         made = list(into.apply("selective_scan_backward", *rows, state_size=n))
         if d is None:
-            return [*made[: len(given)], None, None]
+            return [*made[:count], None, None, *ragged]
         made[0] = made[0] + ct * d
-        return [*made[: len(given)], (ct * x).sum(axis=(0, 1)), None]
+        return [*made[:count], (ct * x).sum(axis=(0, 1)), None, *ragged]
 
     return (y if d is None else y + x * d, last)[: len(node.types)], pull
 

@@ -5,7 +5,8 @@ positions, each made ready once for all query rows of a unit; a row's bits depen
 it sees, never on its neighbours in a tile, a chunk or a batch. A score of -inf is a masked key, any finite one is real.
 
 `plan` holds sizes and the map of scratch, `nest` the loops over units, key blocks and tiles; the functions that they
-call are in `rows` (what is kept for each query row), `packing` (a block of K and V) and `softmax` (scores to weights).
+call are in `rows` (what is kept for each query row), `packing` (a block of K and V), `softmax` (scores to weights) and
+`outputs` (weights times values). `tiles` calls the micro-kernels.
 `gradient` has the same for an `AttentionGradKernel`.
 """
 

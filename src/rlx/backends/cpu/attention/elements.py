@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rlx.backends.cpu.attention.plan import SCALAR, Plan
 from rlx.backends.cpu.builder import Builder, Value, const, i64, lanes_of, vector
-from rlx.backends.cpu.math import bfloat_to_float, float_to_bfloat, float_to_half, half_to_float
+from rlx.backends.cpu.math.conversions import bfloat_to_float, float_to_bfloat, float_to_half, half_to_float
 from rlx.dtypes import BF16, F16, F64, DType
 from rlx.host_memory import LINE
 from rlx.lir.forms.quant_blocks import UNIT

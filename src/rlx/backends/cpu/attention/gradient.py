@@ -18,12 +18,13 @@ from rlx.backends.cpu.attention.elements import clear, load, store, sweep
 from rlx.backends.cpu.attention.plan import LOG2_E, Plan, laid_out, read_words
 from rlx.backends.cpu.attention.softmax import Scorer
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
-from rlx.backends.cpu.math import exp2, fma
+from rlx.backends.cpu.math.arithmetic import fma
+from rlx.backends.cpu.math.exponential import exp2
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
-from rlx.backends.cpu.targets import CpuTarget
+from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
 from rlx.fork_safe_locks import cached_property
-from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
+from rlx.lir.kernels import AttentionGradKernel
 
 ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor
 

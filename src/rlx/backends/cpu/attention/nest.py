@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from rlx.backends.cpu.attention import packing, rows, segments, softmax
+from rlx.backends.cpu.attention import outputs, packing, rows, segments, softmax
 from rlx.backends.cpu.attention.elements import clear, fetch
-from rlx.backends.cpu.attention.packing import each_strip
 from rlx.backends.cpu.attention.plan import Plan, read_words
-from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
+from rlx.backends.cpu.attention.tiles import ahead_step, micro_kernel_address
+from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, i64
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
-from rlx.backends.cpu.targets import CpuTarget
-from rlx.host_memory import LINE
-from rlx.lir.kernels import KEY_BLOCK, OUTSIDE_POOL, OUTSIDE_TABLE, AttentionKernel
+from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
+from rlx.lir.kernels import OUTSIDE_POOL, OUTSIDE_TABLE, AttentionKernel
 
 _POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "table", "rows", "lse")
 
@@ -300,7 +299,7 @@ class Units:
                     weights(KEY_BLOCK)
                 else:
                     b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(weights, s) for s in plan.spans))
-                Outputs(self, row, height, base, count, started).emit(finite)
+                outputs.Outputs(self, row, height, base, count, started).emit(finite)
 
             if plan.limited:
                 b.when(self.sees(row, height, base), attend)
@@ -401,12 +400,12 @@ class Units:
             for i in range(plan.target.tile_rows):  # of the next tile
                 following = b.offset(queries, b.mul(apart, plan.target.tile_rows + i), plan.scalar)
                 fetch(b, following, plan.kernel.head_dim * plan.size)
-        step = _ahead_step(b, plan, row, height, plan.target.tile_vectors, i64(keys.ahead_step))
+        step = ahead_step(b, plan, row, height, plan.target.tile_vectors, i64(keys.ahead_step))
         vectors = b.ceil_div(reach, plan.lanes)
 
         def panel(index: Value) -> None:
             width = b.min(b.sub(vectors, b.mul(index, plan.target.tile_vectors)), plan.target.tile_vectors)
-            tile = _micro_kernel(b, plan, self.words["parts"], width, height)
+            tile = micro_kernel_address(b, plan, self.words["parts"], width, height)
             right = b.offset(keys.first, b.mul(index, keys.apart), plan.scalar)
             ahead = b.offset(keys.ahead, b.mul(index, keys.ahead_step * plan.kernel.head_dim))
             scores = plan.region(b, scratch, "scores", b.mul(index, plan.panel))
@@ -421,155 +420,8 @@ class Units:
             b.loop(0, b.ceil_div(reach, plan.panel), 1, panel)
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """outputs[height] += weights · values, for one tile. A key that a row does not see is not multiplied: 0 · inf
-    is no zero. Whatever goes together, each row adds its keys in order."""
-
-    unit: Units
-    row: Value
-    height: Value
-    base: Value
-    count: Value
-    started: Value
-
-    def emit(self, finite: Value | None) -> None:
-        """`finite`, of a bias or segments: V has no inf and no NaN, so it does not matter which keys are masked."""
-        if finite is None:
-            self.together()
-        else:
-            self.unit.b.when(finite, self.together, self.sparse)
-
-    def together(self) -> None:
-        if self.unit.plan.limited:
-            self.limited()
-        else:
-            self.weigh(0, self.height, 0, self.count, self.started)
-
-    def weigh(self, first: Int, height: Int, begin: Int, end: Int, accumulate: Int = 1) -> None:
-        """Rows `first` .. of the tile and keys `begin` .. `end` of the block."""
-        unit, plan, b = self.unit, self.unit.plan, self.unit.b
-        weights = plan.region(b, unit.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
-        outputs = plan.region(b, unit.scratch, "outputs", b.mul(b.add(self.row, first), plan.value_stride))
-        values, stride = unit.values(self.base), unit.words["v_seq"]
-        following = unit.next_values(values)
-        if plan.packs_values:
-            values = plan.region(b, unit.scratch, "values")
-        rows = self.row, i64(height), i64(begin), i64(end)
-        places = values, stride, following, outputs
-        unit.call("weigh", unit.words["parts"], weights, *rows, *places, i64(accumulate))
-
-    def limited(self) -> None:
-        """Keys that all rows of the tile see go together, those before and after them row by row."""
-        b, sliding = self.unit.b, self.unit.plan.kernel.mask == "sliding"
-        begin = self.range(self.unit.highest(self.row, self.height))[0]
-        end = b.max(self.range(self.unit.lowest(self.row))[1], begin)
-
-        def before(i: Value) -> None:
-            own_begin, own_end = self.seen(i)
-            self.alone(i, own_begin, b.min(own_end, begin))
-
-        def after(i: Value) -> None:
-            self.alone(i, end, self.seen(i)[1])
-
-        if sliding:
-            b.when(b.icmp("sgt", begin, 0), lambda: b.loop(0, self.height, 1, before))
-        b.when(b.icmp("slt", begin, end), lambda: self.weigh(0, self.height, begin, end))
-        b.when(b.icmp("slt", end, self.count), lambda: b.loop(0, self.height, 1, after))
-
-    def seen(self, i: Value) -> tuple[Value, Value]:
-        """The keys of the block that a row of the tile sees."""
-        return self.range(self.unit.limit(self.unit.b.add(self.row, i)))
-
-    def range(self, limit: Value) -> tuple[Value, Value]:
-        """The keys of the block that a row with this limit sees."""
-        b, kernel = self.unit.b, self.unit.plan.kernel
-        end = b.sub(limit, self.base)
-        oldest = b.max(b.sub(end, kernel.window), 0) if kernel.mask == "sliding" else i64(0)
-        return b.min(oldest, self.count), b.max(b.min(end, self.count), 0)
-
-    def alone(self, i: Value, begin: Value, end: Value) -> None:
-        b = self.unit.b
-        b.when(b.icmp("slt", begin, end), lambda: self.weigh(i, 1, begin, end))
-
-    def sparse(self) -> None:
-        """The slow way for a block with an inf or NaN in V that a mask may hide: keys of weight 0 are left out."""
-        unit, plan, b = self.unit, self.unit.plan, self.unit.b
-        b.when(b.icmp("eq", self.started, 0), lambda: unit.clear_outputs(self.row, self.height))
-
-        def row(i: Value) -> None:
-            def key(j: Value) -> None:
-                place = plan.region(b, unit.scratch, "scores", b.add(b.mul(i, KEY_BLOCK), j))
-                weight = b.load(plan.scalar, place, align=plan.size)
-                heavy = b.fcmp("une", weight, const(plan.scalar, 0.0))
-                b.when(heavy, lambda: self.weigh(i, 1, j, b.add(j, 1)))
-
-            begin, end = self.seen(i) if plan.limited else (i64(0), self.count)
-            b.loop(begin, end, 1, key)
-
-        b.loop(0, self.height, 1, row)
-
-
-def _micro_kernel(b: Builder, plan: Plan, parts: Value, width: Int, height: Value) -> Value:
-    """The address of the micro-kernel of `width` vectors and `height` rows."""
-    rows = plan.target.tile_rows
-    index = b.sub(b.add(height, b.mul(i64(width), rows)), rows + 1)
-    return b.load("ptr", b.offset(parts, index, "ptr"), align=8)
-
-
-def _ahead_step(b: Builder, plan: Plan, row: Value, height: Value, vectors: int, step: Value) -> Value:
-    """How many bytes a prefetch moves on with each row of K or V that a tile reads, if the rows are `step` bytes apart.
-
-    Where nothing is packed, rows that follow each other are a stream, which the hardware fetches by itself unless
-    prefetches of some of its lines get in the way. A tile of several rows would make half of those that it needs:
-    1.4 times as fast without. What is unpacked is read in bursts, which nobody foresees: the first tile fetches.
-    """
-    width = vectors * plan.lanes * plan.size
-    if plan.widens_keys:
-        return b.select(b.icmp("eq", row, 0), step, i64(0))
-    if width <= LINE or plan.packs_keys or plan.packs_values:
-        return step
-    stream = b.op("and", b.icmp("eq", step, width), b.icmp("sgt", height, 1))
-    return b.select(stream, i64(0), step)
-
-
-def _define_weigh(module: Module, plan: Plan) -> None:
-    """outputs[height] += weights[height][begin..end] · values[begin..end], strip by strip."""
-
-    def emit(
-        b: Builder, parts: Value, weights: Value, row: Value, height: Value, begin: Value, end: Value, values: Value,
-        stride: Value, following: Value, outputs: Value, accumulate: Value,
-    ) -> None:  # fmt: skip
-        left, keys = b.offset(weights, begin, plan.scalar), b.sub(end, begin)
-
-        def strip(first: Value, vectors: int, _: int) -> None:
-            column = b.mul(first, plan.lanes)
-            apart, start = stride, column
-            if plan.packs_values:
-                apart, start = i64(vectors * plan.lanes), b.mul(column, KEY_BLOCK)
-            right = b.offset(values, b.add(start, b.mul(begin, apart)), plan.scalar)
-            ahead, step = right, i64(0)
-            if plan.kernel.cached or not plan.packs_values:
-                bytes_apart = b.mul(stride, plan.stride_bytes)
-                ahead = b.offset(
-                    b.offset(following, b.mul(begin, bytes_apart)), b.mul(first, plan.row_bytes(64) * plan.lanes // 64)
-                )
-                step = _ahead_step(b, plan, row, height, vectors, bytes_apart)
-            b.call_pointer(
-                _micro_kernel(b, plan, parts, vectors, height), left, i64(KEY_BLOCK), right, apart, keys,
-                b.offset(outputs, column, plan.scalar), i64(plan.value_stride), ahead, step, accumulate,
-            )  # fmt: skip
-
-        each_strip(b, plan, strip)
-
-    plan.define(
-        module, "weigh", "ptr parts, ptr weights, i64 row, i64 height, i64 begin, i64 end, ptr values, i64 stride, "
-        "ptr following, ptr outputs, i64 accumulate", emit,
-    )  # fmt: skip
-
-
 _PARTS = (
     rows.define_newest, rows.define_locate, rows.define_start, packing.define_keep, packing.define_addresses,
     packing.define_pack_keys, packing.define_widen_keys, packing.define_unpack_keys, packing.define_pack_values,
-    packing.define_finite, softmax.define_softmax, _define_weigh, rows.define_finish,
+    packing.define_finite, softmax.define_softmax, outputs.define_weigh, rows.define_finish,
 )  # fmt: skip

@@ -9,10 +9,10 @@ import numpy as np
 from rlx.backends.cpu.attention.elements import fetch, load, load_packed, load_scales, load_stored, sweep, unpack, widen
 from rlx.backends.cpu.attention.plan import Plan, Strips
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, vector
+from rlx.backends.cpu.targets import KEY_BLOCK
 from rlx.dtypes import DType
 from rlx.host_memory import LINE
 from rlx.lir.forms.quant_blocks import UNIT
-from rlx.lir.kernels import KEY_BLOCK
 
 
 def define_keep(module: Module, plan: Plan) -> None:

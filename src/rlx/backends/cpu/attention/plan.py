@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
 from rlx.backends.cpu.routine import HEADER_BYTES
-from rlx.backends.cpu.targets import CpuTarget
+from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
 from rlx.dtypes import BY_NAME, F32, F64, I32, DType
 from rlx.errors import LowerError
 from rlx.fork_safe_locks import cached_property
 from rlx.host_memory import LINE
 from rlx.lir.forms.quant_blocks import UNIT
-from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
+from rlx.lir.kernels import AttentionKernel
 
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 CACHED_MASKS = ("causal", "sliding")
@@ -78,6 +78,8 @@ class Plan:
             )
         if kernel.ahead and (kernel.mask != "sliding" or kernel.cached):
             raise LowerError(f"cpu attention: keys ahead are of a sliding window, not of mask {kernel.mask!r}")
+        if kernel.page not in (0, KEY_BLOCK):
+            raise LowerError(f"cpu attention: a cache has pages of {KEY_BLOCK} positions, not of {kernel.page}")
         if kernel.cached and kernel.mask not in CACHED_MASKS:
             raise LowerError(f"cpu attention: a cache goes with masks {', '.join(CACHED_MASKS)}, not {kernel.mask!r}")
         if kernel.cache_dtype is not None and not kernel.cached:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rlx.backends.cpu.attention.elements import clear, load, store, sweep
 from rlx.backends.cpu.attention.plan import LOG2_E, Plan
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64
-from rlx.backends.cpu.math import log
+from rlx.backends.cpu.math.exponential import log
 from rlx.lir.kernels import BEYOND_CAPACITY
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlx.backends.cpu.attention.plan import BOUNDS, Plan
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, vector
-from rlx.lir.kernels import KEY_BLOCK
+from rlx.backends.cpu.targets import KEY_BLOCK
 
 NO_ROW, NO_KEY, SEVERAL = -2, -1, -3  # ids of padding, and of a block whose keys have no one id
 # Places in the region `segment_bounds`.

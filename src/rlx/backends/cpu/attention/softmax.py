@@ -11,8 +11,9 @@ from rlx.backends.cpu.attention import segments
 from rlx.backends.cpu.attention.elements import stored_type, sweep, widen
 from rlx.backends.cpu.attention.plan import Plan
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, vector
-from rlx.backends.cpu.math import exp2, fma, tanh
-from rlx.lir.kernels import KEY_BLOCK
+from rlx.backends.cpu.math.arithmetic import fma
+from rlx.backends.cpu.math.exponential import exp2, tanh
+from rlx.backends.cpu.targets import KEY_BLOCK
 
 SLACK = 8.0  # a row's reference moves only for a score 2**8 times heavier: weights stay small, rescaling is rare
 CHUNK = 4  # vectors of scores that the softmax holds in registers

@@ -9,8 +9,9 @@ from rlx.backends.cpu.targets import cpu_target
 from rlx.dtypes import I64, DType
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
+from rlx.lir.forms.ragged import COUNT, TOKEN, Tokens, clear_padding
 from rlx.lir.forms.recurrent import find_start, read_segments, results_of, unless_start
-from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Ref, Stmt, Store, Var, fma
+from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Ref, Stmt, Store, Var, fma, known
 from rlx.lir.schedule import Scheduler, decode_unit, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, product
@@ -20,23 +21,31 @@ VECTORS = (2, 1)  # columns of one unit, in vectors; the first that divides the 
 
 def gated_linear_attention(s: Scheduler, node: Node) -> Sequence[View]:
     outs, state = results_of(s, node)
+    clear_padding(s, node, outs[0])
     by_token(s, node, outs[0], state, outs[1], 1)
     return outs
 
 
-def by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View | None, times: Size) -> None:
+def by_token(
+    s: Scheduler, node: Node, out: View, state: View | None, last: View | None, times: Size, fewer: int | None = None
+) -> None:
     """A unit is some columns of one head's matrix, which no other column needs: a copy of them, without gaps, stays in
     the L1 cache for all tokens. The vector loop goes over columns. There are `times` as many units: none, or all.
+
+    Of ragged tokens, only rows that have `fewer` than so many are walked.
     """
     corrects = node.op.startswith("gated_delta_net")
-    operands = Operands(s, node.op)
+    operands, tokens = Operands(s, node.op), Tokens.of(s, node)
     names = ("q", "k", "v", "g", "beta") if corrects else ("q", "k", "v", "g")
-    batch, seq, heads, columns = out.shape
-    rows, kind = s.view(node.operands[0]).shape[3], out.dtype.wide
+    out = tokens.rectangular(out)
+    batch, (heads, columns) = tokens.states, out.shape[2:]
+    rows, kind = s.view(node.operands[0]).shape[-1], out.dtype.wide
     assert isinstance(rows, int) and isinstance(columns, int)
     for name, operand in zip(names, node.operands, strict=False):
-        operands.read(name, _exponentials(s, s.view(operand), kind) if name == "g" else s.view(operand))
-    read_segments(operands, node.operands[-1])
+        view = tokens.rectangular(s.view(operand))
+        operands.read(name, _exponentials(s, view, kind) if name == "g" else view)
+    read_segments(operands, node)
+    tokens.read(operands)
     operands.write("out", out)
     if state is not None and last is not None:
         operands.carry(state, last)
@@ -48,12 +57,13 @@ def by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View
     operands.write("matrix", s.temporary(TensorType((batch, heads, columns // width, rows, width), kind)))
     builder = operands.builder
     lets = decode_unit(builder, [batch, heads, columns // width], ["b", "h", "c"])
-    b, h, t, i, j = Ref("b", I64), Ref("h", I64), Index("t"), Index("i"), Index("j")
+    b, h, i, j = Ref("b", I64), Ref("h", I64), Index("i"), Index("j")
+    entry, t = (tokens.entry(b), TOKEN) if tokens.ragged else (b, Index("t"))
     zero, first = Const(0, I64), Ref("c", I64) * width
     lets.append(operands.base("matrix", b, h, Ref("c", I64), zero, zero))
     group: Expr = h
     if not corrects:
-        groups = s.view(node.operands[0]).shape[2]
+        groups = s.view(node.operands[0]).shape[-2]
         lets.append(Let("group", h.quot(builder.arg("group_heads", heads // groups))))
         group = Ref("group", I64)
 
@@ -95,17 +105,22 @@ def by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View
         *results,
     )
     token: tuple[Stmt, ...] = (
+        *(tokens.find(operands, Index("t")) if tokens.ragged else ()),
         *find_start(operands, b, t),
-        Let("decay", operands.load("g", b, t, h)),
-        *((Let("rate", operands.load("beta", b, t, h)),) if corrects else ()),
-        *(operands.base(name, b, t, group, zero) for name in ("q", "k")),
-        *(operands.base(name, b, t, h, first) for name in ("v", "out")),
+        Let("decay", operands.load("g", entry, t, h)),
+        *((Let("rate", operands.load("beta", entry, t, h)),) if corrects else ()),
+        *(operands.base(name, entry, t, group, zero) for name in ("q", "k")),
+        *(operands.base(name, entry, t, h, first) for name in ("v", "out")),
         For("j", span, of_columns, vector=True),
     )
-    walk = For("t", builder.arg("seq", seq), token)
+    walk = For("t", tokens.own(operands), token)
     units = batch * heads * (columns // width) * times
     whole = _whole_matrix(operands, rows, width, state is not None, walk)
-    root = For("u", builder.arg("units", units), (*lets, *whole))
+    carried = tokens.unless_idle(operands, *whole)
+    if tokens.ragged and fewer is not None:
+        few = Let("few", (fewer > COUNT).select(known(1, I64), 0))
+        carried = few, For("again", Ref("few", I64), carried)
+    root = For("u", builder.arg("units", units), (*lets, *tokens.count_own(operands, b), *carried))
     builder.launch(s, root, units, split="columns", flops=product(out.shape) * (6 * rows) * times)
 
 

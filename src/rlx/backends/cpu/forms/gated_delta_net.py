@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rlx.backends.cpu.forms import delta_chunks
 from rlx.backends.cpu.forms.delta_tokens import by_token
 from rlx.ir.graph import Node
+from rlx.lir.forms.ragged import Tokens, clear_padding
 from rlx.lir.forms.recurrent import results_of
 from rlx.lir.schedule import Scheduler
 from rlx.lir.views import View
@@ -15,10 +16,19 @@ from rlx.types import dim_min
 
 
 def gated_delta_net(s: Scheduler, node: Node) -> Sequence[View]:
-    """By chunks where there is a whole one, else token by token: one of the two launches has no units."""
+    """By chunks where there is a whole one, else token by token: one of the two launches has no units.
+
+    Of ragged tokens, each row goes the way that it would go by itself.
+    """
     outs, state = results_of(s, node)
     last = outs[1] if state is not None else None
-    many = dim_min(outs[0].shape[1] // CHUNK, 1)
+    tokens = Tokens.of(s, node)
+    if tokens.ragged:
+        clear_padding(s, node, outs[0])
+        by_token(s, node, outs[0], state, last, 1, fewer=CHUNK)
+        delta_chunks.forward(s, node, outs[0], CHUNK, 1, state=state, last=last)
+        return outs
+    many = dim_min(tokens.width // CHUNK, 1)
     if many != 1:
         by_token(s, node, outs[0], state, last, 1 - many)
     if many != 0:

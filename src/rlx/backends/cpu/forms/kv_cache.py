@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rlx.backends.cpu.targets import KEY_BLOCK
 from rlx.dtypes import I32, I64, DType
 from rlx.ir.graph import Node
 from rlx.lir.forms.attention import CachedTokens, pools
 from rlx.lir.forms.attention import cached_attention as portable
-from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
+from rlx.lir.kernels import AttentionKernel
 from rlx.lir.loops import Expr, Stmt
 from rlx.lir.schedule import Elements, Scheduler, map_elements
 from rlx.lir.views import View
@@ -26,18 +27,18 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
     q, out = tokens.q if tokens.q.strides[-1] == 1 else s.copied(tokens.q), tokens.out
     positions, table = (_narrow(s, v) for v in (tokens.positions, tokens.table))
     kind, window = split_mask(node.attrs["mask_kind"])
-    kv_heads = values.shape[1]
+    kv_heads, page = values.shape[1:3]
     heads, head_dim, value_dim = *q.shape[2:], out.shape[3]
-    assert isinstance(heads, int) and isinstance(kv_heads, int)
+    assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(page, int)
     assert isinstance(head_dim, int) and isinstance(value_dim, int)
     scale = node.attrs["scale"]
     kernel = AttentionKernel(
         dtype=q.dtype, head_dim=head_dim, value_dim=value_dim, group=heads // kv_heads, mask=kind, window=window,
         scale=1 / math.sqrt(head_dim) if scale is None else scale, softcap=node.attrs["softcap"] or 0.0,
-        mask_dtype=None, cached=True, cache_dtype=None if storage is q.dtype else storage, ring=node.attrs["ring"],
+        mask_dtype=None, page=page, cache_dtype=None if storage is q.dtype else storage, ring=node.attrs["ring"],
         ragged=tokens.rows is not None,
     )  # fmt: skip
-    capacity = table.shape[1] * KEY_BLOCK
+    capacity = table.shape[1] * page
     words: dict[str, View | Size | None] = {
         "q": q, "k": keys, "v": values, "out": out, "positions": positions, "table": table, "batch": q.shape[0],
         "q_len": q.shape[1], "capacity": capacity, "kv_heads": kv_heads, "pages": keys.shape[0],

@@ -54,7 +54,7 @@ class _Unit:
         self.operands = Operands(s, node.op)
         for name, operand in zip(NAMES, node.operands, strict=False):
             self.operands.read(name, s.view(operand))
-        read_segments(self.operands, node.operands[-1])
+        read_segments(self.operands, node)
         for name, view in zip(RESULTS, results, strict=True):
             if name not in SUMS:
                 self.operands.write(name, view)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, scalar_of, vector
-from rlx.backends.cpu.loops import dot
-from rlx.backends.cpu.math import bfloat_to_float, half_to_float
+from rlx.backends.cpu.loops.byte_dots import dot
+from rlx.backends.cpu.math.conversions import bfloat_to_float, half_to_float
 from rlx.backends.cpu.matmul.plan import Geometry
 from rlx.backends.cpu.routine import Routine
 from rlx.backends.cpu.targets import CpuTarget

@@ -1,4 +1,4 @@
-"""The loops emitter: a `LoopKernel` as LLVM IR, vectorised for the target.
+"""The emitter of loop kernels.
 
 Inside a vector loop every value is a vector of `lanes` elements; outside it is a vector of one, so there is one path.
 Addresses are split into a scalar part and what changes from lane to lane: nothing (broadcast), one element a lane
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from rlx.backends.cpu import math
-from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, scalar_of, vector
-from rlx.backends.cpu.routine import ENTRY_ARGUMENTS, Routine
+from rlx.backends.cpu.builder import Builder, Value, const, i64, lanes_of, vector
+from rlx.backends.cpu.loops import memory
+from rlx.backends.cpu.loops.scalars import MEMORY, REGISTER, Scalars
+from rlx.backends.cpu.math import FUNCTIONS
 from rlx.backends.cpu.targets import CpuTarget
-from rlx.dtypes import BOOL, F32, F64, I64, U8, U32, DType
-from rlx.errors import LowerError
+from rlx.dtypes import BOOL, I64
 from rlx.lir.loops import (
     Apply,
     Arg,
@@ -36,34 +36,17 @@ from rlx.lir.loops import (
     Ref,
     Stmt,
     Store,
-    Table,
     Var,
     statements,
     walk,
 )
 
-# How elements lie in memory, and how values are held in registers. Narrow floats are bit patterns until they are cast.
-MEMORY = {"f64": "double", "f32": "float", "f16": "i16", "bf16": "i16", "i64": "i64", "i32": "i32", "i16": "i16",
-          "i8": "i8", "u32": "i32", "u8": "i8", "bool": "i8"}  # fmt: skip
-REGISTER = MEMORY | {"bool": "i1"}
-
-HEAVY = ("exp", "log", "tanh", "erf", "gelu", "sin", "cos", "tan", "atan", "pow")  # not worth unrolling
 ACCUMULATORS = 4  # independent chains of a vectorised reduction
 
 
 def _chains(expr: Reduce) -> int:
-    heavy = any(isinstance(e, Apply) and e.op in HEAVY for e in walk(expr.value))
+    heavy = any(isinstance(e, Apply) and e.op in FUNCTIONS for e in walk(expr.value))
     return 1 if heavy else ACCUMULATORS
-
-
-def routine(kernel: LoopKernel, target: CpuTarget) -> Routine:
-    """The function of a loop kernel."""
-    return Routine(f"loops.{kernel.symbol}.{kernel.fingerprint}", lambda module: _define(module, kernel, target))
-
-
-def _define(module: Module, kernel: LoopKernel, target: CpuTarget) -> None:
-    name = routine(kernel, target).symbol
-    module.define(name, ENTRY_ARGUMENTS, lambda b, *given: _Emitter(b, kernel, target, *given).run())
 
 
 @dataclass(frozen=True)
@@ -87,7 +70,9 @@ class _Address:
 
 
 @dataclass
-class _Emitter:
+class Emitter:
+    """Emits the function of a kernel; `args`, `low`, `high` and `scratch` are its arguments."""
+
     b: Builder
     kernel: LoopKernel
     target: CpuTarget
@@ -100,6 +85,9 @@ class _Emitter:
     lanes: _Lanes = field(default_factory=_Lanes)
     memo: dict[int, Value] = field(default_factory=dict)
     keep: list[Expr] = field(default_factory=list)  # expressions in `memo`, so that their ids stay theirs
+
+    def __post_init__(self) -> None:
+        self.scalars = Scalars(self.b, self.target)
 
     def run(self) -> None:
         kernel, b = self.kernel, self.b
@@ -226,32 +214,16 @@ class _Emitter:
     def store(self, stmt: Store) -> None:
         b = self.b
         param = self.kernel.params[stmt.param]
-        value = self.to_memory(self.cast(self.value(stmt.value), stmt.value.dtype, param.dtype), param.dtype)
+        value = self.scalars.to_memory(self.value(stmt.value), stmt.value.dtype, param.dtype)
         address = self.address(stmt.param, stmt.at)
         unit = MEMORY[param.dtype.name]
         mask, count = self.lanes.mask, self.lanes.count
         if count == 1:
             b.store(b.extract(value, 0), address.pointer, align=param.dtype.size)
         elif address.step == 1 and address.varying is None:
-            if mask is None:
-                b.store(value, address.pointer, align=param.dtype.size)
-            else:
-                suffix = intrinsic_suffix(value.type)
-                place = Value("ptr", f"align {param.dtype.size} {address.pointer.text}")
-                declared = [value.type, "ptr", mask.type]
-                self._call_void(f"llvm.masked.store.{suffix}.p0", value, place, mask, declared=declared)
+            memory.store(b, value, address.pointer, param.dtype.size, mask)
         else:
-            places = self.lane_pointers(address, unit)
-            live = mask or const(vector(count, "i1"), True)
-            self._call_void(
-                f"llvm.masked.scatter.{intrinsic_suffix(value.type)}.v{count}p0", value,
-                Value(places.type, f"align {param.dtype.size} {places.text}"), live,
-                declared=[value.type, places.type, live.type],
-            )  # fmt: skip
-
-    def _call_void(self, name: str, *arguments: Value, declared: list[str]) -> None:
-        self.b.module.declare(name, "void", declared)
-        self.b.line(f"call void @{name}({', '.join(map(str, arguments))})")
+            memory.scatter(b, value, self.lane_pointers(address, unit), param.dtype.size, mask)
 
     def check(self, stmt: Check) -> None:
         """Lanes that are live and false set the status word."""
@@ -310,7 +282,7 @@ class _Emitter:
         if self.lanes.choice or not load.dtype.is_integer or any(self.uniform(index) is None for index, _ in load.at):
             return None
         with self.scope(_Lanes()):
-            return self.b.extract(self.cast(self.load(load), load.dtype, I64), 0)
+            return self.b.extract(self.scalars.cast(self.load(load), load.dtype, I64), 0)
 
     # -- addresses --------------------------------------------------------------------------------------------------
     def address(self, param: int, at: Place) -> _Address:
@@ -391,7 +363,8 @@ class _Emitter:
             case Load():
                 return self.load(expr)
             case Apply():
-                return self.apply(expr)
+                args = [self.value(a) for a in expr.args]
+                return self.scalars.apply(expr.op, args, expr.args[0].dtype, expr.dtype)
             case Choose():
                 return self.choose(expr)
             case Reduce():
@@ -417,26 +390,10 @@ class _Emitter:
         if mask is None and (same or count == 1):
             loaded = b.splat(b.load(unit, address.pointer, align=align), count)
         elif (address.varying is None and address.step == 1) or count == 1:
-            loaded = self._vector_load(type_, address.pointer, align, mask)
+            loaded = memory.load(b, type_, address.pointer, align, mask)
         else:
-            loaded = self._gather(type_, self.lane_pointers(address, unit), align, mask)
+            loaded = memory.gather(b, type_, self.lane_pointers(address, unit), align, mask)
         return b.icmp("ne", loaded, const(type_, 0)) if dtype is BOOL else loaded
-
-    def _vector_load(self, type_: str, pointer: Value, align: int, mask: Value | None) -> Value:
-        if mask is None:
-            return self.b.load(type_, pointer, align=align)
-        name = f"llvm.masked.load.{intrinsic_suffix(type_)}.p0"
-        self.b.module.declare(name, type_, ["ptr", mask.type, type_])
-        zero = f"{type_} zeroinitializer"
-        return self.b.assign(type_, f"call {type_} @{name}(ptr align {align} {pointer.text}, {mask}, {zero})")
-
-    def _gather(self, type_: str, pointers: Value, align: int, mask: Value | None) -> Value:
-        count = lanes_of(type_)
-        live = mask or const(vector(count, "i1"), True)
-        name = f"llvm.masked.gather.{intrinsic_suffix(type_)}.v{count}p0"
-        self.b.module.declare(name, type_, [pointers.type, live.type, type_])
-        places = f"{pointers.type} align {align} {pointers.text}"
-        return self.b.assign(type_, f"call {type_} @{name}({places}, {live}, {type_} zeroinitializer)")
 
     def lookup(self, expr: Lookup) -> Value:
         """Where lanes differ, each loads its own; the index is inside the table even in lanes that are not live."""
@@ -447,23 +404,9 @@ class _Emitter:
             return b.splat(b.load("i32", b.offset(table, same, "i32"), align=4), count)
         at = self.value(expr.index)
         if len(expr.table.values) <= 16 and self.target.arch == "x86_64" and count in (8, 16):
-            return self._shuffled(expr.table, at)
+            return memory.shuffled(b, expr.table.values, at)
         places = b.assign(f"<{count} x ptr>", f"getelementptr i32, {table}, {at}")
-        return self._gather(vector(count, "i32"), places, 4, None)
-
-    def _shuffled(self, table: Table, at: Value) -> Value:
-        """A lookup in a table that fits into one register, or two: several times as fast as a load a lane."""
-        b, type_ = self.b, vector(lanes_of(at.type), "i32")
-        at = at if at.type == type_ else b.convert("trunc", at, type_)
-        values = [*table.values, *[0] * (16 - len(table.values))]
-
-        def register(part: list[int]) -> Value:
-            return Value(type_, f"<{', '.join(f'i32 {v}' for v in part)}>")
-
-        if lanes_of(type_) == 16:
-            return b.call(type_, "llvm.x86.avx512.permvar.si.512", register(values), at)
-        low, high = (b.call(type_, "llvm.x86.avx2.permd", register(part), at) for part in (values[:8], values[8:]))
-        return b.select(b.icmp("sgt", at, const(type_, 7)), high, low)
+        return memory.gather(b, vector(count, "i32"), places, 4, None)
 
     def choose(self, expr: Choose) -> Value:
         """Each side is evaluated under its own mask, so that what is not taken is not loaded."""
@@ -481,12 +424,12 @@ class _Emitter:
     # -- reductions ---------------------------------------------------------------------------------------------------
     def reduce_serial(self, expr: Reduce) -> Value:
         """Each lane reduces by itself, in index order."""
-        start = self.identity(expr)
+        start = self.scalars.identity(expr.op, expr.dtype, self.lanes.count)
 
         def body(index: Value, total: Value) -> list[Value]:
             with self.scope():
                 self.env[expr.index] = index
-                return [self.combine(expr.op, total, self.value(expr.value), expr.dtype)]
+                return [self.scalars.combine(expr.op, total, self.value(expr.value), expr.dtype)]
 
         return self.b.loop(0, self.integer(expr.extent), 1, body, [start])[0]
 
@@ -495,8 +438,7 @@ class _Emitter:
         lanes, are combined in one fixed order."""
         b, width, chains = self.b, self.width, _chains(exprs[0])
         index, extent = exprs[0].index, self.integer(exprs[0].extent)
-        with self.scope(_Lanes(width)):
-            starts = [self.identity(expr) for expr in exprs]
+        starts = [self.scalars.identity(expr.op, expr.dtype, width) for expr in exprs]
 
         def step(at: Value, totals: Sequence[Value], mask: Value | None = None) -> list[Value]:
             found = []
@@ -504,7 +446,7 @@ class _Emitter:
                 for expr, start, total in zip(exprs, starts, totals, strict=True):
                     value = self.value(expr.value)
                     value = value if mask is None else b.select(mask, value, start)
-                    found.append(self.combine(expr.op, total, value, expr.dtype))
+                    found.append(self.scalars.combine(expr.op, total, value, expr.dtype))
             return found
 
         def steps(at: Value, *totals: Value) -> list[Value]:
@@ -527,213 +469,8 @@ class _Emitter:
 
     def _combined(self, expr: Reduce, totals: list[Value]) -> Value:
         def both(x: Value, y: Value) -> Value:
-            return self.combine(expr.op, x, y, expr.dtype)
+            return self.scalars.combine(expr.op, x, y, expr.dtype)
 
         while len(totals) > 1:
             totals = [both(x, y) for x, y in zip(totals[::2], totals[1::2], strict=True)]
         return self.b.splat(self.b.fold(totals[0], both), 1)
-
-    def identity(self, expr: Reduce) -> Value:
-        type_ = vector(self.lanes.count, REGISTER[expr.dtype.name])
-        if expr.op in ("sum", "prod"):
-            return const(type_, 0 if expr.op == "sum" else 1)
-        if expr.dtype.is_float:
-            return const(type_, float("-inf") if expr.op == "max" else float("inf"))
-        bits = 8 * expr.dtype.size
-        if expr.dtype.kind == "uint":
-            return const(type_, 0 if expr.op == "max" else 2**bits - 1)
-        return const(type_, -(2 ** (bits - 1)) if expr.op == "max" else 2 ** (bits - 1) - 1)
-
-    def combine(self, op: str, a: Value, c: Value, dtype: DType) -> Value:
-        return self.arithmetic({"sum": "add", "prod": "mul"}.get(op, op), [a, c], dtype)
-
-    # -- scalar operations ------------------------------------------------------------------------------------------
-    def apply(self, expr: Apply) -> Value:
-        args = [self.value(a) for a in expr.args]
-        kind = expr.args[0].dtype
-        match expr.op:
-            case "cast":
-                return self.cast(args[0], kind, expr.dtype)
-            case "select":
-                return self.b.select(args[0], args[1], args[2])
-            case "and" | "or" | "xor":
-                return self.b.op(expr.op, args[0], args[1])
-            case "shl" | "shr":
-                return self.b.op("shl" if expr.op == "shl" else "ashr", args[0], args[1])
-            case "not":
-                return self.b.op("xor", args[0], const(args[0].type, True))
-            case "eq" | "ne" | "lt" | "le" | "gt" | "ge":
-                return self.compare(expr.op, args[0], args[1], kind)
-            case "order":
-                return self.order(args[0])
-            case "nearest":
-                return math.nearest(self.b, args[0], self.target)
-            case "bits":
-                return self.b.convert("bitcast", args[0], vector(lanes_of(args[0].type), "float"))
-            case "dot_u8" | "dot_u7":
-                return dot(self.b, args[0], args[1], args[2], self.target, small=expr.op == "dot_u7")
-            case _:
-                return self.arithmetic(expr.op, args, expr.dtype)
-
-    def compare(self, op: str, a: Value, c: Value, kind: DType) -> Value:
-        if kind.is_float:
-            return self.b.fcmp({"ne": "une"}.get(op, "o" + op), a, c)
-        if op in ("eq", "ne"):
-            return self.b.icmp(op, a, c)
-        return self.b.icmp(("u" if kind.kind in ("uint", "bool") else "s") + op, a, c)
-
-    def arithmetic(self, op: str, args: list[Value], dtype: DType) -> Value:
-        return self.float_arithmetic(op, args) if dtype.is_float else self.integer_arithmetic(op, args, dtype)
-
-    def float_arithmetic(self, op: str, args: list[Value]) -> Value:
-        b, target = self.b, self.target
-        match op:
-            case "add" | "sub" | "mul" | "div":
-                return b.op("f" + op, args[0], args[1])
-            case "neg":
-                return b.fneg(args[0])
-            case "abs":
-                return b.intrinsic("fabs", args[0])
-            case "sqrt":
-                return b.intrinsic("sqrt", args[0])
-            case "max":
-                return math.max(b, args[0], args[1])
-            case "min":
-                return math.min(b, args[0], args[1])
-            case "fma":
-                return math.fma(b, args[0], args[1], args[2], target)
-            case "exp" | "log" | "tanh" | "erf" | "gelu" | "sin" | "cos" | "tan" | "atan" | "pow":
-                return getattr(math, op)(b, *args, target)  # type: ignore[no-any-return]
-        raise LowerError(f"loops: no float operation {op!r}")
-
-    def integer_arithmetic(self, op: str, args: list[Value], dtype: DType) -> Value:
-        b = self.b
-        signed = dtype.kind == "int"
-        match op:
-            case "add" | "sub" | "mul":
-                return b.op(op, args[0], args[1])
-            case "neg":
-                return b.op("sub", const(args[0].type, 0), args[0])
-            case "abs":
-                below = b.icmp("slt", args[0], const(args[0].type, 0))
-                return b.select(below, b.op("sub", const(args[0].type, 0), args[0]), args[0]) if signed else args[0]
-            case "max" | "min":
-                sign = ("s" if signed else "u") + ("gt" if op == "max" else "lt")
-                return b.select(b.icmp(sign, args[0], args[1]), args[0], args[1])
-            case "fma":
-                return b.op("add", b.op("mul", args[0], args[1]), args[2])
-            case "floordiv" | "mod":
-                return self.floor_division(op, args[0], args[1], signed)
-        raise LowerError(f"loops: no integer operation {op!r}")
-
-    def floor_division(self, op: str, a: Value, c: Value, signed: bool) -> Value:
-        """Rounds down; a zero divisor gives 0; the least number by -1 wraps instead of trapping."""
-        b = self.b
-        zero = const(a.type, 0)
-        is_zero = b.icmp("eq", c, zero)
-        safe = b.select(is_zero, const(a.type, 1), c)
-        if not signed:
-            return b.select(is_zero, zero, b.op("udiv" if op == "floordiv" else "urem", a, safe))
-        minus = b.icmp("eq", c, const(a.type, -1))
-        safe = b.select(minus, const(a.type, 1), safe)
-        quotient, rest = b.op("sdiv", a, safe), b.op("srem", a, safe)
-        below = b.op("and", b.icmp("ne", rest, zero), b.icmp("slt", b.op("xor", rest, safe), zero))
-        if op == "floordiv":
-            down = b.select(below, b.op("sub", quotient, const(a.type, 1)), quotient)
-            return b.select(is_zero, zero, b.select(minus, b.op("sub", zero, a), down))
-        up = b.select(below, b.op("add", rest, safe), rest)
-        return b.select(b.op("or", is_zero, minus), zero, up)
-
-    def order(self, x: Value) -> Value:
-        """Sign-magnitude bits as two's complement; -0.0 counts as 0.0, NaN as the largest."""
-        b = self.b
-        bits = 64 if scalar_of(x.type) == "double" else 32
-        type_ = vector(lanes_of(x.type), f"i{bits}")
-        plain = b.op("fadd", x, const(x.type, 0.0))  # -0.0 + 0.0 is 0.0
-        raw = b.convert("bitcast", plain, type_)
-        sign = b.op("ashr", raw, const(type_, bits - 1))
-        key = b.op("xor", raw, b.op("and", sign, const(type_, 2 ** (bits - 1) - 1)))
-        return b.select(b.fcmp("uno", x, x), const(type_, 2 ** (bits - 1) - 1), key)
-
-    # -- casts ------------------------------------------------------------------------------------------------------
-    def cast(self, x: Value, have: DType, want: DType) -> Value:
-        if have is want:
-            return x
-        b, count = self.b, lanes_of(x.type)
-        type_ = vector(count, REGISTER[want.name])
-        if have.is_float and have.size == 2:
-            widen = math.half_to_float if have.name == "f16" else math.bfloat_to_float
-            return self.cast(widen(b, x, self.target), F32, want)
-        if want.is_float and want.size == 2:
-            narrow = math.float_to_half if want.name == "f16" else math.float_to_bfloat
-            return narrow(b, x if have is F64 else self.cast(x, have, F32), self.target)
-        if want is BOOL:
-            return b.fcmp("une", x, const(x.type, 0.0)) if have.is_float else b.icmp("ne", x, const(x.type, 0))
-        if have.is_float and want.is_float:
-            return b.convert("fpext" if want is F64 else "fptrunc", x, type_)
-        if want.is_float:
-            return b.convert("sitofp" if have.kind == "int" else "uitofp", x, type_)
-        if have.is_float:
-            return self.float_to_integer(x, want)
-        if want.size < have.size:
-            return b.convert("trunc", x, type_)
-        if have is BOOL:
-            return b.convert("zext", x, type_)
-        return b.convert("sext" if have.kind == "int" else "zext", x, type_)
-
-    def float_to_integer(self, x: Value, want: DType) -> Value:
-        """Saturates; u32 goes through i64."""
-        b, count = self.b, lanes_of(x.type)
-        if want.kind == "int" or want is U8:
-            return math.float_to_int(b, x, f"i{8 * want.size}", self.target, signed=want.kind == "int")
-        assert want is U32
-        type_ = vector(count, REGISTER[I64.name])
-        value = math.float_to_int(b, x, "i64", self.target)
-        for limit, predicate in ((0, "slt"), (2**32 - 1, "sgt")):
-            value = b.select(b.icmp(predicate, value, const(type_, limit)), const(type_, limit), value)
-        return b.convert("trunc", value, vector(count, REGISTER[want.name]))
-
-    def to_memory(self, x: Value, dtype: DType) -> Value:
-        return self.b.convert("zext", x, vector(lanes_of(x.type), "i8")) if dtype is BOOL else x
-
-
-# -- products of bytes ------------------------------------------------------------------------------------------------
-_MULTIPLY_BYTES = {16: "ssse3.pmadd.ub.sw.128", 32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
-_MULTIPLY_WORDS = {16: "sse2.pmadd.wd", 32: "avx2.pmadd.wd", 64: "avx512.pmaddw.d.512"}
-
-
-def dot(b: Builder, total: Value, x: Value, y: Value, target: CpuTarget, *, small: bool) -> Value:
-    """total + the four products of the bytes of x, unsigned (below 128 if `small`), and of y, signed, in each i32."""
-    lanes = lanes_of(total.type)
-    size = 4 * lanes
-    if target.arch != "x86_64" or size != target.vector_bytes:
-        return _dot_by_shifts(b, total, x, y)
-    as_bytes = vector(size, "i8")
-    if target.has_dot:
-        sides = (b.convert("bitcast", v, as_bytes) for v in (x, y))
-        return b.call(total.type, f"llvm.x86.avx512.vpdpbusd.{8 * size}", total, *sides)
-    as_words = vector(2 * lanes, "i16")
-    if small and size > 16:  # two products fit into 16 bits
-        sides = (b.convert("bitcast", v, as_bytes) for v in (x, y))
-        pairs = b.call(as_words, f"llvm.x86.{_MULTIPLY_BYTES[size]}", *sides)
-        return b.op("add", total, _add_pairs(b, pairs, const(as_words, 1), total.type))
-    x, y = b.convert("bitcast", x, as_words), b.convert("bitcast", y, as_words)
-    eight = const(as_words, 8)
-    even = b.op("and", x, const(as_words, 255)), b.op("ashr", b.op("shl", y, eight), eight)
-    odd = b.op("lshr", x, eight), b.op("ashr", y, eight)
-    for left, right in (even, odd):
-        total = b.op("add", total, _add_pairs(b, left, right, total.type))
-    return total
-
-
-def _add_pairs(b: Builder, x: Value, y: Value, result: str) -> Value:
-    """The sums of the products of two neighbours."""
-    return b.call(result, f"llvm.x86.{_MULTIPLY_WORDS[2 * lanes_of(x.type)]}", x, y)
-
-
-def _dot_by_shifts(b: Builder, total: Value, x: Value, y: Value) -> Value:
-    for byte in range(4):
-        left = b.op("and", b.op("lshr", x, const(x.type, 8 * byte)), const(x.type, 255))
-        right = b.op("ashr", b.op("shl", y, const(y.type, 24 - 8 * byte)), const(y.type, 24))
-        total = b.op("add", total, b.op("mul", left, right))
-    return total
