@@ -245,8 +245,8 @@ def cached_self_attention(
     """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
     `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
-    place; with a window they are ring buffers. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
-    `token_rows` has the row of the table of each.
+    place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
+    sequence of ragged tokens, and `token_rows` is the table row of each.
     """
     where = "cached_self_attention"
     _check_heads(where, q, k, v)

@@ -50,11 +50,11 @@ class _Builders:
     ) -> tuple[Value, Value]:
         """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
-        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
-        `lengths[b]` count; what comes after them is padding, and no state has it.
+        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. The first `lengths[b]` tokens of
+        a row count; the rest is padding and does not enter the state.
 
         With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
-        [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
+        [rows, kernel_size - 1, channels]: the previous tokens are those of the same row, as in `selective_scan_carry`.
         """
     def ended(self, x: Operand, more: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """`x`, a result of a while loop with `max_steps`; an error at run time if `more`, its condition, still holds.
@@ -169,32 +169,32 @@ class _Builders:
         self, x: Operand, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
         scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+        """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+        `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+        [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+        no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+        as scales, and one f32 for all as `zp`.
         """
     def quant_scale(
         self, x: Operand, *, axis: int | None = None, scheme: str | Enum | None = None,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+        """The smallest scale with which `quantise` clips nothing: the largest magnitude / 127 (int4: 7).
 
-        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
-        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+        Per tensor, per index of `axis`, or per block along k with a scheme. Zeros have a scale of 1e-12. 8-bit floats have
+        scales per column (the largest magnitude / 448 or 57344); NVFP4 divides by 6.
         """
     def fake_quantise(
         self, x: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+        """Quantises x to integers of `bits` bits and back, with a symmetric scale per tensor or per index of `axis`.
 
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        Rounds to nearest, ties to even; integers are clipped to ±(2^(bits - 1) - 1). An explicit scale is fixed, learned
+        (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is computed from x: the
+        largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
         """
     def running_scale(
         self, x: Operand, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
@@ -202,15 +202,15 @@ class _Builders:
     ) -> Value:
         """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
 
-        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+        A state that is not positive is uninitialised and becomes the scale of x. Scales are those of `fake_quantise`.
         """
     def fake_quantise_grad(
         self, x: Operand, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
     ) -> Value:
-        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+        """The gradient of `fake_quantise` for x by a straight-through estimator, since rounding itself has none.
 
-        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+        `identity` is dy; `clipped` is dy where x was not clipped, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
         and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
         """
     def fake_quantise_scale_grad(
@@ -219,7 +219,7 @@ class _Builders:
     ) -> Value:
         """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
 
-        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        The sum of dy · (round(z) - z), where z = x / scale; where z is clipped, of dy · ±(2^(bits - 1) - 1).
         """
     def grouped_matmul(self, x: Operand, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """Row i of `x` times the matrix `w[index[i]]`; other matrices are not read.
@@ -290,10 +290,10 @@ class _Builders:
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
         segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
     ) -> tuple[Value, Value, Value, Value]:
-        """`gated_delta_net_carry` that also gives what its gradient needs.
+        """`gated_delta_net_carry` that also returns the values stored for its gradient.
 
-        That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
-        v - kᵀ S.
+        These are the state before each chunk of tokens, [batch, heads, chunks, n, n], and the error of each token, v - kᵀ
+        S.
         """
     def gated_delta_net_backward(
         self, q: Operand, k: Operand, g: Operand, beta: Operand, states: Operand, misses: Operand, d_out: Operand,
@@ -301,22 +301,22 @@ class _Builders:
     ) -> tuple[Value, Value, Value, Value, Value, Value]:
         """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
 
-        `states` and `misses` are what `gated_delta_net_kept` gives for the same chunk; inside a chunk the states are
-        computed again.
+        `states` and `misses` are the results of `gated_delta_net_with_states` for the same chunk; states inside a chunk are
+        recomputed.
         """
     def gated_linear_attention_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None,
         rows: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+        """Gated linear attention; each head has a state matrix S from keys to values. Used by Mamba 2, among others.
 
-        A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
-        [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
-        Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
-        [batch, seq] change from one token to the next, S starts at zero again.
+        Per token, S = exp(g) S + k ⊗ v, and the output is qᵀ S. q and k are [batch, seq, groups, n], v is [batch, seq,
+        heads, m], g (the logarithm of the gate) is [batch, seq, heads]; adjacent heads share a group. Starts from `state`
+        [batch, heads, n, m] and also returns the state after the last token. Where the ids `segments` [batch, seq] change
+        from one token to the next, S is reset to zero.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, m]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def gather(self, table: Operand, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Value:
         """Slices of `table` along an axis, one per index, like `np.take`. An index outside it is an error at run time.
@@ -463,21 +463,21 @@ class _Builders:
         presence_penalty: Operand | None = None, bias_tokens: Operand | None = None, bias: Operand | None = None,
         scored: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
+        """The next token per row of logits `[rows, vocab]`, and its log-probability under the unmodified logits.
 
-        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
-        where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the total. Kept are the
-        `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
-        weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
-        the same on every device; `uniform` and `top_p` are best f64.
+        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among ties; otherwise the token
+        is where the cumulative sum of weights, in order of ids, passes `uniform` (in [0, 1)) of the total. Candidates are
+        the `top_k` highest (0: all; ties of the last stay), of these the smallest set that weighs `top_p`, of these those
+        that weigh at least `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are
+        exact and tokens are the same on every device; `uniform` and `top_p` are best f64.
 
-        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
-        number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
-        added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
-        `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
-        the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
-        left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
-        nothing.
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; other tokens are never picked. If
+        the number of words is a symbol, tokens beyond the last word are allowed too, so no words allow all. `bias` is added
+        to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, in any order, of which the first
+        `prompt_length` of a row are the prompt's. The repetition penalty counts all of them, frequency and presence only
+        those after the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has
+        no token left, gives token
+        -1 and NaN. If the integer `scored` of a row is 0, its log-probability is NaN and costs nothing.
         """
     def selective_scan(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, d: Operand | None = None,
@@ -485,25 +485,25 @@ class _Builders:
     ) -> Value:
         """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
 
-        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
-        Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
+        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (optional) is [channels].
+        Where the ids `segments` [batch, seq] change from one token to the next, h is reset to zero.
         """
     def selective_scan_carry(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
         segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+        """`selective_scan` from `state` [batch, channels, n] that also returns the state after the last token.
 
-        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
-        [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
-        a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
-        gives zeros; a row that does not exist is an error at run time.
+        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is [rows, channels,
+        n]: a token continues from the state of its row, and a row without tokens keeps its state. Tokens of a row are in
+        order, those of different rows may interleave. A negative row is padding, which changes no state and gives zeros; a
+        row that does not exist is an error at run time.
         """
     def selective_scan_with_states(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand,
         segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
     ) -> tuple[Value, Value, Value]:
-        """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels].
+        """`selective_scan_carry` without d that also returns the state before each chunk, [batch, chunks, n, channels].
         """
     def selective_scan_backward(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, states: Operand, d_out: Operand,
@@ -511,7 +511,7 @@ class _Builders:
     ) -> tuple[Value, Value, Value, Value, Value, Value]:
         """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
 
-        `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+        `states` is the result of `selective_scan_with_states` for the same chunk; states inside a chunk are recomputed.
         """
     def transpose(self, x: Operand, *, axes: Sequence[int], out_shape: ShapeLike | None = None) -> Value:
         """Permutes axes: axis i of the result is axis `axes[i]` of `x`."""
@@ -641,8 +641,8 @@ class _Builders:
         """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
         `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
-        place; with a window they are ring buffers. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
-        `token_rows` has the row of the table of each.
+        place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
+        sequence of ragged tokens, and `token_rows` is the table row of each.
         """
     def gated_ffn(
         self, x: Operand, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
@@ -679,9 +679,9 @@ class _Builders:
     ) -> Value:
         """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
-        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
-        c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
-        unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
+        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] projects x to the low-rank step, b
+        and c; `step` [inner, rank] and `step_bias` project the step to its full width. `rates` [inner, n] are log decay
+        rates unless `log_rates` is false; `skip` [inner] scales the part of x that bypasses the scan.
         """
     def mamba2_block(
         self, mixed: Operand, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
@@ -692,9 +692,9 @@ class _Builders:
     ) -> Value:
         """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
-        `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
-        and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
-        `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
+        `mixed` is [batch, seq, inner + channels + heads]: the gate, the convolution's input (values per head, keys and
+        queries per group), and a step per head. `step_bias`, `rates` and `skip` have one number per head, `norm` one per
+        channel; the norm is over all channels, or over each of `norm_groups` parts.
         """
     def delta_net_block(
         self, qkv: Operand, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand,
@@ -702,12 +702,12 @@ class _Builders:
         positions: Operand | None = None, token_rows: Operand | None = None, *, state_size: int, eps: float,
         tiled: bool = False, activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
+        """The gated delta rule (Yang et al., 2024) between its projections: the layer's output, and the state after it.
 
-        `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
-        size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
-        made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
-        `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
+        `qkv` [batch, seq, channels] are queries, keys and values before the convolution; `z` [batch, seq, heads * size]
+        gates the output, after a norm per head; `b` and `a` [batch, seq, heads] determine update strength and decay. Query
+        and key heads have `state_size` elements and are shared by adjacent value heads, or, if `tiled`, by every n-th.
+        States are square, with the larger of both sizes, zero-padded. Returns [batch, seq, heads * size].
         """
     def quantize(
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
@@ -721,23 +721,23 @@ class _Builders:
         self, x: Operand, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
         scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+        """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+        `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+        [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+        no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+        as scales, and one f32 for all as `zp`.
         """
     def fake_quantize(
         self, x: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+        """Quantises x to integers of `bits` bits and back, with a symmetric scale per tensor or per index of `axis`.
 
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        Rounds to nearest, ties to even; integers are clipped to ±(2^(bits - 1) - 1). An explicit scale is fixed, learned
+        (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is computed from x: the
+        largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
         """
 
 
@@ -763,10 +763,10 @@ class GraphOps(_Builders):
     ) -> Value:
         """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
 
-        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
-        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
-        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
-        count as zeros.
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
+        start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens outside the segment of t count as
+        zeros.
         """
     def rms_norm(
         self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
@@ -777,20 +777,20 @@ class GraphOps(_Builders):
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *,
         state_size: int, out_shape: ShapeLike | None = None
     ) -> Value:
-        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+        """Linear attention with the gated delta rule; each head has a state matrix S from keys to values.
 
-        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        Per token, S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and the output is qᵀ S / sqrt(state_size). q, k and v are
         [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
-        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        `segments` [batch, seq] change from one token to the next, S is reset to zero.
         """
     def gated_delta_net_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
         segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """`gated_delta_net` from `state` [batch, heads, n, n] that also returns the state after the last token.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, n]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def rope(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
@@ -974,10 +974,10 @@ class EmitOps(_Builders):
     ) -> Value:
         """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
 
-        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
-        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
-        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
-        count as zeros.
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
+        start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens outside the segment of t count as
+        zeros.
         """
     def scan(self, init: Any, body: Graph, length: Size) -> Value:
         """The carry after `length` steps of `body`, which maps a carry to the next one."""
@@ -1014,20 +1014,20 @@ class EmitOps(_Builders):
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *,
         state_size: int, out_shape: ShapeLike | None = None
     ) -> Value:
-        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+        """Linear attention with the gated delta rule; each head has a state matrix S from keys to values.
 
-        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        Per token, S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and the output is qᵀ S / sqrt(state_size). q, k and v are
         [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
-        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        `segments` [batch, seq] change from one token to the next, S is reset to zero.
         """
     def gated_delta_net_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
         segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """`gated_delta_net` from `state` [batch, heads, n, n] that also returns the state after the last token.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, n]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def rope(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
@@ -1210,10 +1210,10 @@ class ValueOps:
     ) -> Self:
         """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
 
-        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
-        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
-        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
-        count as zeros.
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
+        start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens outside the segment of t count as
+        zeros.
         """
     def depthwise_conv1d_causal_carry(
         self, weight: Operand, state: Operand, lengths: Operand | None = None, rows: Operand | None = None, *,
@@ -1221,11 +1221,11 @@ class ValueOps:
     ) -> tuple[Self, Self]:
         """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
-        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
-        `lengths[b]` count; what comes after them is padding, and no state has it.
+        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. The first `lengths[b]` tokens of
+        a row count; the rest is padding and does not enter the state.
 
         With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
-        [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
+        [rows, kernel_size - 1, channels]: the previous tokens are those of the same row, as in `selective_scan_carry`.
         """
     def scan(self, body: Graph, length: Size) -> Self:
         """The carry after `length` steps of `body`, which maps a carry to the next one."""
@@ -1350,13 +1350,13 @@ class ValueOps:
         self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
         scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Self:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+        """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+        `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+        [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+        no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+        as scales, and one f32 for all as `zp`.
         """
     def quantise(
         self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
@@ -1369,10 +1369,10 @@ class ValueOps:
     def quant_scale(
         self, *, axis: int | None = None, scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Self:
-        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+        """The smallest scale with which `quantise` clips nothing: the largest magnitude / 127 (int4: 7).
 
-        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
-        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+        Per tensor, per index of `axis`, or per block along k with a scheme. Zeros have a scale of 1e-12. 8-bit floats have
+        scales per column (the largest magnitude / 448 or 57344); NVFP4 divides by 6.
         """
     def dequant_matmul(
         self, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
@@ -1382,11 +1382,11 @@ class ValueOps:
         self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+        """Quantises x to integers of `bits` bits and back, with a symmetric scale per tensor or per index of `axis`.
 
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        Rounds to nearest, ties to even; integers are clipped to ±(2^(bits - 1) - 1). An explicit scale is fixed, learned
+        (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is computed from x: the
+        largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
         """
     def running_scale(
         self, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
@@ -1394,15 +1394,15 @@ class ValueOps:
     ) -> Self:
         """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
 
-        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+        A state that is not positive is uninitialised and becomes the scale of x. Scales are those of `fake_quantise`.
         """
     def fake_quantise_grad(
         self, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
     ) -> Self:
-        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+        """The gradient of `fake_quantise` for x by a straight-through estimator, since rounding itself has none.
 
-        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+        `identity` is dy; `clipped` is dy where x was not clipped, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
         and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
         """
     def fake_quantise_scale_grad(
@@ -1410,7 +1410,7 @@ class ValueOps:
     ) -> Self:
         """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
 
-        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        The sum of dy · (round(z) - z), where z = x / scale; where z is clipped, of dy · ±(2^(bits - 1) - 1).
         """
     def grouped_matmul(self, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Self:
         """Row i of `x` times the matrix `w[index[i]]`; other matrices are not read.
@@ -1485,29 +1485,29 @@ class ValueOps:
         self, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *, state_size: int,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+        """Linear attention with the gated delta rule; each head has a state matrix S from keys to values.
 
-        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        Per token, S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and the output is qᵀ S / sqrt(state_size). q, k and v are
         [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
-        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        `segments` [batch, seq] change from one token to the next, S is reset to zero.
         """
     def gated_delta_net_carry(
         self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None,
         rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """`gated_delta_net` from `state` [batch, heads, n, n] that also returns the state after the last token.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, n]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def gated_delta_net_with_states(
         self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None, *,
         state_size: int, chunk: int = 32, out_shape: Any = None
     ) -> tuple[Self, Self, Self, Self]:
-        """`gated_delta_net_carry` that also gives what its gradient needs.
+        """`gated_delta_net_carry` that also returns the values stored for its gradient.
 
-        That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
-        v - kᵀ S.
+        These are the state before each chunk of tokens, [batch, heads, chunks, n, n], and the error of each token, v - kᵀ
+        S.
         """
     def gated_delta_net_backward(
         self, k: Operand, g: Operand, beta: Operand, states: Operand, misses: Operand, d_out: Operand, d_last: Operand,
@@ -1515,22 +1515,22 @@ class ValueOps:
     ) -> tuple[Self, Self, Self, Self, Self, Self]:
         """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
 
-        `states` and `misses` are what `gated_delta_net_kept` gives for the same chunk; inside a chunk the states are
-        computed again.
+        `states` and `misses` are the results of `gated_delta_net_with_states` for the same chunk; states inside a chunk are
+        recomputed.
         """
     def gated_linear_attention_carry(
         self, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None,
         rows: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+        """Gated linear attention; each head has a state matrix S from keys to values. Used by Mamba 2, among others.
 
-        A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
-        [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
-        Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
-        [batch, seq] change from one token to the next, S starts at zero again.
+        Per token, S = exp(g) S + k ⊗ v, and the output is qᵀ S. q and k are [batch, seq, groups, n], v is [batch, seq,
+        heads, m], g (the logarithm of the gate) is [batch, seq, heads]; adjacent heads share a group. Starts from `state`
+        [batch, heads, n, m] and also returns the state after the last token. Where the ids `segments` [batch, seq] change
+        from one token to the next, S is reset to zero.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, m]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def gather(self, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Self:
         """Slices of `table` along an axis, one per index, like `np.take`. An index outside it is an error at run time.
@@ -1673,21 +1673,21 @@ class ValueOps:
         presence_penalty: Operand | None = None, bias_tokens: Operand | None = None, bias: Operand | None = None,
         scored: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
+        """The next token per row of logits `[rows, vocab]`, and its log-probability under the unmodified logits.
 
-        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
-        where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the total. Kept are the
-        `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
-        weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
-        the same on every device; `uniform` and `top_p` are best f64.
+        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among ties; otherwise the token
+        is where the cumulative sum of weights, in order of ids, passes `uniform` (in [0, 1)) of the total. Candidates are
+        the `top_k` highest (0: all; ties of the last stay), of these the smallest set that weighs `top_p`, of these those
+        that weigh at least `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are
+        exact and tokens are the same on every device; `uniform` and `top_p` are best f64.
 
-        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
-        number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
-        added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
-        `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
-        the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
-        left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
-        nothing.
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; other tokens are never picked. If
+        the number of words is a symbol, tokens beyond the last word are allowed too, so no words allow all. `bias` is added
+        to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, in any order, of which the first
+        `prompt_length` of a row are the prompt's. The repetition penalty counts all of them, frequency and presence only
+        those after the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has
+        no token left, gives token
+        -1 and NaN. If the integer `scored` of a row is 0, its log-probability is NaN and costs nothing.
         """
     def selective_scan(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, d: Operand | None = None,
@@ -1695,25 +1695,25 @@ class ValueOps:
     ) -> Self:
         """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
 
-        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
-        Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
+        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (optional) is [channels].
+        Where the ids `segments` [batch, seq] change from one token to the next, h is reset to zero.
         """
     def selective_scan_carry(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
         segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+        """`selective_scan` from `state` [batch, channels, n] that also returns the state after the last token.
 
-        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
-        [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
-        a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
-        gives zeros; a row that does not exist is an error at run time.
+        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is [rows, channels,
+        n]: a token continues from the state of its row, and a row without tokens keeps its state. Tokens of a row are in
+        order, those of different rows may interleave. A negative row is padding, which changes no state and gives zeros; a
+        row that does not exist is an error at run time.
         """
     def selective_scan_with_states(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, segments: Operand | None = None, *,
         state_size: int, chunk: int = 32, out_shape: Any = None
     ) -> tuple[Self, Self, Self]:
-        """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels].
+        """`selective_scan_carry` without d that also returns the state before each chunk, [batch, chunks, n, channels].
         """
     def selective_scan_backward(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, states: Operand, d_out: Operand, d_last: Operand,
@@ -1721,7 +1721,7 @@ class ValueOps:
     ) -> tuple[Self, Self, Self, Self, Self, Self]:
         """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
 
-        `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+        `states` is the result of `selective_scan_with_states` for the same chunk; states inside a chunk are recomputed.
         """
     def transpose(self, *, axes: Sequence[int], out_shape: ShapeLike | None = None) -> Self:
         """Permutes axes: axis i of the result is axis `axes[i]` of `x`."""
@@ -1868,8 +1868,8 @@ class ValueOps:
         """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
         `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
-        place; with a window they are ring buffers. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
-        `token_rows` has the row of the table of each.
+        place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
+        sequence of ragged tokens, and `token_rows` is the table row of each.
         """
     def gated_ffn(
         self, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
@@ -1906,9 +1906,9 @@ class ValueOps:
     ) -> Self:
         """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
-        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
-        c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
-        unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
+        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] projects x to the low-rank step, b
+        and c; `step` [inner, rank] and `step_bias` project the step to its full width. `rates` [inner, n] are log decay
+        rates unless `log_rates` is false; `skip` [inner] scales the part of x that bypasses the scan.
         """
     def mamba2_block(
         self, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
@@ -1919,9 +1919,9 @@ class ValueOps:
     ) -> Self:
         """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
-        `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
-        and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
-        `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
+        `mixed` is [batch, seq, inner + channels + heads]: the gate, the convolution's input (values per head, keys and
+        queries per group), and a step per head. `step_bias`, `rates` and `skip` have one number per head, `norm` one per
+        channel; the norm is over all channels, or over each of `norm_groups` parts.
         """
     def delta_net_block(
         self, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand, norm: Operand,
@@ -1929,12 +1929,12 @@ class ValueOps:
         token_rows: Operand | None = None, *, state_size: int, eps: float, tiled: bool = False,
         activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
+        """The gated delta rule (Yang et al., 2024) between its projections: the layer's output, and the state after it.
 
-        `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
-        size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
-        made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
-        `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
+        `qkv` [batch, seq, channels] are queries, keys and values before the convolution; `z` [batch, seq, heads * size]
+        gates the output, after a norm per head; `b` and `a` [batch, seq, heads] determine update strength and decay. Query
+        and key heads have `state_size` elements and are shared by adjacent value heads, or, if `tiled`, by every n-th.
+        States are square, with the larger of both sizes, zero-padded. Returns [batch, seq, heads * size].
         """
     def quantize(
         self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
@@ -1948,23 +1948,23 @@ class ValueOps:
         self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
         scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Self:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+        """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+        `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+        [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+        no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+        as scales, and one f32 for all as `zp`.
         """
     def fake_quantize(
         self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+        """Quantises x to integers of `bits` bits and back, with a symmetric scale per tensor or per index of `axis`.
 
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        Rounds to nearest, ties to even; integers are clipped to ±(2^(bits - 1) - 1). An explicit scale is fixed, learned
+        (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is computed from x: the
+        largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
         """
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import RuleTable
-from rlx.ops.recurrent import starts_apart
+from rlx.ops.recurrent import state_reset_values
 from rlx.types import Size
 
 common_form: RuleTable[Callable[..., Any]] = RuleTable("common form", "src/rlx/mir/recognise_ops.py")
@@ -113,7 +113,7 @@ def _by_ragged_token(
 
 def _starts(segments: Value | None) -> list[Value]:
     """Which tokens start a segment; nothing where there are no segments."""
-    return [] if segments is None else [starts_apart(segments)]
+    return [] if segments is None else [state_reset_values(segments)]
 
 
 def _reset(state: Value, starts: Value | None) -> Value:

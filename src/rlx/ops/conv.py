@@ -152,7 +152,7 @@ def _conv1d(x: Any, weight: Any, bias: Any = None, *, stride: int, padding: int,
     return _conv2d(x[:, :, None], weight[:, :, None], bias, groups=groups, **settings)[:, :, 0]
 
 
-def _conv1d_apart(
+def _decompose_conv1d(
     x: Value, weight: Value, bias: Value | None, *, stride: int, padding: int, dilation: int, groups: int
 ) -> Value:
     """A convolution over images with one row."""
@@ -162,7 +162,7 @@ def _conv1d_apart(
 
 
 @op(
-    "conv1d", independent=never, reference=_conv1d, decompose=_conv1d_apart, traits=[COMPOSED], tolerance=1e-5,
+    "conv1d", independent=never, reference=_conv1d, decompose=_decompose_conv1d, traits=[COMPOSED], tolerance=1e-5,
     samples=[
         sample(f32(2, 3, 20), f32(4, 3, 5), f32(4), padding=2), sample(f32(1, 4, 33), f32(6, 2, 3), groups=2, stride=2),
         sample(f32(1, 2, 17), f32(3, 2, 3), dilation=2),
@@ -193,7 +193,7 @@ def _window_of_a_row(kernel: int, stride: int | None, padding: int) -> dict[str,
     return {"kernel": (1, kernel), "stride": (1, kernel if stride is None else stride), "padding": (0, padding)}
 
 
-def _pool1d_apart(x: Value, *, kind: str, kernel: int, stride: int | None, padding: int) -> Value:
+def _decompose_pool1d(x: Value, *, kind: str, kernel: int, stride: int | None, padding: int) -> Value:
     """Pooling of images with one row."""
     row = x.reshape(x.shape[0], x.shape[1], 1, x.shape[2])
     y = x.graph.one("pool2d", row, kind=kind, **_window_of_a_row(kernel, stride, padding))
@@ -201,7 +201,7 @@ def _pool1d_apart(x: Value, *, kind: str, kernel: int, stride: int | None, paddi
 
 
 @op(
-    "pool1d", independent=never, reference=_pool1d, decompose=_pool1d_apart, traits=[COMPOSED], tolerance=1e-6,
+    "pool1d", independent=never, reference=_pool1d, decompose=_decompose_pool1d, traits=[COMPOSED], tolerance=1e-6,
     samples=[
         sample(f32(2, 3, 20), kind="max", kernel=2), sample(f32(1, 4, 33), kind="mean", kernel=3, stride=2, padding=1),
         sample(f32(1, 2, 17), kind="max", kernel=5, stride=1, padding=2),

@@ -51,11 +51,11 @@ def _region(*xs: Any, body: Graph, binding: Mapping[str, int]) -> Any:
     return _run_body(body, list(xs), binding)
 
 
-def _region_apart(*xs: Value, body: Graph) -> tuple[Value, ...]:
+def _decompose_region(*xs: Value, body: Graph) -> tuple[Value, ...]:
     return inline(xs[0].graph, body, xs)
 
 
-@op("region", independent=aligned, reference=_region, traits=[FUSED], decompose=_region_apart)
+@op("region", independent=aligned, reference=_region, traits=[FUSED], decompose=_decompose_region)
 def region(*xs: TensorType, body: Graph) -> TensorType | tuple[TensorType, ...]:
     """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     result = _check_body("region", body, xs)
@@ -97,7 +97,7 @@ def _fused_matmul(
     return _run_body(body, [*sums, *rest[used:]], binding)
 
 
-def _fused_matmul_apart(
+def _decompose_fused_matmul(
     x: Value, *rest: Value, body: Graph, weights: int, layout: WeightLayout | None, **_: Any
 ) -> tuple[Value, ...]:
     assert layout is None, "packed weights stay packed"
@@ -143,7 +143,7 @@ def _check_stored(where: str, computed: DType, stored: DType) -> None:
     independent=matrices,
     reference=_fused_matmul,
     traits=[FUSED, TAKES_PACKED],
-    decompose=_fused_matmul_apart,
+    decompose=_decompose_fused_matmul,
 )
 def fused_matmul(
     x: TensorType,
@@ -184,7 +184,7 @@ def _fused_grouped(
     return _run_body(body, [*sums, *rest[used + 1 :]], binding)
 
 
-def _fused_grouped_apart(
+def _decompose_fused_grouped(
     x: Value, *rest: Value, body: Graph, weights: int, layout: WeightLayout | None, **_: Any
 ) -> tuple[Value, ...]:
     assert layout is None, "packed weights stay packed"
@@ -195,7 +195,7 @@ def _fused_grouped_apart(
 
 @op(
     "fused_grouped", independent=never, reference=_fused_grouped, traits=[FUSED, CHECKS_DATA, TAKES_PACKED],
-    decompose=_fused_grouped_apart,
+    decompose=_decompose_fused_grouped,
 )  # fmt: skip
 def fused_grouped(
     x: TensorType,
@@ -221,14 +221,14 @@ def _residual_norm(x: Any, residual: Any, gamma: Any, beta: Any, *, kind: str, e
     return norm(total, gamma, beta, eps=eps), total
 
 
-def _residual_norm_apart(
+def _decompose_residual_norm(
     x: Value, residual: Value, gamma: Value | None, beta: Value | None, *, kind: str, eps: float
 ) -> tuple[Value, Value]:
     total = x + residual
     return x.graph.one(f"{kind}_norm", total, gamma, beta, eps=eps), total
 
 
-@op("residual_norm", independent=by_rows, reference=_residual_norm, traits=[FUSED], decompose=_residual_norm_apart)
+@op("residual_norm", independent=by_rows, reference=_residual_norm, traits=[FUSED], decompose=_decompose_residual_norm)
 def residual_norm(
     x: TensorType,
     residual: TensorType,

@@ -111,7 +111,7 @@ def _grouped_outer(x: Any, y: Any, index: Any, *, groups: int) -> Any:
     return result
 
 
-def _grouped_outer_apart(x: Value, y: Value, index: Value, *, groups: Size) -> Value:
+def _decompose_grouped_outer(x: Value, y: Value, index: Value, *, groups: Size) -> Value:
     order, _, offsets = index.group_rows(groups=groups)
     type_ = promote(x.dtype, y.dtype)
     left, right = (v.astype(type_.wide) if v.dtype is not type_.wide else v for v in (x, y))
@@ -121,7 +121,7 @@ def _grouped_outer_apart(x: Value, y: Value, index: Value, *, groups: Size) -> V
 
 @op(
     "grouped_outer", independent=never,
-    reference=_grouped_outer, decompose=_grouped_outer_apart, traits=[COMPOSED], tolerance=1e-5,
+    reference=_grouped_outer, decompose=_decompose_grouped_outer, traits=[COMPOSED], tolerance=1e-5,
     samples=[
         sample(f32(5, 4), f32(5, 6), i32(5, low=0, high=3), groups=3),
         sample(f32(19, 65), f32(19, 130), i32(19, low=0, high=4), groups=6),

@@ -13,7 +13,7 @@ from rlx.ir.independence import by_rows
 from rlx.ir.registry import FUSED, f32, op, sample
 from rlx.ops.elementwise import cast_array
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
-from rlx.ops.quant import LEAST_SCALE
+from rlx.ops.quant import MIN_SCALE
 from rlx.types import TensorType
 
 LEVELS = 255  # steps from the smallest number of a row to the largest
@@ -22,7 +22,7 @@ LEVELS = 255  # steps from the smallest number of a row to the largest
 def _quantise_rows(x: Any) -> tuple[Any, Any, Any]:
     kind = x.dtype.type
     low, high = x.min(-1, keepdims=True, initial=np.inf), x.max(-1, keepdims=True, initial=-np.inf)
-    scale = np.maximum((high - low) / kind(LEVELS), kind(LEAST_SCALE))
+    scale = np.maximum((high - low) / kind(LEVELS), kind(MIN_SCALE))
     return cast_array(np.rint((x - low) * (kind(1) / scale)), U8), scale, low
 
 
@@ -54,7 +54,7 @@ def _quantised_norm(
     return *rows, *([y] if keep else []), *([] if residual is None else [total])
 
 
-def _quantised_norm_apart(
+def _decompose_quantised_norm(
     x: Value, residual: Value | None, gamma: Value | None, beta: Value | None, even: Value | None, *, kind: str,
     eps: float, keep: bool,
 ) -> tuple[Value, ...]:  # fmt: skip
@@ -64,7 +64,10 @@ def _quantised_norm_apart(
     return *rows, *([y] if keep else []), *([] if residual is None else [total])
 
 
-@op("quantised_norm", independent=by_rows, reference=_quantised_norm, traits=[FUSED], decompose=_quantised_norm_apart)
+@op(
+    "quantised_norm", independent=by_rows, reference=_quantised_norm, traits=[FUSED],
+    decompose=_decompose_quantised_norm,
+)  # fmt: skip
 def quantised_norm(
     x: TensorType,
     residual: TensorType | None = None,

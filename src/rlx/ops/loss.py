@@ -74,7 +74,7 @@ def _cross_entropy_grad(logits: Any, labels: Any, dy: Any, *, ignore_index: int)
     return (odds - hit.astype(odds.dtype)) * np.where(counts, dy.astype(odds.dtype), 0)[..., None]
 
 
-def _cross_entropy_grad_apart(logits: Value, labels: Value, dy: Value, *, ignore_index: int) -> Value:
+def _decompose_cross_entropy_grad(logits: Value, labels: Value, dy: Value, *, ignore_index: int) -> Value:
     g, classes = logits.graph, logits.shape[-1]
     wide = logits.astype(logits.dtype.wide)
     ones = g.one("expand", g.constant(1, "i64"), shape=(classes,))
@@ -87,7 +87,7 @@ def _cross_entropy_grad_apart(logits: Value, labels: Value, dy: Value, *, ignore
 
 @op(
     "cross_entropy_grad", independent=never,
-    reference=_cross_entropy_grad, decompose=_cross_entropy_grad_apart, tolerance=2e-6,
+    reference=_cross_entropy_grad, decompose=_decompose_cross_entropy_grad, tolerance=2e-6,
     traits=[CHECKS_DATA],
     samples=[
         sample(f32(4, 7), i32(4, low=0, high=7), f32(4)),

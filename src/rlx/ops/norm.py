@@ -83,7 +83,7 @@ def _norm_grad(x: Any, dy: Any, gamma: Any = None, *, kind: str, eps: float) -> 
     return inner * inverse, (dy * normal).sum(axis=rows), dy.sum(axis=rows)
 
 
-def _norm_grad_apart(
+def _decompose_norm_grad(
     x: Value, dy: Value, gamma: Value | None = None, *, kind: str, eps: float
 ) -> tuple[Value, Value, Value]:
     """With x̂ the normalised operand and c = dy · gamma: (c - mean(c x̂) x̂ [- mean(c)]) / deviation."""
@@ -104,7 +104,7 @@ def _norm_grad_apart(
 
 
 @op(
-    "norm_grad", independent=never, reference=_norm_grad, decompose=_norm_grad_apart, tolerance=1e-5,
+    "norm_grad", independent=never, reference=_norm_grad, decompose=_decompose_norm_grad, tolerance=1e-5,
     samples=[
         sample(f32(4, 33), f32(4, 33), f32(33), kind="layer", eps=1e-5),
         sample(f32(2, 3, 130), f32(2, 3, 130), f32(130), kind="rms", eps=1e-6),

@@ -83,7 +83,7 @@ def _random_normal(key: Any, *, shape: Any) -> Any:
     return (radius * np.cos(2 * math.pi * pairs[..., 1])).astype(np.float32)
 
 
-def _random_normal_apart(key: Value, *, shape: Sizes) -> Value:
+def _decompose_random_normal(key: Value, *, shape: Sizes) -> Value:
     pairs = key.graph.one("random_uniform", key, shape=(*shape, 2))
     radius = ((1.0 - pairs[..., 0]).log() * -2.0).sqrt()  # 1 - u is exact, and never 0
     normal: Value = radius * (pairs[..., 1] * (2 * math.pi)).cos()
@@ -92,7 +92,7 @@ def _random_normal_apart(key: Value, *, shape: Sizes) -> Value:
 
 @op(
     "random_normal", independent=never,
-    reference=_random_normal, decompose=_random_normal_apart, traits=[COMPOSED], tolerance=1e-6,
+    reference=_random_normal, decompose=_decompose_random_normal, traits=[COMPOSED], tolerance=1e-6,
     samples=[sample(_KEY, shape=(3, 50)), sample(_KEY, shape=()), sample(_KEY, shape=(0, 3))],
 )  # fmt: skip
 def random_normal(key: TensorType, *, shape: Sizes) -> TensorType:

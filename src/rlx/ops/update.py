@@ -74,7 +74,7 @@ def _adamw(
     return p * decay - rate * (m / (np.sqrt(v) / root + eps)), m, v
 
 
-def _adamw_apart(
+def _decompose_adamw(
     p: Value, m: Value, v: Value, grad: Value, rate: Value, decay: Value, root: Value, scale: Value | None, *,
     beta1: float, beta2: float, eps: float,
 ) -> tuple[Value, ...]:  # fmt: skip
@@ -96,7 +96,7 @@ def _adamw_operands(*shape: int) -> tuple[Spec, ...]:
 
 
 @op(
-    "adamw_update", independent=never, reference=_adamw, decompose=_adamw_apart, tolerance=2e-6,
+    "adamw_update", independent=never, reference=_adamw, decompose=_decompose_adamw, tolerance=2e-6,
     samples=[
         sample(*_adamw_operands(3, 70), beta1=0.9, beta2=0.999, eps=1e-8),
         sample(*_adamw_operands(5), f32(low=0.1, high=1.0), beta1=0.5, beta2=0.75, eps=0.1),
@@ -135,7 +135,7 @@ def _sgd(
     return p - rate * (g + velocity * momentum if nesterov else velocity), velocity
 
 
-def _sgd_apart(
+def _decompose_sgd(
     p: Value, grad: Value, rate: Value, velocity: Value | None, scale: Value | None, *, momentum: float,
     nesterov: bool, weight_decay: float,
 ) -> tuple[Value, ...]:  # fmt: skip
@@ -150,7 +150,7 @@ def _sgd_apart(
 
 
 @op(
-    "sgd_update", independent=never, reference=_sgd, decompose=_sgd_apart, tolerance=2e-6,
+    "sgd_update", independent=never, reference=_sgd, decompose=_decompose_sgd, tolerance=2e-6,
     samples=[
         sample(f32(3, 70), f32(3, 70), _POSITIVE, weight_decay=0.1),
         sample(f32(3, 70), f32(3, 70), _POSITIVE, f32(3, 70), momentum=0.9),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlx.ir.graph import Graph, Value
-from rlx.ops.recurrent import chunks_of, starts_apart
+from rlx.ops.recurrent import chunks_of, state_reset_values
 from rlx.transforms.build import declare, move_axis, taken
 from rlx.transforms.rule_tables import Vmapped, no_derivative_with
 from rlx.transforms.vmap import by_scan, folded
@@ -38,7 +38,7 @@ def joined(ys: Value, seq: Size) -> Value:
 
 def row_of_starts(segments: Value | None) -> list[Value]:
     """1 for each token that starts a segment and 0 for others, [batch, seq]; nothing where there are no segments."""
-    return [] if segments is None else [starts_apart(segments).astype("i32")]
+    return [] if segments is None else [state_reset_values(segments).astype("i32")]
 
 
 def reset(state: Value, starts: Value | None) -> Value:
