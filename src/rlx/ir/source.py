@@ -6,7 +6,6 @@ linear in the text, however deeply nested.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from rlx.errors import ParseError, RlxError, shortened
+from rlx.fork_safe_locks import cached_property
 
 MAX_NESTING = 200  # nested brackets of all kinds
 STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -73,7 +73,7 @@ class Source:
             self.fail(at, str(error), cause=error)
 
     # -- brackets -----------------------------------------------------------------------------------------------------
-    @functools.cached_property
+    @cached_property
     def closing(self) -> dict[int, int]:
         """Maps each bracket to its closing one."""
         closing: dict[int, int] = {}
