@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rlx.garbage import paused
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -187,9 +189,10 @@ def __getattr__(name: str) -> Any:
     place = ("rlx.functional", name) if name in _FUNCTIONS else _PUBLIC.get(name)
     if place is None:
         raise AttributeError(f"module 'rlx' has no attribute {name!r}")
-    if name in ("Graph", "Value", "MaskKind", "op"):
-        importlib.import_module("rlx.hir.blocks")  # registers the ops and blocks
-    module = importlib.import_module(place[0])
+    with paused():
+        if name in ("Graph", "Value", "MaskKind", "op"):
+            importlib.import_module("rlx.hir.blocks")  # registers the ops and blocks
+        module = importlib.import_module(place[0])
     value = getattr(module, place[1]) if place[1] else module
     globals()[name] = value
     return value

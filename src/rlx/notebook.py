@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 MAX_ROWS = 200  # of a table or text; the rest is only counted
 MAX_CHARS = 400  # per line
@@ -30,6 +29,13 @@ class Bar:
 
 
 Cell = str | int | float | Bar
+
+
+def escape(text: str) -> str:
+    """The text as HTML. `html` is imported here: its tables are large, and most programs show nothing."""
+    import html
+
+    return html.escape(text)
 
 
 def box(title: str, *parts: str) -> str:

@@ -43,7 +43,7 @@ def test_one_word_is_a_model_or_a_mistake_never_a_guess(tmp_path: Path) -> None:
     spaced = tmp_path / "my model.gguf"
     spaced.touch()
     assert split_words([str(spaced)], None, None) == (str(spaced), None)
-    with pytest.raises(NotFoundError, match="'smollm3' is no model") as caught:
+    with pytest.raises(NotFoundError, match="'smollm3' is not a catalogue model") as caught:
         split_words(["smollm3"], None, None)
     assert "did you mean 'smollm2'" in "\n".join(caught.value.notes)
     assert "rlx run -p smollm3" in "\n".join(caught.value.notes)

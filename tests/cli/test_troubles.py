@@ -57,7 +57,7 @@ def test_a_changed_file_is_not_called_absent(tmp_path: Path, capsys: pytest.Capt
     folder.mkdir(parents=True)
     (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"something else")
     assert main(["run", "hello there"]) == 3
-    assert "is there, but not all of it is as in the catalogue" in said(capsys)
+    assert "exists but does not match the catalogue" in said(capsys)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_bad_files_are_named_with_what_is_wrong(tmp_path: Path, capsys: pytest.C
     empty.touch()
     noise.write_bytes(bytes(range(256)) * 9)
     folder.mkdir()
-    for path, wrong in ((empty, "the file is empty"), (noise, "no known model file"), (folder, "found none")):
+    for path, wrong in ((empty, "the file is empty"), (noise, "not a known model file"), (folder, "found none")):
         assert main(["run", str(path), "hello"]) == 4
         err = said(capsys)
         assert str(path) in err and wrong in err

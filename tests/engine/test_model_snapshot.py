@@ -267,7 +267,7 @@ def test_the_tables_of_a_tokenizer_are_mapped(folder: Path) -> None:
     assert is_kept(model)
     assert model.token_ids("Once upon a time, 你 🙂") == first.token_ids("Once upon a time, 你 🙂")
     assert model.tokenizer.to_json() == first.tokenizer.to_json()
-    _, tables = model.tokenizer.packed()
+    _, tables = model.tokenizer.pack()
     assert tables and all(isinstance(root_buffer(table).obj, mmap.mmap) for table in tables.values() if table.size)
 
 

@@ -1,6 +1,6 @@
-"""Mutated model files: each either opens and can be read to its last byte, or is a `FormatError`; nothing else.
+"""Mutated model files: each one opens and can be read to its last byte, or raises `FormatError`.
 
-`python tests/formats/fuzz.py FIRST COUNT MEGABYTES` runs cases under a limit on memory, in a process of its own.
+`python tests/formats/fuzz.py FIRST COUNT MEGABYTES` runs cases in a separate process with a memory limit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cut(rng: random.Random, data: bytearray) -> None:
 
 
 def splice(rng: random.Random, data: bytearray) -> None:
-    """Copy a stretch over, or into, another place; or take one out."""
+    """Copy a slice over or into another place, or remove one."""
     first, length = rng.randrange(len(data)), rng.choice((1, 4, 8, 12, 24, 100))
     piece = data[first : first + length]
     at = rng.randrange(len(data))
@@ -60,7 +60,7 @@ def splice(rng: random.Random, data: bytearray) -> None:
 
 
 def number(rng: random.Random, data: bytearray) -> None:
-    """Overwrite what may be a count, a length, a size or an offset."""
+    """Overwrite a field that may be a count, length, size or offset."""
     value = rng.choice((*NUMBERS, len(data), len(data) - 1, len(data) + 1, rng.randrange(len(data))))
     code = rng.choice("IQ")
     size = struct.calcsize(code)
@@ -74,11 +74,11 @@ def token(rng: random.Random, data: bytearray) -> None:
     """Change one number or word of the JSON, and keep the header's length right."""
     start = 0 if data.startswith(b"{") else 8
     end = len(data) if start == 0 else min(len(data), 8 + struct.unpack_from("<Q", data)[0])
-    found = list(re.finditer(rb"-?\d+|\w+|[^\w\s]", data[start:end]))
-    if not found:
+    tokens = list(re.finditer(rb"-?\d+|\w+|[^\w\s]", data[start:end]))
+    if not tokens:
         return
-    where = rng.choice(found)
-    by = rng.choice((*TOKENS, *(str(n).encode() for n in NUMBERS), rng.choice(found)[0]))
+    where = rng.choice(tokens)
+    by = rng.choice((*TOKENS, *(str(n).encode() for n in NUMBERS), rng.choice(tokens)[0]))
     data[start + where.start() : start + where.end()] = by
     if start:
         struct.pack_into("<Q", data, 0, end - 8 + len(by) - len(where[0]))
@@ -96,7 +96,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 # -- cases -----------------------------------------------------------------------------------------------------------
 def run(name: str, cases: range, folder: Path) -> Counter[str]:
-    """How many files opened and how many were refused; any other outcome is an error with the case's number."""
+    """Count opened and rejected files; other outcomes raise with the case number."""
     data, open_file, file_name = SEEDS[name]
     for shard, tensor in (("one", "a"), ("two", "c")):
         replace(folder / f"{shard}.safetensors", s_file({tensor: s_entry("F32", (1,), 0, 4)}, bytes(4)))

@@ -1,7 +1,7 @@
-"""Random templates, from a grammar of hostile expressions and from mutated real ones: each renders within its budget or
-is refused with the typed error.
+"""Random templates from a grammar of hostile expressions and from mutated real ones: each renders within its budget or
+raises the typed error.
 
-`python tests/formats/fuzz_templates.py FIRST COUNT MEGABYTES` runs cases under a limit on memory and counts outcomes.
+`python tests/formats/fuzz_templates.py FIRST COUNT MEGABYTES` runs cases with a memory limit and counts outcomes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TESTS = ("defined", "none", "string", "number", "odd", "even", "divisibleby(3)",
 
 
 class Grammar:
-    """Random source; expressions are mostly of the kind that their place wants, so that many render."""
+    """Random source; expressions mostly have the type that their position needs, so that many render."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -87,7 +87,7 @@ class Grammar:
         ))()  # fmt: skip
 
     def percent(self, depth: int) -> str:
-        """A format with values; some do not fit."""
+        """A format string with values, some of which do not fit."""
         width = self.pick("", "5", "-9", "+", ".3", "900", "99999999", "*")
         return self.pick(
             f"('%{width}s' % ({self.expression(depth)},))",
@@ -191,7 +191,7 @@ _VALUES = re.compile(r"message(?:\.\w+|\['\w+'\]|\[\"\w+\"\])|%\}|'[^'{}%]*'")
 
 
 def mutated(rng: random.Random, source: str) -> str:
-    """A template with pieces of it cut, doubled, swapped, or replaced by expressions."""
+    """A template with pieces removed, doubled, swapped, or replaced by expressions."""
     grammar = Grammar(rng)
     for _ in range(rng.choice((1, 1, 2, 4))):
         words = re.findall(r"\w+|\s+|[^\w\s]", source)
@@ -227,7 +227,7 @@ def source_of(case: int) -> str:
 
 
 def run(cases: range) -> Counter[str]:
-    """How many templates rendered and how many were refused; any other outcome is an error with the case's number."""
+    """Count rendered and rejected templates; other outcomes raise with the case number."""
     outcomes: Counter[str] = Counter()
     talks = list(CONVERSATIONS.values())
     for case in cases:
@@ -240,7 +240,7 @@ def run(cases: range) -> Counter[str]:
         except (FormatError, RequestError) as error:
             assert len(str(error)) <= 500, f"case {case}: a message of {len(str(error))} characters"
             assert not isinstance(error.__cause__, MemoryError), f"case {case}: {error}"
-            outcomes["over budget" if "goes beyond" in str(error) else "refused"] += 1
+            outcomes["over budget" if "exceeds" in str(error) else "refused"] += 1
         except BaseException as error:
             error.add_note(f"case {case}")
             raise

@@ -1,6 +1,6 @@
-"""Templates that try to take memory or time, to crash the parser, or to reach Python objects.
+"""Templates that try to exhaust memory or time, crash the parser, or reach Python objects.
 
-`python tests/formats/hostile_templates.py MEGABYTES` renders each under a limit on memory and prints what became of it.
+`python tests/formats/hostile_templates.py MEGABYTES` renders each with a memory limit and prints the outcome.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def length(expression: str) -> str:
 
 
 def in_lists(depth: int, inside: str = "range(200000)|list") -> str:
-    """Put a value into lists, as `ns.x`."""
+    """Nest a value in lists, as `ns.x`."""
     return (
         f"{{% set ns = namespace(x={inside}) %}}{{% for i in range({depth}) %}}{{% set ns.x = [ns.x] %}}{{% endfor %}}"
     )
@@ -220,21 +220,21 @@ TEMPLATES = {f"{group}: {name}": source for group, names in GROUPS.items() for n
 
 
 def outcome(source: str) -> dict[str, Any]:
-    """What became of a template: its error or the beginning of its text, what it used, and CPU seconds."""
+    """Outcome of a template: its error or the start of its text, resources used, and CPU seconds."""
     budget = Budget("t")
     begin = time.process_time()
     try:
         text = Program(source, "t").render_within(budget, VARIABLES)
-        found = {"text": text[:200], "chars": len(text)}
+        result = {"text": text[:200], "chars": len(text)}
     except FormatError as error:
-        found = {"error": str(error), "memory": isinstance(error.__cause__, MemoryError)}
+        result = {"error": str(error), "memory": isinstance(error.__cause__, MemoryError)}
     except RlxError as error:
-        found = {"other": repr(error)}
-    return found | {"steps": budget.steps, "bytes": budget.bytes, "seconds": time.process_time() - begin}
+        result = {"other": repr(error)}
+    return result | {"steps": budget.steps, "bytes": budget.bytes, "seconds": time.process_time() - begin}
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let this process have so many megabytes more than it has."""
+    """Limit this process to `megabytes` more memory than it has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (megabytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,6 +1,6 @@
-"""Model files written by hand for the tests of readers, piece by piece, so that any piece can be wrong.
+"""Model files assembled field by field for reader tests, so that any field can be wrong.
 
-Nothing here shares code with `rlx.formats`. `ASSETS` is the folder of real files, where there is one.
+Nothing here shares code with `rlx.formats`. `ASSETS` is the folder of real files, if it exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ASSETS = Path(os.environ.get("RLX_ASSETS") or Path(__file__).parents[3] / "share
 
 
 def asset(*parts: str) -> Path:
-    """A real file; the test is skipped where it is absent."""
+    """A real file; skips the test if it is missing."""
     path = ASSETS.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"no {path}; set RLX_ASSETS to the folder of assets")
@@ -32,7 +32,7 @@ def asset(*parts: str) -> Path:
 
 
 def pulled(name: str) -> Path:
-    """A model of the catalogue; the test is skipped where it is absent."""
+    """A catalogue model; skips the test if it is missing."""
     try:
         return resolve(name, offline=True).path
     except NotFoundError:
@@ -40,14 +40,14 @@ def pulled(name: str) -> Path:
 
 
 def replace(path: Path, data: bytes) -> Path:
-    """Write a new file under this name: views on the old one stay good, and ext4 does not wait for the disk."""
+    """Write a new file under this name: views of the old one stay valid, and ext4 does not wait for the disk."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
     return path
 
 
 def read_everything(file: TensorFile) -> int:
-    """Touch every byte that the file's API can give; how many tensors there are."""
+    """Read every byte that the API exposes; returns the number of tensors."""
     for value in file.metadata.values():
         touch(value)
     for name in file.names:
@@ -101,7 +101,7 @@ def g_key(name: str | bytes, kind: int, payload: bytes, wide: bool = True) -> by
 
 
 def g_info(name: str | bytes, shape: Sequence[int], kind: int, offset: int, wide: bool = True) -> bytes:
-    """A tensor info; the shape is given row-major and written the other way round."""
+    """A tensor info; takes a row-major shape and writes it reversed."""
     dims = b"".join(g_size(n, wide) for n in reversed(shape))
     return g_string(name, wide) + struct.pack("<I", len(shape)) + dims + struct.pack("<IQ", kind, offset)
 
@@ -182,9 +182,9 @@ def l_tensors(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab:
         "self_attn.v_proj": (kv, dim), "self_attn.o_proj": (dim, dim), "post_attention_layernorm": (dim,),
         "mlp.gate_proj": (ffn, dim), "mlp.down_proj": (dim, ffn), "mlp.up_proj": (ffn, dim),
     }  # fmt: skip
-    found = {f"model.layers.{i}.{n}.weight": s for n, s in parts.items() for i in range(layers)}
+    shapes = {f"model.layers.{i}.{n}.weight": s for n, s in parts.items() for i in range(layers)}
     embedding = (vocab, dim)
-    return found | {"model.norm.weight": (dim,), "model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+    return shapes | {"model.norm.weight": (dim,), "model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
 
 
 def l_file(version: int, *, shared: bool = True, sizes: tuple[int, ...] = L_SIZES) -> tuple[bytes, dict[str, Any]]:
@@ -200,7 +200,7 @@ def l_file(version: int, *, shared: bool = True, sizes: tuple[int, ...] = L_SIZE
         return (f"model.layers.{i}.{part}.weight" for part in parts for i in range(layers))
 
     attention = every("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-    feed_forward = every("mlp.gate_proj", "mlp.down_proj", "mlp.up_proj")
+    mlp = every("mlp.gate_proj", "mlp.down_proj", "mlp.up_proj")
     first, second = every("input_layernorm"), every("post_attention_layernorm")
     end = [] if shared else ["lm_head.weight"]
 
@@ -210,9 +210,9 @@ def l_file(version: int, *, shared: bool = True, sizes: tuple[int, ...] = L_SIZE
     if version == 0:
         signed = vocab if shared else -vocab
         head = struct.pack("<7i", dim, ffn, layers, heads, kv_heads, signed, seq)
-        body = joined(["model.embed_tokens.weight", *first, *attention, *second, *feed_forward, "model.norm.weight"])
+        body = joined(["model.embed_tokens.weight", *first, *attention, *second, *mlp, "model.norm.weight"])
         tables = np.full(seq * (dim // heads // 2) * 2, 7, np.float32).tobytes()
         return head + body + tables + joined(end), tensors
     head = struct.pack("<Ii7iB", 0x616B3432, 1, *sizes, shared).ljust(256, b"\0")
-    order = [*first, *second, "model.norm.weight", "model.embed_tokens.weight", *attention, *feed_forward, *end]
+    order = [*first, *second, "model.norm.weight", "model.embed_tokens.weight", *attention, *mlp, *end]
     return head + joined(order), tensors

@@ -1,4 +1,4 @@
-"""A writer of PNG files by the formulas of the standard, byte after byte, for tests of the reader."""
+"""A byte-by-byte PNG writer after the formulas of the standard, for reader tests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def head(width: int, height: int, depth: int, colour: int, adam7: int = 0) -> by
 
 def png(lines: bytes, width: int, height: int, depth: int, colour: int, *, adam7: int = 0, extra: bytes = b"") -> bytes:
     packed = zlib.compress(lines)
-    parts = chunk(b"IDAT", packed[:7]) + chunk(b"IDAT", packed[7:])  # any number of them may follow each other
+    parts = chunk(b"IDAT", packed[:7]) + chunk(b"IDAT", packed[7:])  # IDAT may be split into any number of chunks
     return MAGIC + head(width, height, depth, colour, adam7) + extra + parts + chunk(b"IEND", b"")
 
 
 def filtered(rows: Array, step: int, kinds: list[int]) -> bytes:
-    """Lines of bytes as differences; `step` is the distance to the same byte of the pixel on the left."""
+    """Filter lines of bytes; `step` is the distance to the same byte of the pixel to the left."""
     out = bytearray()
     before = [0] * rows.shape[1]
     for row, kind in zip(rows.tolist(), kinds, strict=True):
@@ -56,7 +56,7 @@ def packed_rows(samples: Array, depth: int) -> Array:
 
 
 def lines_of(samples: Array, depth: int, kinds: list[int], *, adam7: int = 0) -> bytes:
-    """The stream of an image before it is compressed; filters are taken from `kinds` in turn."""
+    """The uncompressed stream of an image, cycling through the filters in `kinds`."""
     step = max(samples.shape[2] * depth // 8, 1)
     lines = b""
     for y, x, down, right in ADAM7 if adam7 else ((0, 0, 1, 1),):
@@ -67,7 +67,7 @@ def lines_of(samples: Array, depth: int, kinds: list[int], *, adam7: int = 0) ->
 
 
 def shown(samples: Array, depth: int, colour: int, palette: Array) -> Array:
-    """The `[height, width, 3]` bytes that a reader makes of samples: no alpha, the upper 8 bits of 16."""
+    """The expected `[height, width, 3]` pixels: no alpha, the upper 8 bits of 16."""
     if colour == 3:
         return np.asarray(palette[samples[:, :, 0]])
     seen = samples[:, :, :3] if colour in (2, 6) else samples[:, :, :1].repeat(3, 2)

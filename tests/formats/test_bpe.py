@@ -1,4 +1,4 @@
-"""BPE over mapped tables gives what the Rust library's own model gives: random small vocabularies, and real ones."""
+"""BPE over mapped tables matches the Rust library's model, for random small vocabularies and real ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts_of_words(rng: random.Random, count: int) -> list[str]:
 
 
 def assert_same(ours: Tokenizer, rust: RustTokenizer, texts: list[str]) -> None:
-    """The same ids and offsets as the library, special tokens read as such."""
+    """Check that ids and offsets match the library, with special tokens parsed."""
     wanted = rust.encode_batch(texts, add_special_tokens=False)
     assert ours.encode_batch(texts, add_special=False, parse_special=True) == [e.ids for e in wanted]
     for text, theirs in zip(texts, wanted, strict=True):
@@ -51,7 +51,7 @@ def assert_same(ours: Tokenizer, rust: RustTokenizer, texts: list[str]) -> None:
 
 # -- small vocabularies ----------------------------------------------------------------------------------------------
 def random_rust(rng: random.Random) -> RustTokenizer:
-    """A tokenizer of the library with tokens, merges and options that nobody chose."""
+    """A library tokenizer with random tokens, merges and options."""
     prefix, suffix = rng.choice([(None, None)] * 4 + [("##", None), (None, "</w>"), ("##", "</w>")])
     letters = [c for c in LETTERS if rng.random() < 0.85]
     forms = letters + [f"{p or ''}{c}{s or ''}" for c in letters for p in ("", prefix) for s in ("", suffix)]
@@ -69,7 +69,7 @@ def random_rust(rng: random.Random) -> RustTokenizer:
         if right.startswith(prefix or "") and len(joined) < 12:
             tokens[joined] = None
             merges.append((left, right))
-    merges += rng.sample(merges, min(len(merges), 3))  # a pair that comes twice
+    merges += rng.sample(merges, min(len(merges), 3))  # duplicate pairs
     ids = list(range(len(tokens) + 5))
     rng.shuffle(ids)
     numbers = dict(zip(tokens, ids, strict=False)) if rng.random() < 0.3 else {t: i for i, t in enumerate(tokens)}
@@ -116,7 +116,7 @@ def test_a_text_is_cut_before_spaces_but_not_where_a_merge_goes_across() -> None
     tokenizer = Tokenizer.from_gguf(data)
     assert tokenizer._bpe is not None and "".join(map(chr, tokenizer._bpe.tables["cut"])) == "▁b"
     words: list[str] = []
-    tokenizer._bpe.tokens, kept = lambda word: [words.append(word), kept(word)][1], tokenizer._bpe.tokens  # type: ignore[method-assign,func-returns-value]
+    tokenizer._bpe.tokens, tokens = lambda word: [words.append(word), tokens(word)][1], tokenizer._bpe.tokens  # type: ignore[method-assign,func-returns-value]
     assert tokenizer.encode("a ab a  a", add_special=False) == [262, 262, 265, 266, 260]
     assert words == ["▁a", "▁ab▁a", "▁▁a"]
 
@@ -134,8 +134,10 @@ def test_real_vocabularies_merge_as_the_rust_library_merges_them(name: str) -> N
     texts = [*HARD_TEXTS, *texts_of_words(random.Random(name), 200), wiki[:30_000], wiki[30_000:32_000], code]
     assert_same(vocab(name), library(name), texts)
     for text in texts:
-        found = library(name).encode(text, add_special_tokens=False)
-        special = [(*at, i) for at, i in zip(found.offsets, found.ids, strict=True) if i in vocab(name).special_ids]
+        encoding = library(name).encode(text, add_special_tokens=False)
+        special = [
+            (*at, i) for at, i in zip(encoding.offsets, encoding.ids, strict=True) if i in vocab(name).special_ids
+        ]
         assert vocab(name).special_spans(text) == special
 
 
@@ -170,12 +172,14 @@ def test_the_tokenizers_of_real_models_are_the_rust_librarys(model: str) -> None
     files = [path.read_text() for path in sorted(Path(bpe.__file__).parent.glob("*.py"))]
     texts = [*HARD_TEXTS, *texts_of_words(random.Random(model), 1000), *wiki[:200_000].splitlines(), wiki[:100_000]]
     assert_same(ours, rust, texts + files)
-    kept = restored(ours)
+    other = restored(ours)
     for parse in (False, True):
         ids = ours.encode_batch(texts, parse_special=parse)
-        assert again.encode_batch(texts, parse_special=parse) == ids == kept.encode_batch(texts, parse_special=parse)
+        assert again.encode_batch(texts, parse_special=parse) == ids == other.encode_batch(texts, parse_special=parse)
     for text in HARD_TEXTS:
-        assert kept.decode(kept.encode(text), skip_special=True) == text.replace("▁", " " if "gemma" in model else "▁")
+        assert other.decode(other.encode(text), skip_special=True) == text.replace(
+            "▁", " " if "gemma" in model else "▁"
+        )
 
     @settings(max_examples=300, deadline=None)
     @given(st.lists(st.one_of(TEXTS, st.sampled_from(WORDS)), max_size=8))
@@ -187,20 +191,18 @@ def test_the_tokenizers_of_real_models_are_the_rust_librarys(model: str) -> None
 
 # -- keeping ---------------------------------------------------------------------------------------------------------
 def restored(tokenizer: Tokenizer) -> Tokenizer:
-    data, tables = tokenizer.packed()
-    mapped = {
-        name: np.frombuffer(bytes(a.data), a.dtype) if a.size else a for name, a in tables.items()
-    }  # cannot be written
-    return Tokenizer.restored(tokenizer.described(), data, mapped, "kept")
+    data, tables = tokenizer.pack()
+    mapped = {name: np.frombuffer(bytes(a.data), a.dtype) if a.size else a for name, a in tables.items()}  # read-only
+    return Tokenizer.restore(tokenizer.describe(), data, mapped, "kept")
 
 
 @pytest.mark.parametrize("name", ["bert-bge", "gpt-2", "llama-spm"])
 def test_a_tokenizer_that_was_kept_is_the_same(name: str) -> None:
-    ours, kept = vocab(name), restored(vocab(name))
+    ours, other = vocab(name), restored(vocab(name))
     for parse in (False, True):
-        assert kept.encode_batch(HARD_TEXTS, parse_special=parse) == ours.encode_batch(HARD_TEXTS, parse_special=parse)
-    assert [kept.token_bytes(i) for i in range(2000)] == [ours.token_bytes(i) for i in range(2000)]
-    assert kept.to_json() == ours.to_json() and kept.described() == ours.described()
+        assert other.encode_batch(HARD_TEXTS, parse_special=parse) == ours.encode_batch(HARD_TEXTS, parse_special=parse)
+    assert [other.token_bytes(i) for i in range(2000)] == [ours.token_bytes(i) for i in range(2000)]
+    assert other.to_json() == ours.to_json() and other.describe() == ours.describe()
 
 
 @pytest.mark.parametrize("name", ["bert-bge", "gpt-2", "llama-spm"])
@@ -208,11 +210,11 @@ def test_a_tokenizer_that_was_kept_is_the_same(name: str) -> None:
 def test_a_tokenizer_goes_to_other_processes(name: str, copied: Callable[[Tokenizer], Tokenizer]) -> None:
     ours, other = vocab(name), copied(vocab(name))
     assert other.encode_batch(HARD_TEXTS) == ours.encode_batch(HARD_TEXTS)
-    assert (repr(other), other.described()) == (repr(ours), ours.described())
+    assert (repr(other), other.describe()) == (repr(ours), ours.describe())
 
 
-def test_what_is_kept_beside_the_tables_does_not_grow_with_the_vocabulary() -> None:
-    data, tables = vocab("qwen2").packed()
+def test_what_is_stored_outside_the_tables_does_not_grow_with_the_vocabulary() -> None:
+    data, tables = vocab("qwen2").pack()
     assert len(data) < 100_000 and set(tables) == {"text", "ends", "order", "letters", "first", "right", "merge", "cut"}
 
 
@@ -299,7 +301,7 @@ def test_an_interrupt_while_words_are_merged_is_one(monkeypatch: pytest.MonkeyPa
 
 # -- threads and time ------------------------------------------------------------------------------------------------
 def test_threads_share_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bpe, "MAX_KEPT", 3)  # forgotten all the time
+    monkeypatch.setattr(bpe, "MAX_CACHED", 3)  # evicts constantly
     tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
     texts = texts_of_words(random.Random(5), 20)
     wanted = Tokenizer.from_gguf(sentencepiece_metadata()).encode_batch(texts)

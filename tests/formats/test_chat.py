@@ -1,4 +1,4 @@
-"""Chat templates: real ones against transformers, messages that cannot be, and templates that attack."""
+"""Chat templates: real ones against transformers, invalid messages, and hostile templates."""
 
 from __future__ import annotations
 
@@ -283,8 +283,8 @@ def test_threads_share_a_template() -> None:
     template = ChatTemplate(QWEN25)
     expected = template.render(CONVERSATIONS["long"])
     with ThreadPoolExecutor(8) as pool:
-        found = pool.map(lambda _: template.render(CONVERSATIONS["long"]), range(160))
-        assert all(text == expected for text in found)
+        texts = pool.map(lambda _: template.render(CONVERSATIONS["long"]), range(160))
+        assert all(text == expected for text in texts)
 
 
 def test_a_long_chat_is_no_attack() -> None:
@@ -325,7 +325,7 @@ def test_an_image_comes_with_what_there_is() -> None:
     with pytest.raises(RequestError) as caught:
         ChatTemplate(GEMMA3).render([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
     assert "messages[0].content[0].type: expected 'text', found 'image'" in str(caught.value)
-    assert "it reads texts" in str(caught.value.hint)
+    assert "takes text" in str(caught.value.hint)
 
 
 def test_a_role_comes_with_the_nearest() -> None:
@@ -439,7 +439,7 @@ def test_an_attack_ends_soon_with_a_format_error(name: str) -> None:
 
 
 def test_output_has_a_bound() -> None:
-    with pytest.raises(FormatError, match=f"beyond {MAX_CHARS} characters"):
+    with pytest.raises(FormatError, match=f"exceeds {MAX_CHARS} characters"):
         ChatTemplate("{% for i in range(100000) %}" + "x" * 200 + "{% endfor %}").render([USER])
 
 

@@ -1,4 +1,4 @@
-"""Model files of other programs: alone and in a folder they are named, with what to do about them."""
+"""Unsupported model formats, alone or in a folder: errors name them and say what to do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_zip_of_pytorch_is_a_pickle_too(tmp_path: Path) -> None:
     assert "save_pretrained" in str(caught.value.hint)
 
 
-def test_safetensors_beside_a_pickle_are_read(tmp_path: Path) -> None:
+def test_safetensors_next_to_a_pickle_are_read(tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 

@@ -1,4 +1,4 @@
-"""Thousands of mutated files, a part of them under a limit on memory."""
+"""Thousands of mutated files, some with a memory limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 @pytest.mark.parametrize("name", fuzz.SEEDS)
 def test_a_mutated_file_opens_or_is_refused(tmp_path: Path, name: str) -> None:
     outcomes = fuzz.run(name, range(1200), tmp_path)
-    assert outcomes["opened"] > 5 and outcomes["refused"] > 200, outcomes  # else the mutations are too weak or too wild
+    assert outcomes["opened"] > 5 and outcomes["refused"] > 200, outcomes  # else mutations are too weak or too strong
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits memory as Linux does")

@@ -1,7 +1,7 @@
-"""Thousands of PNG and PNM files that are nearly right: each is read to the size that it says, or is a FormatError.
+"""Thousands of nearly valid PNG and PNM files: each is read with the size in its header, or raises FormatError.
 
-Files are made of random samples by a writer that follows the standard, so that those without damage have known pixels.
-Damage is done to the parts of a file and sums of chunks are mostly made right again, else all of it would end there.
+A writer that follows the standard builds files from random samples, so undamaged files have known pixels. Chunk
+checksums are mostly repaired after damage, since otherwise every damaged file would fail there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NUMBERS = (
 
 @dataclass
 class Png:
-    """A PNG in parts. `pixels` are those that a reader finds, None once the file was damaged."""
+    """A PNG in parts. `pixels` is the expected result, None once the file is damaged."""
 
     head: list[int]  # width, height, depth, colour, compression, filter, interlace
     lines: bytearray
@@ -61,7 +61,7 @@ class Png:
     chunks: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def pack(self, rng: random.Random) -> None:
-        """Compress the lines and lay the chunks out."""
+        """Compress the lines and assemble the chunks."""
         packed = zlib.compress(bytes(self.lines), rng.choice((0, 1, 6, 9)))
         cuts = sorted(rng.randrange(len(packed) + 1) for _ in range(rng.choice((0, 0, 1, 3))))
         parts = [packed[a:b] for a, b in zip([0, *cuts], [*cuts, len(packed)], strict=True)]
@@ -81,8 +81,8 @@ def a_png(rng: random.Random) -> Png:
     noise = np.random.default_rng(rng.randrange(1 << 32))
     colours = rng.randint(1, 1 << min(depth, 8))
     palette = noise.integers(0, 256, (colours, 3)).astype(np.uint8)
-    most = colours if colour == 3 else 1 << depth
-    samples = noise.integers(0, most, (height, width, CHANNELS[colour]))
+    top = colours if colour == 3 else 1 << depth
+    samples = noise.integers(0, top, (height, width, CHANNELS[colour]))
     kinds = [rng.randrange(5) for _ in range(rng.choice((1, 2, 5)))]
     lines = lines_of(samples, depth, kinds, adam7=adam7)
     head = [width, height, depth, colour, 0, 0, adam7]
@@ -91,7 +91,7 @@ def a_png(rng: random.Random) -> Png:
 
 # -- damage ----------------------------------------------------------------------------------------------------------
 def change_lines(rng: random.Random, png: Png) -> None:
-    """Filters and filtered bytes: most of it is another image of the same size."""
+    """Damage filter types and filtered bytes; mostly gives another image of the same size."""
     for _ in range(rng.choice((1, 3, 20)) if png.lines else 0):
         png.lines[rng.randrange(len(png.lines))] = rng.choice((0, 1, 2, 3, 4, 5, 255, rng.randrange(256)))
 
@@ -116,7 +116,7 @@ def change_palette(rng: random.Random, png: Png) -> None:
 
 
 def change_chunk(rng: random.Random, png: Png) -> None:
-    """One chunk: its bytes, its name, its place, twice or not at all."""
+    """Damage one chunk: its bytes, name or place, or duplicate or drop it."""
     at = rng.randrange(len(png.chunks))
     name, content = png.chunks[at]
     match rng.randrange(6):
@@ -135,7 +135,7 @@ def change_chunk(rng: random.Random, png: Png) -> None:
 
 
 def change_bytes(rng: random.Random, data: bytes) -> bytes:
-    """The file itself, whatever its sums say."""
+    """Damage the file itself, regardless of checksums."""
     at = rng.randrange(len(data))
     match rng.randrange(3):
         case 0:
@@ -193,15 +193,15 @@ def said_size(data: bytes) -> tuple[int, int]:
 
 
 def check(data: bytes, pixels: Array | None, path: Path) -> str:
-    """Read one file, and say what became of it."""
+    """Read one file and return the outcome."""
     path.write_bytes(data)
     tracemalloc.start()
     begin = time.process_time()
     try:
-        found = read_image(path)
+        result = read_image(path)
     except (FormatError, CapabilityError) as error:
         png = data.startswith(MAGIC)
-        # without the magic it is another format, which is Pillow's; PNM with more than 8 bits is not read
+        # without the magic it is another format, left to Pillow; PNM with more than 8 bits is unsupported
         assert isinstance(error, FormatError) or not png, error
         assert pixels is None, error
         assert len(str(error)) <= 500 + len(str(path)), error
@@ -211,13 +211,13 @@ def check(data: bytes, pixels: Array | None, path: Path) -> str:
         tracemalloc.stop()
         spent = time.process_time() - begin
         assert spent < 5, f"{spent:.1f} s"
-        # a header may say 64 million pixels, for which room is made; everything else is a strip of it
+        # a header may claim 64 million pixels, which are allocated; everything else is a strip of them
         assert peak < 16 * len(data) + 6 * PIXELS, f"{peak} bytes"
-    assert found.dtype == np.uint8 and found.shape == (*said_size(data), 3)
-    assert max(found.shape) <= SIDE and found.size <= 3 * PIXELS
+    assert result.dtype == np.uint8 and result.shape == (*said_size(data), 3)
+    assert max(result.shape) <= SIDE and result.size <= 3 * PIXELS
     if pixels is None:
         return "read"
-    assert np.array_equal(found, pixels)
+    assert np.array_equal(result, pixels)
     return "read as written"
 
 
@@ -230,7 +230,7 @@ def test_a_damaged_image_is_read_or_refused(
     unfilters = [u for u in (png_module._pillow_unfilter(), png_module.unfilter_by_numpy) if u]
 
     def unfilter_by_all(kinds: Array, filtered: Array, above: Array) -> Array:
-        """All ways to undo filters, which give the same bytes."""
+        """Run every unfilter and check that they agree."""
         first, *others = (unfilter(kinds, filtered, above) for unfilter in unfilters)
         assert all(np.array_equal(first, other) for other in others)
         return first
@@ -246,5 +246,5 @@ def test_a_damaged_image_is_read_or_refused(
             error.add_note(f"seed {seed}")
             raise
     print(f"{make.__name__}: {dict(outcomes)}, {time.process_time() - begin:.1f} s")
-    for outcome in ("refused", "read", "read as written"):  # else the damage is too weak or too wild
+    for outcome in ("refused", "read", "read as written"):  # else the damage is too weak or too strong
         assert outcomes[outcome] >= len(fuzz_seeds) // 20, outcomes

@@ -1,4 +1,4 @@
-"""Thousands of random templates in a process with a limit on memory."""
+"""Thousands of random templates in a process with a memory limit."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def test_a_random_template_renders_within_its_budget_or_is_refused(fuzz_seeds: r
     outcomes = json.loads(done.stdout)
     print(outcomes)
     assert sum(outcomes.values()) == len(fuzz_seeds)
-    if len(fuzz_seeds) >= 1000:  # else the templates are too weak or too wild
+    if len(fuzz_seeds) >= 1000:  # else the templates are too weak or too strong
         assert outcomes["rendered"] > len(fuzz_seeds) // 5 and outcomes["over budget"] > len(fuzz_seeds) // 50

@@ -83,27 +83,27 @@ def test_numbers_come_back_exactly(tmp_path: Path, kind: int) -> None:
 
 def test_arrays_of_numbers_are_views_that_cannot_be_written(tmp_path: Path) -> None:
     file = opened(tmp_path, g_file([g_key("a", ARRAY, g_array(I32, range(1000)))]))
-    found = file.metadata["a"]
-    assert not found.flags.owndata and not found.flags.writeable
+    array = file.metadata["a"]
+    assert not array.flags.owndata and not array.flags.writeable
 
 
 def test_an_array_of_strings_is_a_sequence(tmp_path: Path) -> None:
     words = ["zero", "", "zwei", "три", "四", "\U0001f600"]
-    found = opened(tmp_path, g_file([g_key("w", ARRAY, g_array(STRING, words))])).metadata["w"]
-    assert isinstance(found, StringArray)
-    assert (len(found), found[3], found[-1], found[1:5:2]) == (6, "три", "\U0001f600", ["", "три"])
-    assert list(found) == words and "zwei" in found and found.index("四") == 4
-    assert found.raw(4) == "四".encode()
+    strings = opened(tmp_path, g_file([g_key("w", ARRAY, g_array(STRING, words))])).metadata["w"]
+    assert isinstance(strings, StringArray)
+    assert (len(strings), strings[3], strings[-1], strings[1:5:2]) == (6, "три", "\U0001f600", ["", "три"])
+    assert list(strings) == words and "zwei" in strings and strings.index("四") == 4
+    assert strings.raw(4) == "四".encode()
     with pytest.raises(IndexError):
-        found[6]
+        strings[6]
 
 
 def test_strings_that_are_not_text_can_be_had_as_bytes(tmp_path: Path) -> None:
     data = g_file([g_key("w", ARRAY, g_array(STRING, ["good", b"\xff\xfe", "fine"]))])
-    found = opened(tmp_path, data).metadata["w"]
-    assert found[0] == "good" and found.raw(1) == b"\xff\xfe" and found[2] == "fine"
+    strings = opened(tmp_path, data).metadata["w"]
+    assert strings[0] == "good" and strings.raw(1) == b"\xff\xfe" and strings[2] == "fine"
     at = data.index(b"\xff\xfe")
-    for read in (lambda: found[1], lambda: list(found)):
+    for read in (lambda: strings[1], lambda: list(strings)):
         with pytest.raises(FormatError, match=f"model.gguf, byte {at}: .* not UTF-8: found byte 0xff"):
             read()
 
@@ -125,9 +125,9 @@ def test_shapes_are_row_major_and_data_is_not_copied(tmp_path: Path) -> None:
     file = opened(tmp_path, g_file([], [g_info("w", (2, 3), 0, 0)], values.tobytes()))
     entry = file.entry("w")
     assert (entry.shape, entry.storage, entry.nbytes, entry.size) == ((2, 3), F32_TYPE, 24, 6)
-    found = file.array("w")
-    assert np.array_equal(found, values) and not found.flags.owndata and not found.flags.writeable
-    assert np.shares_memory(found, file.dequantised("w"))
+    array = file.array("w")
+    assert np.array_equal(array, values) and not array.flags.owndata and not array.flags.writeable
+    assert np.shares_memory(array, file.dequantised("w"))
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 64, 4096])
@@ -296,8 +296,8 @@ BROKEN = {
     "v1 many keys": (g_file(version=1, key_count=2**32 - 1), "byte 12: key count"),
     "long key": (g_file([g_string(b"x")[:7] + b"\x70" + bytes(9)]), "byte 24: length of a key"),
     "key is not text": (g_file([g_key(b"a\xff", U8, b"\1")]), "byte 33: a key is not UTF-8: found byte 0xff"),
-    "key twice": (g_file([g_key("a", U8, b"\1")] * 2), "byte 38: key 'a' is there twice"),
-    "own key": (g_file([g_key("GGUF.version", U8, b"\1")]), "'GGUF.version' is there twice"),
+    "key twice": (g_file([g_key("a", U8, b"\1")] * 2), "byte 38: key 'a' occurs twice"),
+    "own key": (g_file([g_key("GGUF.version", U8, b"\1")]), "'GGUF.version' occurs twice"),
     "unknown value type": (one_key(13, bytes(8)), "byte 33: type of value of 'k': expected 0 uint8.*found 13"),
     "bool of 2": (one_key(BOOL, b"\2"), "byte 37: value of 'k': expected 0 or 1, found 2"),
     "bools of 2": (one_key(ARRAY, struct.pack("<IQ3B", BOOL, 3, 0, 1, 2)), "byte 51: value of 'k': expected 0 or 1"),
@@ -332,7 +332,7 @@ BROKEN = {
     "far outside": (one_tensor((4,), 0, 2**64 - 32), "within the file of 128, found bytes 18446744073709551648"),
     "overlap": (g_file([], [TWO[0], g_info("b", (4,), 0, 0)], bytes(64)), "tensor 'b' overlaps 'a'"),
     "overlap inside": (g_file([], [g_info("a", (16,), 0, 0), TWO[1]], bytes(64)), "byte 160 or later, found 128"),
-    "name twice": (g_file([], [TWO[0], g_info("a", (8,), 0, 32)], bytes(64)), "tensor 'a' is there twice"),
+    "name twice": (g_file([], [TWO[0], g_info("a", (8,), 0, 32)], bytes(64)), "tensor 'a' occurs twice"),
     "name is not text": (g_file([], [g_info(b"\x80", (8,), 0, 0)], bytes(32)), "byte 32: a tensor's name is not UTF-8"),
     "no data": (g_file([], TWO), "within the file of"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Block formats against `gguf.quants`, which is ggml's own, and against plain arithmetic where that has none."""
+"""Block formats against ggml's own `gguf.quants`, and against plain arithmetic for types that it lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlx.formats.tensor_file import F8E4M3, F8E5M2
 
 NO_READER = ("q8_k", "q8_1", "q1_0", "q2_0")  # types that `gguf.quants` does not read
 DECODED = tuple(kind.name for kind in GGUF_PACKED if kind.name not in NO_READER)
-# Where a block keeps its f16 scales: random bytes there would be infinities and NaN.
+# Offsets of a block's f16 scales: random bytes there would be infinities and NaN.
 SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2),
           "q6_k": (208,), "tq1_0": (52,), "tq2_0": (64,), "iq1_m": (), "mxfp4": (), "nvfp4": ()}  # fmt: skip
 NUMBER = {storage.name: number for number, storage in GGUF_TYPES.items()}
@@ -28,7 +28,7 @@ def random_blocks(kind: DType, count: int, seed: int) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, kind.size), dtype=np.uint8)
     for at in SCALES.get(kind.name, (0,)):
-        scales = rng.standard_normal(count) * 10.0 ** rng.integers(-7, 4, count)  # denormals of f16 among them
+        scales = rng.standard_normal(count) * 10.0 ** rng.integers(-7, 4, count)  # includes f16 subnormals
         blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(count, 2)
     if kind.name == "iq1_m":
         blocks[:, 55] &= 0xBF  # the top nibbles of four words are the scale: not infinite
@@ -56,7 +56,7 @@ def test_random_blocks_decode_to_the_bits_of_gguf(name: str, count: int) -> None
     gguf = pytest.importorskip("gguf")
     kind = BLOCK_TYPES[name]
     blocks = random_blocks(kind, count, seed=count)
-    with np.errstate(over="ignore"):  # exponents of MXFP4 are any
+    with np.errstate(over="ignore"):  # MXFP4 exponents are arbitrary
         theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(NUMBER[name])).reshape(-1)
     assert same_bits(dequantise(blocks, kind, count * kind.block), theirs)
 
@@ -64,7 +64,7 @@ def test_random_blocks_decode_to_the_bits_of_gguf(name: str, count: int) -> None
 def test_every_type_of_the_package_is_known() -> None:
     gguf = pytest.importorskip("gguf")
     assert {int(kind) for kind in gguf.GGML_QUANT_SIZES} <= GGUF_TYPES.keys()
-    assert len({kind.numpy for kind in PACKED}) == len(PACKED) == len(BLOCK_TYPES)  # arrays tell their type
+    assert len({kind.numpy for kind in PACKED}) == len(PACKED) == len(BLOCK_TYPES)  # dtypes identify types
 
 
 WRITTEN = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "bf16", "tq1_0", "tq2_0", "mxfp4"]
@@ -88,7 +88,7 @@ def test_any_bytes_decode_without_a_warning(name: str) -> None:
     ours = dequantise(blocks, kind, blocks.shape[0] * kind.block)
     with np.errstate(all="ignore"):
         theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(NUMBER[name])).reshape(-1)
-    assert np.isnan(ours).any() == (name not in ("mxfp4", "nvfp4"))  # there a code for NaN is a number
+    assert np.isnan(ours).any() == (name not in ("mxfp4", "nvfp4"))  # which have no NaN
     assert np.array_equal(ours, theirs, equal_nan=True)
 
 
@@ -101,9 +101,9 @@ def test_8_bit_floats_are_those_of_ml_dtypes_times_their_scale(kind: DType) -> N
     blocks["codes"][0, :3] = 0x7F, 0xFF, 0x80  # both NaN, and -0
     with np.errstate(all="ignore"):
         expected = blocks["codes"].view(ml_dtypes.float8_e4m3fn).astype(np.float32) * blocks["d"][:, None]
-    found = dequantise(blocks, kind, expected.size).reshape(expected.shape)
-    assert np.isnan(found[0, :2]).all() and np.signbit(found[0, 2]) != np.signbit(blocks["d"][0])
-    assert np.array_equal(found, expected, equal_nan=True)
+    decoded = dequantise(blocks, kind, expected.size).reshape(expected.shape)
+    assert np.isnan(decoded[0, :2]).all() and np.signbit(decoded[0, 2]) != np.signbit(blocks["d"][0])
+    assert np.array_equal(decoded, expected, equal_nan=True)
     assert kind.size == kind.block + 4 and blocks.nbytes == kind.size * 1031
 
 
@@ -167,8 +167,8 @@ def test_bits_in_order_pick_multiples_of_the_scale(name: str, width: int, values
     scales, q = halves(rng, 7), rng.integers(0, 2**width, (7, count))
     raw = b""
     for d, row in zip(scales, q, strict=True):
-        whole = sum(int(v) << width * i for i, v in enumerate(row))
-        raw += d.tobytes() + whole.to_bytes(16, "little")
+        word = sum(int(v) << width * i for i, v in enumerate(row))
+        raw += d.tobytes() + word.to_bytes(16, "little")
     expected = scales[:, None].astype(np.float32) * np.array(values, np.float32)[q]
     assert same_bits(dequantise(raw, BLOCK_TYPES[name], q.size), expected.reshape(-1))
 

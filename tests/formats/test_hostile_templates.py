@@ -1,4 +1,4 @@
-"""Templates that attack end with the typed error or with a result, within the budget: bytes, steps and memory."""
+"""Hostile templates end with a result or the typed error, within the budget of bytes, steps and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostile_templates import ESCAPES, TEMPLATES
 
 from rlx.errors import FormatError, RequestError
 from rlx.formats.chat import ChatTemplate
-from rlx.formats.jinja_budget import MAX_BYTES, MAX_CHARS, MAX_GIVEN, MAX_SECONDS, MAX_STEPS, Budget
+from rlx.formats.jinja_budget import MAX_BYTES, MAX_CHARS, MAX_SECONDS, MAX_STEPS, MAX_VARIABLE_CHARS, Budget
 from rlx.formats.jinja_sandbox import MAX_TOKENS, Program
 
 MEGABYTES = (MAX_BYTES >> 20) + 128
@@ -27,18 +27,18 @@ def outcomes() -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-W", "error", hostile_templates.__file__, str(MEGABYTES)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return found
+    results: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return results
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits memory as Linux does")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_hostile_template_stays_within_its_budget(name: str) -> None:
-    found = outcomes()[name]
-    assert ("error" in found and not found["memory"]) or found.get("chars", MAX_CHARS + 1) <= MAX_CHARS, found
-    assert len(found.get("error", "")) <= 500
-    assert found["steps"] <= MAX_STEPS and found["bytes"] <= MAX_BYTES
-    assert found["seconds"] < 10 * MAX_SECONDS  # compiling and rendering; steps are what bounds them
+    result = outcomes()[name]
+    assert ("error" in result and not result["memory"]) or result.get("chars", MAX_CHARS + 1) <= MAX_CHARS, result
+    assert len(result.get("error", "")) <= 500
+    assert result["steps"] <= MAX_STEPS and result["bytes"] <= MAX_BYTES
+    assert result["seconds"] < 10 * MAX_SECONDS  # compiling and rendering; steps are what bounds them
 
 
 @pytest.mark.parametrize("name", ESCAPES)
@@ -78,7 +78,7 @@ def test_a_rendering_has_one_budget_for_all_of_its_values() -> None:
     budget = Budget("t")
     Program(half.replace("N", "30"), "t").render_within(budget, {})
     assert 30 * 4_000_000 <= budget.bytes < 31 * 4_000_000
-    with pytest.raises(FormatError, match=f"beyond {MAX_BYTES >> 20} MiB"):
+    with pytest.raises(FormatError, match=f"exceeds {MAX_BYTES >> 20} MiB"):
         Program(half.replace("N", "70"), "t").render({})
 
 
@@ -96,9 +96,12 @@ def test_what_is_charged_is_what_a_search_compares() -> None:
 
 def test_a_text_too_long_is_the_fault_of_its_sender() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
-    with pytest.raises(RequestError, match=f"at most {MAX_GIVEN} characters"):
-        template.render([{"role": "user", "content": "a" * (MAX_GIVEN + 1)}])
-    assert len(template.render([{"role": "user", "content": "a" * (MAX_GIVEN - 100)}])) == MAX_GIVEN - 100
+    with pytest.raises(RequestError, match=f"at most {MAX_VARIABLE_CHARS} characters"):
+        template.render([{"role": "user", "content": "a" * (MAX_VARIABLE_CHARS + 1)}])
+    assert (
+        len(template.render([{"role": "user", "content": "a" * (MAX_VARIABLE_CHARS - 100)}]))
+        == MAX_VARIABLE_CHARS - 100
+    )
 
 
 def test_long_programs_are_refused_before_they_are_compiled() -> None:

@@ -1,4 +1,4 @@
-"""Images of hostile and of extreme sizes: bounds come first, reading is linear, resizing takes only what it needs."""
+"""Images of hostile and extreme sizes: bounds are checked first, reading is linear, resizing uses little memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most memory that Python and NumPy held at a time while `run` ran."""
+    """Peak memory of Python and NumPy during `run`."""
     tracemalloc.start()
     try:
         run()
@@ -66,14 +66,12 @@ TOO_LARGE = {
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_a_file_beyond_the_bounds_is_refused_before_anything_is_allocated(tmp_path: Path, name: str) -> None:
-    data, found = TOO_LARGE[name]
+    data, size = TOO_LARGE[name]
     path = tmp_path / "x"
     path.write_bytes(data)
 
     def read() -> None:
-        with pytest.raises(
-            FormatError, match=f"sides of 1 to {SIDE} pixels and at most {PIXELS} in all, found {found}"
-        ):
+        with pytest.raises(FormatError, match=f"sides of 1 to {SIDE} pixels and at most {PIXELS} in all, found {size}"):
             read_image(path)
 
     assert peak_bytes(read) < 500_000
@@ -96,19 +94,19 @@ def test_no_more_is_inflated_than_the_header_says(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=f"expected {64 * 513} bytes, found {64 * 513 + 1}"):
             read_image(path)
 
-    assert peak_bytes(read) < 10_000_000  # Pillow may be imported meanwhile
+    assert peak_bytes(read) < 10_000_000  # may include importing Pillow
 
 
 def test_an_npy_that_is_cut_off_or_holds_no_numbers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    for data, found in (
+    for data, message in (
         (npy("(4, 4, 3)", data=bytes(47)), "expected 48 bytes, found 47"),
-        (npy("(4, 4, 3)", "|S0"), "no array of NumPy"),
-        (npy("(4, 4, 3)", "<c8", bytes(800)), "no array of NumPy"),
-        (npy("(" * 3000 + ")" * 3000), "no array of NumPy"),
+        (npy("(4, 4, 3)", "|S0"), "not a NumPy array"),
+        (npy("(4, 4, 3)", "<c8", bytes(800)), "not a NumPy array"),
+        (npy("(" * 3000 + ")" * 3000), "not a NumPy array"),
     ):
         path.write_bytes(data)
-        with pytest.raises(FormatError, match=found) as caught:
+        with pytest.raises(FormatError, match=message) as caught:
             read_image(path)
         assert len(str(caught.value)) <= 500
     path.write_bytes(npy("(1099511627776,)"))
@@ -122,14 +120,14 @@ def test_an_npy_that_is_cut_off_or_holds_no_numbers_is_refused(tmp_path: Path) -
 def test_images_of_pillow_have_the_same_bounds(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     path = tmp_path / "x"
-    for sides in ((SIDE + 1, 1), (9_000, 9_000), (10_000, 10_000), (20_000, 20_000)):  # the last two alarm Pillow
+    for sides in ((SIDE + 1, 1), (9_000, 9_000), (10_000, 10_000), (20_000, 20_000)):  # Pillow warns about the last two
         path.write_bytes(bmp(*sides))
         for action in ("error", "ignore"):
             with warnings.catch_warnings():
                 warnings.simplefilter(action)  # type: ignore[arg-type]
                 with pytest.raises(FormatError, match=r"at most 67108864 in all|Image size \(\d+ pixels\) exceeds"):
                     read_image(path)
-    # an icon of 16 × 16, as it says, in which an image lies that is wider than images may be
+    # an icon that claims 16 × 16 but holds an image wider than the limit
     inner = io.BytesIO()
     pillow.new("RGB", (SIDE + 1, 1)).save(inner, "png")
     entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 24, len(inner.getvalue()), 22)
@@ -162,14 +160,14 @@ def test_thin_images_are_read(tmp_path: Path, without_pillow: None, shape: tuple
 def test_bytes_are_unfiltered_the_same_way_by_rows_and_by_diagonals() -> None:
     for rows, width, channels in ((1, 1, 1), (1, 7, 3), (9, 1, 3), (40, 33, 1), (33, 40, 3), (70, 200, 3)):
         kinds = RNG.integers(0, 5, rows).astype(np.uint8)
-        given = RNG.integers(0, 256, (rows, width, channels)).astype(np.uint8)
+        filtered = RNG.integers(0, 256, (rows, width, channels)).astype(np.uint8)
         above = RNG.integers(0, 256, (width, channels)).astype(np.uint8)
-        by_rows = png_module._by_rows(kinds, given, above)
-        assert np.array_equal(by_rows, png_module._by_diagonals(kinds, given, above))
+        by_rows = png_module._by_rows(kinds, filtered, above)
+        assert np.array_equal(by_rows, png_module._by_diagonals(kinds, filtered, above))
 
 
 def test_images_of_several_strips_are_read(tmp_path: Path, without_pillow: None) -> None:
-    """Rows are unfiltered some hundreds at a time, and the first ones need the last of those before."""
+    """Rows are unfiltered some hundreds at a time, and each strip needs the last row of the previous one."""
     height = 2 * png_module.ROWS + 3
     samples = RNG.integers(0, 256, (height, 5, 4))
     for adam7 in (0, 1):
@@ -190,7 +188,7 @@ def test_many_chunks_are_read_in_linear_time(tmp_path: Path) -> None:
 
 @pytest.mark.parity
 def test_pillow_reads_png_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decoder under our reader, our reader without it, and Pillow on its own: all kinds, all filters."""
+    """Our reader with and without Pillow's decoder, and Pillow alone, agree for all kinds and filters."""
     pillow = pytest.importorskip("PIL.Image")
     path = tmp_path / "x.png"
     for colour, depths in DEPTHS.items():
@@ -212,7 +210,7 @@ def test_pillow_reads_png_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
                 if (colour, depth) != (0, 16):  # which Pillow clips at 255
                     opened = pillow.open(path)
                     opened.load()
-                    opened.info.pop("transparency", None)  # of which it warns
+                    opened.info.pop("transparency", None)  # Pillow warns about it
                     assert np.array_equal(ours, np.asarray(opened.convert("RGB")))
 
 
@@ -224,7 +222,7 @@ def test_resizing_needs_memory_for_the_taps_of_a_filter_only() -> None:
 
 @pytest.mark.parametrize("kind", [BILINEAR, BICUBIC, LANCZOS])
 def test_resizing_is_a_product_with_all_weights(kind: int) -> None:
-    """In exact integers, and one output at a time."""
+    """Resize in exact integers, one output at a time."""
     pixels = RNG.integers(0, 256, (1, 531, 3)).astype(np.uint8)
     for wanted in (1, 7, 16, 17, 530, 1200):
         exact = images.resampling(531, wanted, kind) * (1 << 22)
@@ -247,5 +245,5 @@ def test_resizing_far_is_that_of_pillow(kind: int) -> None:
         pixels = RNG.integers(0, 256, (height, width, 3)).astype(np.uint8)
         expected = np.asarray(pillow.fromarray(pixels).resize((wanted, height), resample=kind))
         assert np.array_equal(resize(pixels, height, wanted, kind), expected)
-        turned = np.asarray(pillow.fromarray(pixels.transpose(1, 0, 2)).resize((height, wanted), resample=kind))
-        assert np.array_equal(resize(pixels.transpose(1, 0, 2), wanted, height, kind), turned)
+        transposed = np.asarray(pillow.fromarray(pixels.transpose(1, 0, 2)).resize((height, wanted), resample=kind))
+        assert np.array_equal(resize(pixels.transpose(1, 0, 2), wanted, height, kind), transposed)

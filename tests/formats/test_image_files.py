@@ -1,4 +1,4 @@
-"""Image files: PNG in all its kinds, PPM, NPY and Pillow's; resizing against a formula and against Pillow."""
+"""Image files: every kind of PNG, PPM, NPY and Pillow's formats; resizing against a formula and Pillow."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, at: int, byte: int, c
 
 # -- other files -----------------------------------------------------------------------------------------------------
 def _npy(array: Array) -> bytes:
-    made = io.BytesIO()
-    np.save(made, array)
-    return made.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 def test_ppm_pgm_and_npy_are_read(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_ppm_pgm_and_npy_are_read(tmp_path: Path) -> None:
         (b"P6 5 4 65535\n" + bytes(120), CapabilityError, "65535"),
         (b"P6 5 4 255\n" + bytes(59), FormatError, "expected 60 bytes, found 59"),
         (b"P6 5\n", FormatError, "header of a PPM"),
-        (b"\x93NUMPY\1\0", FormatError, "no array of NumPy"),
-        (_npy(np.array([{}], object)), FormatError, "no array of NumPy"),
+        (b"\x93NUMPY\1\0", FormatError, "not a NumPy array"),
+        (_npy(np.array([{}], object)), FormatError, "not a NumPy array"),
     ],
 )
 def test_other_files_that_cannot_be_are_refused(tmp_path: Path, data: bytes, error: Any, match: str) -> None:
@@ -152,7 +152,7 @@ def test_other_kinds_need_pillow_and_say_so(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(builtins, "__import__", without)
     (tmp_path / "x.jpg").write_bytes(b"\xff\xd8\xff\xe0")
-    with pytest.raises(CapabilityError, match="read by Pillow, which is not installed") as caught:
+    with pytest.raises(CapabilityError, match="needs Pillow, which is not installed") as caught:
         read_image(tmp_path / "x.jpg")
     assert caught.value.hint and "pip install pillow" in caught.value.hint
 
@@ -163,7 +163,7 @@ def test_pillow_reads_the_rest(tmp_path: Path) -> None:
     pillow.fromarray(image(20, 30, 3)).save(tmp_path / "x.bmp")
     assert np.array_equal(read_image(tmp_path / "x.bmp"), np.asarray(pillow.open(tmp_path / "x.bmp")))
     (tmp_path / "x.jpg").write_bytes(b"\xff\xd8\xff\xe0")
-    with pytest.raises(FormatError, match="no image that Pillow can read"):
+    with pytest.raises(FormatError, match="not an image that Pillow can read"):
         read_image(tmp_path / "x.jpg")
 
 
@@ -201,8 +201,8 @@ def test_arrays_that_are_no_images_are_named(array: Array, match: str) -> None:
 @pytest.mark.parametrize("sizes", [(8, 4), (9, 4), (4, 9), (5, 5), (7, 1), (1, 6)])
 def test_bilinear_weights_are_those_of_a_triangle(sizes: tuple[int, int]) -> None:
     size, wanted = sizes
-    found = resampling(size, wanted, BILINEAR)
-    for i, row in enumerate(found):
+    matrix = resampling(size, wanted, BILINEAR)
+    for i, row in enumerate(matrix):
         centre, wide = (i + 0.5) * size / wanted, max(size / wanted, 1)
         weights = [max(0, 1 - abs(j + 0.5 - centre) / wide) for j in range(size)]
         assert np.allclose(row, np.array(weights) / sum(weights))
@@ -227,7 +227,7 @@ def test_resizing_keeps_what_needs_no_change() -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", range(6))
 def test_resizing_is_that_of_pillow(kind: int) -> None:
-    """Along one axis to the bit; along two it may take the other one first."""
+    """Bit-identical along one axis; along two, Pillow may resize the other one first."""
     pillow = pytest.importorskip("PIL.Image")
     pixels = image(37, 53, 3)
     for height, width in ((37, 20), (37, 99), (80, 53), (9, 53), (1, 53)):

@@ -1,4 +1,4 @@
-"""llama2.c checkpoints: files in the layouts of its export.py, and the three forms of stories260K bit for bit."""
+"""llama2.c checkpoints: the layouts of its export.py, and three formats of stories260K, bit for bit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_three_files_of_stories260k_hold_the_same_bits() -> None:
     for ours, theirs in names.items():
         assert gguf.entry(ours).shape == legacy.entry(theirs).shape == first.entry(theirs).shape
         assert gguf.array(ours).tobytes() == legacy.array(theirs).tobytes() == first.array(theirs).tobytes()
-    # The .bin files say that the classifier is shared; the GGUF has a copy of the embedding in its place.
+    # The .bin files tie the classifier to the embedding; the GGUF stores a copy instead.
     assert gguf.array("output.weight").tobytes() == gguf.array("token_embd.weight").tobytes()
 
 
@@ -69,7 +69,7 @@ def test_the_metadata_of_stories260k_is_its_config() -> None:
 
 
 def changed(version: int, **sizes: int) -> bytes:
-    """A valid file whose header alone is changed."""
+    """A valid file with a modified header."""
     names = ("dim", "ffn", "layers", "heads", "kv_heads", "vocab", "seq")
     values = [sizes.get(name, size) for name, size in zip(names, L_SIZES, strict=True)]
     data, _ = l_file(version)

@@ -1,4 +1,4 @@
-"""Maps of files: what was changed since is refused, and the table has all of them."""
+"""Mapped files: changes are detected, and the table lists every map."""
 
 from __future__ import annotations
 

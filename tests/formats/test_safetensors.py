@@ -1,4 +1,4 @@
-"""safetensors: hand-written files, the library of Hugging Face as oracle, shards, and broken files."""
+"""safetensors: hand-written files, Hugging Face's library as oracle, shards, and broken files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_real_checkpoint_reads_as_the_library_reads_it(model: str) -> None:
         entry = file.entry(name)
         assert (list(entry.shape), entry.storage.name.upper()) == (tensor["shape"], tensor["dtype"])
         assert file.array(name).tobytes() == bytes(tensor["data"])
-        widened = np.frombuffer(tensor["data"], "<u2").astype(np.uint32) << np.uint32(16)  # bf16 is the top of f32
+        widened = np.frombuffer(tensor["data"], "<u2").astype(np.uint32) << np.uint32(16)  # bf16 is the top half of f32
         assert file.dequantised(name).tobytes() == widened.tobytes()
 
 
@@ -229,7 +229,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_library_refuses_what_we_refuse(tmp_path: Path) -> None:
-    """Where we are stricter, it is on purpose: the names below."""
+    """The names below are cases where we are deliberately stricter."""
     library = pytest.importorskip("safetensors")
     stricter = {"leading space", "entry has more", "rank 9", "unknown dtype"}
     for case in BROKEN.keys() - stricter:

@@ -1,4 +1,4 @@
-"""Weights and their scales as one packed tensor: against `ml_dtypes` and NumPy, and against `transformers`."""
+"""Weights joined with their scales, against `ml_dtypes`, NumPy and `transformers`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def opened(folder: Path, tensors: dict[str, Array], **quantization: Any) -> Scal
     ("shape", "grid", "kind"),
     [
         ((256, 384), (128, 128), "f8e4m3_128"),
-        ((200, 160), (128, 128), "f8e4m3_32"),  # the last scales are of what is left
-        ((70, 96), (128, 128), "f8e4m3_32"),  # rows are shorter than a block of the file
+        ((200, 160), (128, 128), "f8e4m3_32"),  # the last scales cover partial blocks
+        ((70, 96), (128, 128), "f8e4m3_32"),  # rows are shorter than a block
         ((64, 96), (16, 32), "f8e4m3_32"),
         ((5, 256), (1, 256), "f8e4m3_128"),
         ((3, 40, 128), (32, 64), "f8e4m3_32"),  # experts

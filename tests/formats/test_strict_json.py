@@ -1,4 +1,4 @@
-"""JSON from outside: what is plain comes through, what is not is refused with its place."""
+"""Strict JSON: plain input is parsed, everything else is rejected with its position."""
 
 from __future__ import annotations
 

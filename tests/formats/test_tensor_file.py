@@ -1,4 +1,4 @@
-"""What all files of tensors share: names, closing, files that are no files, and finding the right reader."""
+"""Behaviour shared by all tensor files: names, closing, paths that are not files, and choosing the reader."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from model_files import g_file, g_info, l_file, replace, s_entry, s_file, small_gguf, small_safetensors
 
+from rlx import formats
 from rlx.errors import FormatError, ResourceError
 from rlx.formats import open_gguf, open_llama2c, open_safetensors, open_tensors
 from rlx.formats.tensor_file import quoted
@@ -53,11 +54,11 @@ def test_metadata_cannot_be_changed(path: Path) -> None:
 
 def test_arrays_outlive_the_file(path: Path) -> None:
     with open_gguf(path) as file:
-        kept, words = file.array("plain"), file.metadata["tokens"]
-        expected = kept.copy()
+        array, words = file.array("plain"), file.metadata["tokens"]
+        expected = array.copy()
     path.unlink()
     gc.collect()
-    assert np.array_equal(kept, expected) and list(words) == ["<s>", "é", "", "the"]
+    assert np.array_equal(array, expected) and list(words) == ["<s>", "é", "", "the"]
 
 
 def test_a_closed_file_says_so(path: Path) -> None:
@@ -85,7 +86,7 @@ def test_the_map_goes_with_the_last_view(path: Path) -> None:
 def test_a_file_that_is_not_mapped_is_not_mapped(path: Path) -> None:
     file = open_gguf(path, mapped=False)
     assert maps_of(path) == 0
-    path.write_bytes(b"")  # would be the end of the process if it were
+    path.write_bytes(b"")  # would kill the process if it were mapped
     assert file.array("plain").shape == (3, 4)
 
 
@@ -127,7 +128,7 @@ def test_a_map_without_room_is_a_lack_of_memory(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr("rlx.formats.tensor_file.FileMap", refuse)
-    with pytest.raises(ResourceError, match=r"x\.gguf: no room in memory for its"):
+    with pytest.raises(ResourceError, match=r"x\.gguf: not enough memory for its"):
         open_tensors(replace(tmp_path / "x.gguf", small_gguf()))
 
 
@@ -163,7 +164,7 @@ def test_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_an_unknown_file_is_refused_with_its_first_bytes(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"no known model file: expected GGUF, .* found b'\\x93NUM'"):
+    with pytest.raises(FormatError, match=r"not a known model file: expected GGUF, .* found b'\\x93NUM'"):
         open_tensors(replace(tmp_path / "x.npy", b"\x93NUMPY"))
 
 
@@ -171,5 +172,9 @@ def test_reading_files_loads_nothing_but_numpy() -> None:
     code = (
         "import sys, rlx.formats; print([m for m in ('llvmlite', 'torch', 'gguf', 'safetensors') if m in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert all(getattr(formats, name) is not None for name in formats.__all__)

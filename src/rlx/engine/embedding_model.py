@@ -6,7 +6,6 @@ The bits of a text's vector depend on the text alone: not on its neighbours, the
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, TypeGuard
@@ -15,20 +14,19 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.load_settings import whole
+from rlx.engine.logs import warn
 from rlx.engine.model import Model
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.fork_safe_locks import cached_property
-from rlx.hub.progress import drawn
+from rlx.hub.progress import progress_bar
 from rlx.models.pooling import EmbedSettings, read_settings
 
 TOKENS = 256  # of a batch for each thread, at most: activations stay in the caches, and threads seldom wait
 ENOUGH = 128  # of a batch for each thread, to be as fast a token: from here on, a shorter text begins another batch
 WINDOW = 8192  # texts that are tokenised and sorted at a time
 LEAST = 1e-12  # what a length is divided by at least, as torch does it
-
-log = logging.getLogger("rlx.embed")
 
 
 class EmbeddingModel(Model):
@@ -53,7 +51,7 @@ class EmbeddingModel(Model):
     def _warn(self) -> None:
         super()._warn()
         if not self.settings.source:
-            log.warning("%s: no file says how to pool: vectors are the mean over tokens", self.name)
+            warn("rlx.embed", "%s: no file says how to pool: vectors are the mean over tokens", self.name)
 
     @property
     def pooling(self) -> str:
@@ -111,7 +109,13 @@ class EmbeddingModel(Model):
                 found = self._embed_rows(rows, batch_size, advance)
                 vectors[start : start + len(rows)] = _unit(found) if unit else found
         if cut:
-            log.warning("%d of %d texts were cut to the %d tokens that the model reads", cut, len(listed), self.limit)
+            warn(
+                "rlx.embed",
+                "%d of %d texts were cut to the %d tokens that the model reads",
+                cut,
+                len(listed),
+                self.limit,
+            )
         return vectors[0] if isinstance(texts, str) else vectors
 
     def embed_tokens(
@@ -188,7 +192,7 @@ class EmbeddingModel(Model):
     def _encode(self, texts: Sequence[str], start: int, before: str, truncate: bool) -> list[list[int]]:
         if before or self.settings.lower:
             texts = [before + (text.lower() if self.settings.lower else text) for text in texts]
-        enough = [self.tokenizer.beginning(text, self.limit) for text in texts]
+        enough = [self.tokenizer.clip_text(text, self.limit) for text in texts]
         if not truncate:
             for i, (text, beginning) in enumerate(zip(texts, enough, strict=True)):
                 if len(beginning) < len(text):
@@ -274,7 +278,7 @@ def _unit(vectors: Array) -> Array:
 def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, where it is a terminal; gives a function that takes how many more texts are done."""
     done = 0
-    with drawn("embedding", total, of_bytes=False) if shown else contextlib.nullcontext() as tick:
+    with progress_bar("embedding", total, of_bytes=False) if shown else contextlib.nullcontext() as tick:
 
         def advance(count: int) -> None:
             nonlocal done

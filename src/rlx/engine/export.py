@@ -106,7 +106,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
         )
     tokenizer = checkpoint.tokenizer
     settings = getattr(model, "settings", None)  # of texts or images, where the model makes vectors
-    described = None if tokenizer is None else tokenizer.described()
+    described = None if tokenizer is None else tokenizer.describe()
     records = {"config": checkpoint.config, "cache": built.cache, "embed": settings, "tokenizer": described}
     text, arrays = record_json.encode(records, _classes(model.family))
     about = {
@@ -126,7 +126,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
         "made": {} if embed else {n: a for n, a in built.params.made.items() if n in compiled.param_types},
     }
     if tokenizer is not None:
-        contents["tokenizer"], contents["tokenizer.tables"] = tokenizer.packed()
+        contents["tokenizer"], contents["tokenizer.tables"] = tokenizer.pack()
     return export_graph(compiled, path, embed=embed, extras=Extras(model.family.kind, {"model": about}, contents))
 
 
@@ -181,13 +181,13 @@ def _described(file: ExportFile) -> tuple[Family, dict[str, Any]]:
     known = [family.name for family in FAMILIES.values() if family.kind == manifest["kind"]]
     if about["family"] not in known:
         raise broken(
-            file.path, "manifest: model.family", expected=f"a {manifest['kind']}", found=quoted(about["family"])
+            file.path, "manifest: model.family", expected=f"a {manifest['kind']}", actual=quoted(about["family"])
         )
     if about["cache"] not in CACHES or about["cache"] == "auto":
-        raise broken(file.path, "manifest: model.cache", expected=", ".join(CACHES), found=quoted(about["cache"]))
+        raise broken(file.path, "manifest: model.cache", expected=", ".join(CACHES), actual=quoted(about["cache"]))
     if len(about["outputs"]) != len(manifest["outputs"]):
         outputs = f"{len(manifest['outputs'])} names"
-        raise broken(file.path, "manifest: model.outputs", expected=outputs, found=quoted(about["outputs"]))
+        raise broken(file.path, "manifest: model.outputs", expected=outputs, actual=quoted(about["outputs"]))
     family = FAMILIES[about["family"]]
     arrays = list(file.arrays("records.arrays").values())
     records = record_json.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
@@ -196,13 +196,13 @@ def _described(file: ExportFile) -> tuple[Family, dict[str, Any]]:
         "tokenizer": dict | None,
     }  # fmt: skip
     if not isinstance(records, dict) or not all(isinstance(records.get(n), kind) for n, kind in wanted.items()):
-        raise broken(file.path, "records", expected=", ".join(wanted), found=quoted(records))
+        raise broken(file.path, "records", expected=", ".join(wanted), actual=quoted(records))
     spec = records["cache"]
     if spec is not None and spec.dtype != about["cache"]:
-        raise broken(file.path, "manifest: model.cache", expected=quoted(spec.dtype), found=quoted(about["cache"]))
+        raise broken(file.path, "manifest: model.cache", expected=quoted(spec.dtype), actual=quoted(about["cache"]))
     longest = int(getattr(records["config"], "context", about["context"]))
     if about["context"] > max(longest, 1):
-        raise broken(file.path, "manifest: model.context", expected=f"at most {longest}", found=about["context"])
+        raise broken(file.path, "manifest: model.context", expected=f"at most {longest}", actual=about["context"])
     return family, records
 
 
@@ -302,4 +302,4 @@ def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokeniz
     if tables:
         check_tables(tables, described["vocab_size"], f"{where}: tokenizer.tables")
     with consistent(file):
-        return Tokenizer.restored(described, file.section("tokenizer"), tables, where)
+        return Tokenizer.restore(described, file.section("tokenizer"), tables, where)

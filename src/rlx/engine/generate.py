@@ -7,7 +7,6 @@ to arrange the work: prompts of similar length are prefilled together, and a seq
 
 from __future__ import annotations
 
-import logging
 from collections import abc, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.kv_cache import SPARE, CacheStore, KvCache
+from rlx.engine.logs import warn
 from rlx.engine.sampler import BatchSampling, Sampler, most_likely, no_token, operand_input, shown
 from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
@@ -28,8 +28,6 @@ Inputs = Mapping[str, Array]
 CHUNK = 256  # prompt tokens per call: more are hardly quicker, and an interrupt waits for the end of one
 ROWS = 8  # sequences of a batch
 WASTE = 1.25  # how much longer rows may become by padding when prompts are prefilled together
-
-log = logging.getLogger("rlx.generate")
 
 
 class Cancelled(Exception):
@@ -315,7 +313,12 @@ class Sequence:
         self.finish_reason = reason
         if reason == "length" and self.asked > self.limit:
             count = f"{self.limit} token{'s' * (self.limit != 1)}"
-            log.warning("the context is full: the text was cut after %s, max_tokens is %s", count, shown(self.asked))
+            warn(
+                "rlx.generate",
+                "the context is full: the text was cut after %s, max_tokens is %s",
+                count,
+                shown(self.asked),
+            )
         last = self._held + ("" if self._stream is None else self._stream.flush())
         self.text += last
         return last

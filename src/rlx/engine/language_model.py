@@ -22,7 +22,7 @@ from rlx.engine.model import NOTHING, Model
 from rlx.engine.sampler import Sampler, Sampling, shown
 from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
-from rlx.formats.tokenizer import PLENTY
+from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require
 from rlx.notebook import box, note, prose
 from rlx.runtime.compiled import CompiledGraph
@@ -156,9 +156,9 @@ class LanguageModel(Model):
         if size > MAX_CHARS * self.context:
             raise self._too_long("chat", f"{size:,} characters have")
         try:
-            if size > PLENTY * self.context:
+            if size > CHARS_PER_ID * self.context:
                 prompt = self.template.render(talk)
-                if len(self.tokenizer.beginning(prompt, self.context, parse_special=True)) < len(prompt):
+                if len(self.tokenizer.clip_text(prompt, self.context, parse_special=True)) < len(prompt):
                     raise self._too_long("chat", f"the conversation of {size:,} characters has")
             return self.template.encode(self.tokenizer, talk)
         except FormatError as error:

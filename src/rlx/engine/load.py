@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlx.engine.load_settings import choose, profile_for, session_for
 from rlx.errors import RequestError, nearest
+from rlx.garbage import paused
 from rlx.hub.pull import resolve
 from rlx.profile import CompileProfile
 from rlx.runtime.container import SUFFIX
@@ -60,7 +61,8 @@ def load(
         from rlx.engine.export import load_model
 
         return load_model(files.path, threads, settings)
-    model = _load_files(files.path, None if files.source == "path" else files.name, threads, settings)
+    with paused():
+        model = _load_files(files.path, None if files.source == "path" else files.name, threads, settings)
     model._warn()
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import rlx
 from rlx.arrays import Array
 from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
+from rlx.engine.logs import warn
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError
 from rlx.fork_safe_locks import Lock
@@ -40,7 +40,6 @@ Key = TypeVar("Key")
 Made = TypeVar("Made")
 CAPTURES = 4  # graphs with captured stages, and of those with edited ones, that are kept
 NOTHING: Mapping[str, Array] = {}
-log = logging.getLogger("rlx.load")
 VERBS = {
     "a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "embed_tokens", "similarity"),
     "a vision model": ("encode_image",),
@@ -270,7 +269,7 @@ class Model:
 
     def prompt_ids(self, given: str | Iterable[int], where: str) -> list[int]:
         """`token_ids` of a prompt; a text that is far too long is refused before all of it is encoded."""
-        if isinstance(given, str) and len(self.tokenizer.beginning(given, self.context)) < len(given):
+        if isinstance(given, str) and len(self.tokenizer.clip_text(given, self.context)) < len(given):
             raise self._too_long(where, f"the prompt of {len(given):,} characters has")
         return self.token_ids(given, where)
 
@@ -360,7 +359,7 @@ class Model:
     def _warn(self) -> None:
         """Log what its files leave open, or contradict."""
         for note in self.facts.notes:
-            log.warning("%s: %s", self.name, note)
+            warn("rlx.load", "%s: %s", self.name, note)
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
         """Write a file that `rlx.load` starts without compiling; with `weights`, those are in it too."""

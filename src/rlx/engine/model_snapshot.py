@@ -164,7 +164,7 @@ def keep(model: Model, snapshot: ModelSnapshot) -> bool:
     placed = _in_place(snapshot, checkpoint, bound)
     weights = {n: a for n, a in bound.items() if n not in placed}
     tokenizer = checkpoint.tokenizer
-    packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
+    packed, tables = (b"", {}) if tokenizer is None else tokenizer.pack()
     if _is_there(snapshot):
         return True
     path = snapshot.store.room(snapshot.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
@@ -175,7 +175,7 @@ def keep(model: Model, snapshot: ModelSnapshot) -> bool:
         "image": image,
         "derived": compiled.parts.derived,
         "cache": model.built.cache,
-        "tokenizer": None if tokenizer is None else tokenizer.described(),
+        "tokenizer": None if tokenizer is None else tokenizer.describe(),
         "embed": getattr(model, "settings", None),
     }
     text, arrays = record_json.encode(records, _classes(model.facts.kind, snapshot.session))
@@ -343,7 +343,7 @@ class SnapshotCheckpoint:
         self.facts = facts
         self.digest = digest  # of the weights
         kept = file.section("tokenizer"), file.arrays(TABLES), str(file.path)
-        self.tokenizer = None if described is None else Tokenizer.restored(described, *kept)
+        self.tokenizer = None if described is None else Tokenizer.restore(described, *kept)
         self.maps = maps  # more when the files are opened
         self._lock = Lock()
         self._opened: Checkpoint | None = None

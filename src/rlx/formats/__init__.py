@@ -1,4 +1,4 @@
-"""Model files: GGUF, safetensors and llama2.c, each read into one `TensorFile`."""
+"""Readers for GGUF, safetensors and llama2.c model files; each returns a `TensorFile`."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ __all__ = [
     "open_tensors",
 ]
 
-# Readers are imported when they are used: a model that was started before opens its file with none of them.
-_LATER = {"open_gguf": "gguf", "open_llama2c": "llama2c", "open_safetensors": "safetensors", "dequantise": "quants"}
+# Imported on first use: a model loaded from a snapshot needs none of the readers.
+_LAZY = {"open_gguf": "gguf", "open_llama2c": "llama2c", "open_safetensors": "safetensors", "dequantise": "gguf_quants"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
-    """Open a GGUF or safetensors file, an index of shards, a llama2.c `.bin`, or a folder that holds one model."""
+    """Open a GGUF or safetensors file, a shard index, a llama2.c `.bin`, or a folder that holds one model."""
     from rlx.formats import gguf, llama2c, safetensors
 
     file = Path(path)
     if os.path.isdir(file):
-        file = _model_of_folder(file)
+        file = _find_model(file)
     if file.name.endswith((".safetensors", ".json")):
         return safetensors.open_safetensors(file, mapped=mapped)
     start = bytes(open_bytes(file).view[:8])
     if start[:4] == gguf.MAGIC:
         return gguf.open_gguf(file, mapped=mapped)
-    other = _foreign(file.suffix.lower(), start)
+    other = _identify_foreign(file.suffix.lower(), start)
     if other is not None:
         raise broken(file, f"{other[0]}: rlx does not read it", hint=other[1])
     if file.suffix == ".bin":
         return llama2c.open_llama2c(file, mapped=mapped)
-    found = start[:4]
-    raise broken(file, "no known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", found=found)
+    magic = start[:4]
+    raise broken(file, "not a known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", actual=magic)
 
 
 _CONVERT = "transformers writes it as safetensors: AutoModel.from_pretrained(folder).save_pretrained(other)"
@@ -61,13 +61,13 @@ _PICKLE = "a pickle of PyTorch, which can run code when it is opened", _CONVERT
 _OTHER = "look for its GGUF or safetensors files"
 
 
-def _foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
-    """What a file of another program is, and what to do about it; known by its first bytes, or by its name."""
+def _identify_foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
+    """Identify an unsupported format by its first bytes or suffix: returns a description and a hint."""
     if start.startswith((b"PK\x03\x04", b"\x80")) and suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
         return _PICKLE
     if start.startswith(b"\x89HDF\r\n\x1a\n"):
         return "an HDF5 file of Keras or TensorFlow", _OTHER
-    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):  # ggml, ggmf, ggjt and ggla, least byte first
+    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):  # ggml, ggmf, ggjt and ggla, little endian
         return "a file of ggml from before GGUF, such as rwkv.cpp's", "convert the original model with llama.cpp"
     match suffix:
         case ".onnx":
@@ -81,17 +81,17 @@ def _foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
     return None
 
 
-def _refuse_foreign(folder: Path, inside: list[Path]) -> None:
-    """Say what the weights of a folder are that has none of the known ones."""
-    for path in inside:
+def _reject_foreign(folder: Path, files: list[Path]) -> None:
+    """Raise if a folder without supported weights holds weights in a known foreign format."""
+    for path in files:
         if path.suffix.lower() in (".bin", ".pt", ".pth", ".onnx", ".h5", ".keras", ".ckpt", ".pkl", ".msgpack"):
             start = bytes(open_bytes(path).view[:8]) if path.is_file() else b""
-            other = _foreign(path.suffix.lower(), start)
+            other = _identify_foreign(path.suffix.lower(), start)
             if other is not None:
                 raise broken(folder, f"{path.name} is {other[0]}: rlx does not read it", hint=other[1])
 
 
-def _model_of_folder(folder: Path) -> Path:
+def _find_model(folder: Path) -> Path:
     from rlx.formats.gguf import is_later_part
     from rlx.formats.safetensors import INDEX_NAME
 
@@ -99,13 +99,13 @@ def _model_of_folder(folder: Path) -> Path:
         if os.path.exists(folder / name):
             return folder / name
     try:
-        inside = sorted(folder.iterdir())
+        files = sorted(folder.iterdir())
     except OSError as error:
         raise broken(folder, f"the folder cannot be read: {error.strerror}") from error
-    found = [p for p in inside if p.suffix in (".safetensors", ".gguf") and not is_later_part(p)]
-    if not found:
-        _refuse_foreign(folder, inside)
-    if len(found) != 1:
-        names = ", ".join(p.name for p in found[:8]) or "none"
-        raise broken(folder, "model files in the folder", expected=f"{INDEX_NAME} or one model file", found=names)
-    return found[0]
+    candidates = [p for p in files if p.suffix in (".safetensors", ".gguf") and not is_later_part(p)]
+    if not candidates:
+        _reject_foreign(folder, files)
+    if len(candidates) != 1:
+        names = ", ".join(p.name for p in candidates[:8]) or "none"
+        raise broken(folder, "model files in the folder", expected=f"{INDEX_NAME} or one model file", actual=names)
+    return candidates[0]

@@ -1,10 +1,10 @@
-"""Byte-pair encoding over tables that are mapped, not built: words in, tokens out, as the Rust library's BPE has them.
+"""Byte-pair encoding over memory-mapped tables, with the same results as the Rust library's BPE.
 
-That library builds hash maps of every token and merge whenever a process starts, which for 262,144 tokens takes longer
-than all else until the first token of a small model. Here the tables are NumPy arrays: made once, kept in a file,
-mapped by the next process, which reads the pages that its texts need. The library still does all the rest (added
-tokens, normalizers, pre-tokenizers, offsets, post-processors): its last pre-tokenizer is a `Bpe`, which hands it the
-tokens of each word, so that nothing is left for its own model, which is empty.
+The library rebuilds hash maps of every token and merge at process start; for 262,144 tokens that takes longer than
+everything else up to the first token of a small model. Here the tables are NumPy arrays, built once and stored in a
+file; later processes map it and read only the pages that their texts need. The library still does the rest (added
+tokens, normalizers, pre-tokenizers, offsets, post-processors): a `Bpe` acts as its last pre-tokenizer and returns the
+tokens of each word, so the library's own model stays empty.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from rlx.formats.tensor_file import quoted
 K = TypeVar("K")
 V = TypeVar("V")
 Array = NDArray[Any]
-SPACES = ("\u2581", " ")  # as SentencePiece and llama2.c write them
+SPACES = ("\u2581", " ")  # of SentencePiece and of llama2.c
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 TOKEN = 0xFFFFFFFF  # the lower half of entries of `letters` and `merge`
-MAX_KEPT = 1 << 15  # words, characters and pairs that are remembered, each
-MAX_KEPT_CHARS = 64  # of a word; longer ones hardly come twice
-MAX_JOINERS = 32  # characters before a space inside tokens; a vocabulary with more is not made of words
+MAX_CACHED = 1 << 15  # entries in each of the caches of words, characters and pairs
+MAX_CACHED_CHARS = 64  # length of a cached word; longer ones rarely repeat
+MAX_JOINERS = 32  # distinct characters before a space inside tokens; with more, tokens are not words
 
 
 @dataclass(frozen=True, slots=True)
 class Merges:
-    """Which two tokens become which third, best first; of a pair that comes twice, the later place counts."""
+    """Merges `left + right -> joined`, best first; if a pair occurs twice, the later one counts."""
 
     left: Array
     right: Array
@@ -47,32 +47,36 @@ class Merges:
 
 
 class Bpe:
-    """A BPE model. Nothing changes it but what it remembers of words, so that threads may share it.
+    """A BPE model, immutable except for its caches, so threads can share it.
 
-    `tables` are: `text`, the names of all tokens one after the other, and `ends`, where each ends; `order`, the ids,
-    sorted by name; `letters`, names of one character in the upper half and their ids in the lower one, sorted; for the
-    pairs that merge, sorted by left and right token: `first`, where those of a left token begin, `right`, and `merge`,
-    the rank in the upper half and what the pair becomes in the lower one; and `cut`, characters as `_cut` tells of
-    them. `options` is a model of the library, without merges, and has what tokenizer.json says beside.
+    `tables` holds:
+    - `text`: the concatenated names of all tokens, and `ends`: where each one ends;
+    - `order`: the ids sorted by name;
+    - `letters`: sorted entries for one-character names, code point in the upper half and id in the lower;
+    - merges sorted by left and right token: `first` (where those of a left token begin), `right`, and `merge` (rank in
+      the upper half, resulting token in the lower);
+    - `cut`: the characters that `_cut` returns.
+
+    `options` is a library model without merges that holds the remaining settings of tokenizer.json.
     """
 
     def __init__(self, tables: Mapping[str, Array], options: models.BPE) -> None:
         self.tables = tables
-        self.size = len(tables["ends"]) - 1  # ids, of which some may have no token
+        self.size = len(tables["ends"]) - 1  # ids; some may have no token
         self._text, self._ends, self._order, self._letters, self._first, self._right, self._merges = (
             tables[name].data for name in ("text", "ends", "order", "letters", "first", "right", "merge")
         )
         self._unk: str | None = options.unk_token
-        self._prefix = options.continuing_subword_prefix or ""  # before every character of a word but the first
+        self._prefix = options.continuing_subword_prefix or ""  # added to every character of a word but the first
         self._suffix = options.end_of_word_suffix or ""
-        self._fuse, self._bytes, self._whole = options.fuse_unk, options.byte_fallback, options.ignore_merges
+        self._fuse, self._bytes, self._ignore_merges = options.fuse_unk, options.byte_fallback, options.ignore_merges
         self._words: dict[str, list[Token]] = {}
         self._symbols: dict[str, int | None] = {}
         self._pairs: dict[int, int] = {}
 
     @classmethod
-    def made(cls, ids: Mapping[str, int], merges: Merges, options: models.BPE) -> Bpe:
-        """The model with these tokens and merges, which were checked."""
+    def build(cls, ids: Mapping[str, int], merges: Merges, options: models.BPE) -> Bpe:
+        """Build the tables from validated tokens and merges."""
         size = max(ids.values(), default=-1) + 1
         names = [""] * size
         for name, i in ids.items():
@@ -84,8 +88,8 @@ class Bpe:
         by_pair = by_pair[np.append(np.diff(keys[by_pair]) != 0, np.ones(min(len(keys), 1), bool))]
         first = np.zeros(size + 1, np.uint32)
         np.cumsum(np.bincount(merges.left[by_pair], minlength=size), out=first[1:])
-        made = np.flatnonzero(np.bincount(merges.joined, minlength=size)).tolist()
-        cut = _cut(ids, merges, [names[i] for i in made], options)
+        joined_ids = np.flatnonzero(np.bincount(merges.joined, minlength=size)).tolist()
+        cut = _cut(ids, merges, [names[i] for i in joined_ids], options)
         tables = {
             "text": np.frombuffer("".join(names).encode(), np.uint8),
             "ends": ends,
@@ -100,15 +104,15 @@ class Bpe:
 
     # -- tokens --
     def name(self, token: int) -> str | None:
-        """What a token is called; None for an id without one."""
+        """The name of a token; None for an unused id."""
         if not 0 <= token < self.size:
             return None
         name = self._name(token)
         return name if name or self.id("") == token else None
 
     def id(self, name: str) -> int | None:
-        """The token of that name."""
-        if len(name) == 1:  # most that are asked for
+        """The id of the token with this name."""
+        if len(name) == 1:  # the common case
             letters = self._letters
             at = bisect_left(letters, ord(name) << 32)
             return letters[at] & TOKEN if at < len(letters) and letters[at] >> 32 == ord(name) else None
@@ -120,31 +124,32 @@ class Bpe:
         return str(self._text[self._ends[token] : self._ends[token + 1]], "utf-8")
 
     # -- words to tokens --
-    def pre_tokenizer(self, given: PreTokenizer | None) -> PreTokenizer:
-        """What cuts a text as `given` does, and gives every word its tokens.
+    def pre_tokenizer(self, base: PreTokenizer | None) -> PreTokenizer:
+        """Extend `base` with this model: it splits text as `base` does and tokenises every word.
 
-        Where a word may be a whole text, as with SentencePiece, it is cut before spaces too: most words come again.
+        If a word may be an entire text, as with SentencePiece, it is also split before spaces, since words repeat and
+        are cached.
         """
-        parts: list[Any] = [] if given is None else [given]
+        parts: list[Any] = [] if base is None else [base]
         if cut := [f"\\x{{{character:x}}}" for character in self.tables["cut"]]:
             parts.append(pre_tokenizers.Split(Regex(f"(?<=[^{''.join(cut)}])(?={cut[0]})"), "isolated"))
         return pre_tokenizers.Sequence([*parts, PreTokenizer.custom(self)])
 
     def pre_tokenize(self, text: PreTokenizedString) -> None:
-        """What the library calls of a pre-tokenizer of Python."""
+        """The hook that the library calls on a Python pre-tokenizer."""
         text.tokenize(self.tokens)
 
     def tokens(self, word: str) -> list[Token]:
-        """The tokens of a word, with their places in bytes."""
+        """The tokens of a word, with their byte offsets."""
         try:
             return self._words[word]
         except KeyError:
-            found = self._tokens(word)
-            return found if len(word) > MAX_KEPT_CHARS else _keep(self._words, word, found)
+            tokens = self._tokens(word)
+            return tokens if len(word) > MAX_CACHED_CHARS else _cache(self._words, word, tokens)
 
     def _tokens(self, word: str) -> list[Token]:
-        if self._whole and (whole := self.id(word)) is not None:
-            return [Token(whole, word, (0, len(word.encode())))]
+        if self._ignore_merges and (word_id := self.id(word)) is not None:
+            return [Token(word_id, word, (0, len(word.encode())))]
         tokens, lengths = self._split(word)
         self._merge(tokens, lengths)
         ends = accumulate(lengths)
@@ -154,11 +159,11 @@ class Bpe:
         ]  # fmt: skip
 
     def _split(self, word: str) -> tuple[list[int], list[int]]:
-        """The characters of a word as tokens, and their lengths in bytes."""
+        """Split a word into one token per character; also returns their lengths in bytes."""
         known = self._symbols
         tokens: list[int] = []
         lengths: list[int] = []
-        unknown = 0  # bytes of characters before this one that have no token
+        unknown = 0  # bytes of preceding characters without a token
         for i, character in enumerate(word):
             length = 1 if character < "\x80" else len(character.encode())
             if self._prefix and i:
@@ -169,10 +174,10 @@ class Bpe:
             if token is None:
                 token = self._symbol(character)
             if token is None and self._bytes:
-                found = [self._symbol(BYTE_TOKENS[byte]) for byte in character.encode()]
-                if None not in found:
-                    tokens += [byte for byte in found if byte is not None]
-                    lengths += [1] * len(found)
+                byte_ids = [self._symbol(BYTE_TOKENS[byte]) for byte in character.encode()]
+                if None not in byte_ids:
+                    tokens += [byte for byte in byte_ids if byte is not None]
+                    lengths += [1] * len(byte_ids)
                     continue
             if unknown and (token is not None or not self._fuse):
                 tokens.append(self._unknown())
@@ -192,40 +197,40 @@ class Bpe:
         try:
             return self._symbols[name]
         except KeyError:
-            return _keep(self._symbols, name, self.id(name))
+            return _cache(self._symbols, name, self.id(name))
 
     def _unknown(self) -> int:
-        found = self._symbol(self._unk or "")
-        if found is None:
+        token = self._symbol(self._unk or "")
+        if token is None:
             raise FormatError(f"unk_token: the vocabulary has no {quoted(self._unk)}")
-        return found
+        return token
 
     def _merge_of(self, left: int, right: int) -> int:
-        """The entry of a pair in `merge`; -1 where it does not merge."""
+        """The entry of a pair in `merge`; -1 if the pair does not merge."""
         key = left << 32 | right
-        found = self._pairs.get(key)
-        if found is None:
+        merge = self._pairs.get(key)
+        if merge is None:
             end = self._first[left + 1]
             at = bisect_left(self._right, right, self._first[left], end)
-            found = self._merges[at] if at < end and self._right[at] == right else -1
-            _keep(self._pairs, key, found)
-        return found
+            merge = self._merges[at] if at < end and self._right[at] == right else -1
+            _cache(self._pairs, key, merge)
+        return merge
 
     def _merge(self, tokens: list[int], lengths: list[int]) -> None:
-        """Merge the pair of the lowest rank, the leftmost of several, until no pair merges. What is gone has length 0.
+        """Merge the lowest-ranked, leftmost pair until no pair merges, in place. Consumed tokens get length 0.
 
-        A heap has the merges that may still be done; one whose place has changed meanwhile is known by what it becomes.
+        A heap holds the candidate merges; an entry is stale if `merges[i]` no longer yields its token.
         """
         count, merge_of = len(tokens), self._merge_of
-        after = list(range(1, count + 1))  # the next token that is still there
+        after = list(range(1, count + 1))  # index of the next live token
         before = list(range(-1, count - 1))
-        merges = [*(merge_of(left, right) for left, right in pairwise(tokens)), -1]  # each with the one after it
+        merges = [*(merge_of(left, right) for left, right in pairwise(tokens)), -1]  # each token with its successor
         heap = [(merge, i) for i, merge in enumerate(merges) if merge >= 0]
         heapify(heap)
         while heap:
             merge, i = heappop(heap)
             joined = merge & TOKEN
-            if merges[i] & TOKEN != joined:  # -1 is no token
+            if merges[i] & TOKEN != joined:  # stale; -1 matches no token
                 continue
             right = after[i]
             tokens[i] = joined
@@ -244,9 +249,9 @@ class Bpe:
                 if merge >= 0:
                     heappush(heap, (merge, previous))
 
-    # -- as tokenizer.json has it --
+    # -- tokenizer.json --
     def to_json(self) -> dict[str, Any]:
-        """Its tokens and merges."""
+        """Return `vocab` and `merges` in tokenizer.json form."""
         names = [self._name(i) for i in range(self.size)]
         left = np.repeat(np.arange(self.size), np.diff(self.tables["first"]).astype(np.int64))
         best_first = np.argsort(self.tables["merge"])
@@ -255,20 +260,20 @@ class Bpe:
         return {"vocab": vocab, "merges": [[names[a], names[b]] for a, b in pairs]}
 
 
-def _keep(known: dict[K, V], key: K, value: V) -> V:
-    if len(known) >= MAX_KEPT:
+def _cache(known: dict[K, V], key: K, value: V) -> V:
+    if len(known) >= MAX_CACHED:
         known.clear()
     known[key] = value
     return value
 
 
 def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options: models.BPE) -> str:
-    """The space before which a text may be cut, and the characters after which it may not; empty where there is none.
+    """Find the space before which text can be split, and the characters after which it cannot; empty if unsafe.
 
-    A merge goes across a cut only where the token that it makes has that character before that space. The space has a
-    token, so that unknown characters before and after are not joined either. Bytes and unknown characters, whose tokens
-    have other names than the text, must not take part in merges, and none may be left out: the library's offsets do not
-    count those, up to the end of a word.
+    A merge crosses a split only if its token contains one of those characters followed by the space. The space must
+    have a token, so that unknown characters on either side are not fused. Byte and unknown tokens, whose names differ
+    from the text, must not take part in merges, and no character may be dropped: the library's offsets ignore dropped
+    characters up to the end of a word.
     """
     if options.continuing_subword_prefix or options.end_of_word_suffix or options.ignore_merges:
         return ""
@@ -279,23 +284,23 @@ def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options:
         return ""
     for space in (space for space in SPACES if space in ids):
         before = re.compile(f"[^{space}](?={space})")
-        joiners = {found for name in joined if space in name for found in before.findall(name)}
+        joiners = {char for name in joined if space in name for char in before.findall(name)}
         if len(joiners) <= MAX_JOINERS:
             return space + "".join(sorted(joiners))
     return ""
 
 
 def check_tables(tables: Mapping[str, Array], vocab_size: int, where: str) -> None:
-    """Refuse tables of a file that do not fit together. All of them are read for it, which a start leaves out."""
-    wanted: dict[str, type[np.generic]] = {name: np.uint32 for name in ("ends", "order", "first", "right", "cut")}
-    wanted |= {"text": np.uint8, "letters": np.int64, "merge": np.int64}
-    if {name: (a.dtype, a.ndim) for name, a in tables.items()} != {n: (np.dtype(t), 1) for n, t in wanted.items()}:
-        raise FormatError(f"{where}: expected the tables {', '.join(wanted)}, found {quoted(sorted(tables))}")
+    """Reject inconsistent tables. Reads every page, so loading a trusted snapshot skips this."""
+    expected: dict[str, type[np.generic]] = {name: np.uint32 for name in ("ends", "order", "first", "right", "cut")}
+    expected |= {"text": np.uint8, "letters": np.int64, "merge": np.int64}
+    if {name: (a.dtype, a.ndim) for name, a in tables.items()} != {n: (np.dtype(t), 1) for n, t in expected.items()}:
+        raise FormatError(f"{where}: expected the tables {', '.join(expected)}, found {quoted(sorted(tables))}")
     ends, first, merges, size = tables["ends"], tables["first"], tables["merge"], len(tables["ends"]) - 1
     ids = {"order": tables["order"], "letters": tables["letters"] & TOKEN, "right": tables["right"]}
     ids["merge"] = merges & TOKEN
-    wrong = [name for name, found in ids.items() if (found >= size).any()]
-    wrong += [name for name, found in (("letters", tables["letters"]), ("merge", merges)) if (found < 0).any()]
+    wrong = [name for name, values in ids.items() if (values >= size).any()]
+    wrong += [name for name, values in (("letters", tables["letters"]), ("merge", merges)) if (values < 0).any()]
     wrong += [] if 0 <= size <= vocab_size and _rises(ends, tables["text"]) else ["ends"]
     wrong += [] if len(first) == size + 1 and _rises(first, merges) else ["first"]
     wrong += [] if len(tables["right"]) == len(merges) else ["right"]
@@ -305,20 +310,20 @@ def check_tables(tables: Mapping[str, Array], vocab_size: int, where: str) -> No
             str(tables["text"].data, "utf-8")
         except UnicodeDecodeError:
             wrong.append("text")
-        wrong += ["ends"] if (begins & 0xC0 == 0x80).any() else []  # inside a character
+        wrong += ["ends"] if (begins & 0xC0 == 0x80).any() else []  # splits a UTF-8 character
     if wrong:
         raise FormatError(f"{where}: table {wrong[0]!r} does not fit {vocab_size} tokens or the other tables")
 
 
 def _rises(ends: Array, parts: Array) -> bool:
-    """Whether these are places in `parts`, from its beginning to its end."""
+    """Whether `ends` are non-decreasing offsets that cover `parts` from start to end."""
     return bool(len(ends) and ends[0] == 0 and ends[-1] == len(parts) and (ends[:-1] <= ends[1:]).all())
 
 
 def merges_of(
     left: Sequence[str], right: Sequence[str], ids: Mapping[str, int], where: str, *, prefix: str = ""
 ) -> Merges:
-    """Merges that name their tokens, best first; `prefix` is the `continuing_subword_prefix`."""
+    """Convert merges given by token name, best first, to ids; `prefix` is the `continuing_subword_prefix`."""
     joined = map(add, left, (name[len(prefix) :] for name in right) if prefix else right)
     try:
         return Merges(*(np.fromiter(map(ids.__getitem__, names), np.uint32) for names in (left, right, joined)))

@@ -1,8 +1,8 @@
-"""Chat messages to the text that a model was trained on: the one renderer of chat templates.
+"""Render chat messages with a model's chat template.
 
-In comes the template as a GGUF file or tokenizer_config.json has it, and messages as the OpenAI API has them; out come
-the prompt or its tokens. The template runs in `jinja_sandbox.py`. Control tokens are the template's to write: their
-text in a message, a tool or a variable stays text.
+Takes the template of a GGUF file or tokenizer_config.json and messages in OpenAI form; returns the prompt or its
+tokens. The template runs in `jinja_sandbox.py`. Only the template can write control tokens: their text in a message,
+tool or variable stays plain text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rlx.formats.tokenizer import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1 << 14
 _MAX_NESTING = 32
-_MARK_BITS = 100  # that nobody can guess
+_MARK_BITS = 100  # of entropy, so that no input can guess the mark
 _INDEX_BITS = 27
-_SYMBOLS = "0123456789-_.~"  # that stay as they are in JSON, HTML, addresses and capital letters
+_SYMBOLS = "0123456789-_.~"  # unchanged by JSON, HTML and URL escaping and by upper-casing
 
 
 class ChatTemplate:
-    """A template with the tokens that it may write. Rendering is safe from many threads."""
+    """A chat template and its bos and eos tokens. Rendering is thread-safe."""
 
     def __init__(
         self, source: str, *, bos_token: str | None = None, eos_token: str | None = None, where: str = "chat template"
@@ -40,49 +40,55 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
     ) -> str:  # fmt: skip
-        """The prompt for these messages; with `add_generation_prompt` it ends where the assistant begins to speak.
+        """Render the prompt for these messages; `add_generation_prompt` ends it with the start of an assistant turn.
 
-        A message has a role and a content: a string, a list of text parts, or nothing beside `tool_calls`. Parts are
-        joined by newlines unless the template itself takes them apart. Other members (`name`, `tool_calls`) and
-        `variables` (`enable_thinking=False`) reach the template as they are, if they are plain data.
-        Raises RequestError for messages that cannot be, or that the template refuses, and FormatError for a template
-        that fails or goes beyond its bounds.
+        A message has a role and a content: a string, a list of text parts, or none if it has `tool_calls`. Parts are
+        joined by newlines unless the template handles them itself. Other members (`name`, `tool_calls`) and `variables`
+        (`enable_thinking=False`) must be plain data and are passed through.
+        Raises RequestError for messages that are invalid or that the template rejects, and FormatError for a template
+        that fails or exceeds its budget.
         """
-        given = self._given(messages, tools, variables)
-        return self._program.render({**given, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)})
+        template_vars = self._template_vars(messages, tools, variables)
+        return self._program.render(
+            {**template_vars, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)}
+        )
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
     ) -> list[int]:  # fmt: skip
-        """The tokens of the prompt that `render` gives, with no special token but those that the template wrote."""
+        """Tokenise the prompt that `render` returns; only the template can produce special tokens."""
         hidden = _Hidden(tokenizer)
-        given = {name: hidden.hide(value) for name, value in self._given(messages, tools, variables).items()}
-        for message, plain in zip(given["messages"], messages, strict=True):
-            message["role"] = plain["role"]  # one of ROLES, of which templates make control tokens
-        prompt = self._program.render({**given, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)})
+        template_vars = {
+            name: hidden.hide(value) for name, value in self._template_vars(messages, tools, variables).items()
+        }
+        for message, plain in zip(template_vars["messages"], messages, strict=True):
+            message["role"] = plain["role"]  # one of ROLES, from which templates build control tokens
+        prompt = self._program.render(
+            {**template_vars, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)}
+        )
         if not hidden.texts:
             return tokenizer.encode(prompt, add_special=False, parse_special=True)
         return tokenizer.encode_parts(hidden.parts(prompt))
 
-    def _given(
+    def _template_vars(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> dict[str, Any]:  # fmt: skip
         return {
             **{name: _plain(value, name) for name, value in variables.items()},
-            "messages": self._checked(messages),
+            "messages": self._check_messages(messages),
             "tools": None if tools is None else _plain(list(tools), "tools"),
         }
 
-    def _checked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _check_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise RequestError(f"messages: expected a list, found {type(messages).__name__}")
         if not 0 < len(messages) <= MAX_MESSAGES:
             raise RequestError(f"messages: expected 1 to {MAX_MESSAGES}, found {len(messages)}")
-        return [self._checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        return [self._check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
-    def _checked_message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def _check_message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise RequestError(f"{where}: expected an object, found {type(message).__name__}")
         role = message.get("role")
@@ -106,11 +112,11 @@ class ChatTemplate:
 
 
 class _Hidden:
-    """Texts that could make a special token, replaced by codes in what a template is given and put back after it ran.
+    """Replaces text that could form a special token by codes before rendering, and restores it afterwards.
 
-    Hidden are special tokens in a text, a beginning and an end of it that what stands beside it might complete, and
-    nothing, after a text that is the middle of one. A code has characters that nobody can guess, that hardly any filter
-    changes, and with which no special token begins or ends: so none can overlap a code.
+    Hidden are special tokens within a text, a partial one at its start or end that adjacent text might complete, and an
+    empty string after a text that is the middle of one. A code uses characters that input cannot guess, that hardly any
+    filter changes, and that no special token begins or ends with, so none can overlap a code.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -118,7 +124,7 @@ class _Hidden:
         self._tokenizer = tokenizer
         self._special = tokenizer.special_texts
         taken = self._special.first_chars | self._special.last_chars
-        pool = chain(_SYMBOLS, map(chr, range(0x4E00, 0x9FFF)))  # ideographs have no capitals either
+        pool = chain(_SYMBOLS, map(chr, range(0x4E00, 0x9FFF)))  # ideographs have no case either
         self._symbols = "".join(islice((symbol for symbol in pool if symbol not in taken), 10))
         if len(self._symbols) < 2:
             raise FormatError(f"{tokenizer.source}: special tokens begin or end with every character")
@@ -137,16 +143,16 @@ class _Hidden:
 
     def _hide_text(self, text: str) -> str:
         spans = [(first, end) for first, end, _ in self._tokenizer.special_spans(text)]
-        if start := self._special.ended_by(text):
+        if start := self._special.partial_at_start(text):
             spans.append((0, start))
-        if end := self._special.begun_by(text):
+        if end := self._special.partial_at_end(text):
             spans.append((len(text) - end, len(text)))
-        if not spans and self._special.include(text) and text.strip():
+        if not spans and self._special.has_substring(text) and text.strip():
             spans.append((len(text), len(text)))
         if not spans:
             return text
         coded, at = "", 0
-        for first, end in _merged(spans):
+        for first, end in _merge_spans(spans):
             coded += text[at:first] + self._code(text[first:end])
             at = end
         return _Coded(coded + text[at:], text)
@@ -160,15 +166,15 @@ class _Hidden:
         return self._mark + code
 
     def parts(self, prompt: str) -> list[str | int]:
-        """The prompt cut at its special tokens, what was hidden put back."""
+        """Split the prompt at its special tokens and restore hidden text."""
         parts: list[str | int] = []
         at = 0
         for first, end, token in self._tokenizer.special_spans(prompt):
-            parts += [self._shown(prompt[at:first]), token]
+            parts += [self._reveal(prompt[at:first]), token]
             at = end
-        return [part for part in (*parts, self._shown(prompt[at:])) if part != ""]
+        return [part for part in (*parts, self._reveal(prompt[at:])) if part != ""]
 
-    def _shown(self, text: str) -> str:
+    def _reveal(self, text: str) -> str:
         return self._coded.sub(lambda code: self._text_of(code[1]), text)
 
     def _text_of(self, digits: str) -> str:
@@ -179,7 +185,7 @@ class _Hidden:
 
 
 class _Coded(str):
-    """A text with codes in it. It is printed as such, and compared, looked up and sorted as the text it stands for."""
+    """A string with codes: prints the codes, but compares, hashes and sorts as the original text."""
 
     __slots__ = ("_text",)
     _text: str
@@ -190,37 +196,37 @@ class _Coded(str):
         return self
 
     def lower(self) -> _Coded:
-        """As Jinja has keys when it sorts them."""
+        """Lower-case both texts; Jinja does this to sort keys."""
         return _Coded(super().lower(), self._text.lower())
 
     def __hash__(self) -> int:
         return hash(self._text)
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._text == _text_behind(other))
+        return bool(self._text == _original(other))
 
     def __ne__(self, other: object) -> bool:
-        return bool(self._text != _text_behind(other))
+        return bool(self._text != _original(other))
 
     def __lt__(self, other: str) -> bool:
-        return bool(self._text < _text_behind(other))
+        return bool(self._text < _original(other))
 
     def __le__(self, other: str) -> bool:
-        return bool(self._text <= _text_behind(other))
+        return bool(self._text <= _original(other))
 
     def __gt__(self, other: str) -> bool:
-        return bool(self._text > _text_behind(other))
+        return bool(self._text > _original(other))
 
     def __ge__(self, other: str) -> bool:
-        return bool(self._text >= _text_behind(other))
+        return bool(self._text >= _original(other))
 
 
-def _text_behind(value: Any) -> Any:
+def _original(value: Any) -> Any:
     return value._text if isinstance(value, _Coded) else value
 
 
-def _merged(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The spans in their order, those that touch as one."""
+def _merge_spans(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Sort spans and merge those that touch."""
     spans = sorted(spans)
     first, end = spans[0]
     for next_first, next_end in spans[1:]:
@@ -237,7 +243,7 @@ def _text_of_part(part: Any, where: str) -> str:
     if part.get("type") != "text":
         raise RequestError(
             f"{where}.type: expected 'text', found {quoted(part.get('type'))}",
-            hint="of a model that also sees images or hears, rlx has the language model: it reads texts",
+            hint="rlx runs only the language model of a multimodal model, which takes text",
         )
     text = part.get("text")
     if not isinstance(text, str):
@@ -246,7 +252,7 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy out of dicts, lists, strings, numbers, true, false and null: nothing else may reach a template."""
+    """Copy plain data (dicts, lists, strings, numbers, booleans, None); nothing else may reach a template."""
     if depth > _MAX_NESTING:
         raise RequestError(f"{where}: nested more than {_MAX_NESTING} deep")
     if value is None or type(value) in (str, int, float, bool):

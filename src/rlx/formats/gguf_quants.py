@@ -1,6 +1,6 @@
-"""Block formats: the types of GGUF by number, and blocks as float32.
+"""GGUF's tensor types by number, and dequantisation to float32.
 
-`dequantise` gives the same bits as ggml's reference; `formats/quant_blocks.py` says how each type decodes.
+`dequantise` is bit-identical to ggml's reference; the decoders are in `formats/quant_blocks.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GGUF_REMOVED = {
 
 
 def dequantise(data: Buffer, storage: DType, count: int) -> Array:
-    """The `count` elements stored in `data` as a flat float32 array; stored float32 comes back as a view.
+    """Decode `count` elements stored in `data` to a flat float32 array; stored float32 is returned as a view.
 
     >>> dequantise(bytes.fromhex("003c") + bytes(range(32)), BLOCK_TYPES["q8_0"], 32)[:4].tolist()
     [0.0, 1.0, 2.0, 3.0]
@@ -52,18 +52,18 @@ def dequantise(data: Buffer, storage: DType, count: int) -> Array:
         raise FormatError(
             f"dequantise: {count} elements of {storage} are {count // elements * nbytes} bytes, found {raw.size}"
         )
-    with np.errstate(all="ignore"):  # a file may hold infinities, NaN and values beyond f32
+    with np.errstate(all="ignore"):  # files may hold infinities, NaN and values out of f32 range
         if not storage.is_packed:
             return raw.view(storage.numpy).astype(np.float32, copy=False)
         return _dequantise_blocks(raw, storage, count)
 
 
-_CHUNK = 1 << 15  # elements per step: temporaries stay in the cache
-_SPAN = 4  # positions are groups of 16: what depends on the group alone is read once for all of it
+_CHUNK = 1 << 15  # elements per step, so that temporaries fit in cache
+_SPAN = 4  # positions form groups of 16; values that depend only on the group are read once
 
 
 def _dequantise_blocks(raw: Array, storage: DType, count: int) -> Array:
-    from rlx.formats.quant_blocks import Position, decode  # and its tables
+    from rlx.formats.quant_blocks import Position, decode  # lazy: loads tables
 
     groups = np.arange(storage.block >> _SPAN, dtype=np.int32)[:, None]
     position = Position(groups, _SPAN, np.arange(1 << _SPAN, dtype=np.int32)[None])
@@ -76,26 +76,26 @@ def _dequantise_blocks(raw: Array, storage: DType, count: int) -> Array:
 
 
 class _Numbers(np.ndarray[Any, Any]):
-    """Numbers [blocks, groups or 1, positions or 1], with the methods that decoders use."""
+    """An array [blocks, groups or 1, positions or 1] with the methods that decoders call."""
 
     def cast(self, dtype: DType) -> Array:
         return np.asarray(self.astype(dtype.numpy)).view(_Numbers)
 
     def bits(self) -> Array:
-        """The f32 with these 32 bits."""
+        """Reinterpret 32-bit integers as f32."""
         return self.view(np.float32)
 
     def eq(self, other: int) -> Array:
         return np.asarray(self == other).view(_Numbers)
 
     def select(self, then: Any, other: Any) -> Array:
-        """`then` where this is true."""
+        """`then` where this is true, else `other`."""
         return np.asarray(np.where(self, then, other)).view(_Numbers)
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Blocks as rows of bytes, read as NumPy arrays; see `blocks.Reader`."""
+    """A `quant_blocks.Reader` over blocks stored as rows of bytes."""
 
     rows: Array
 
@@ -114,7 +114,7 @@ class _Bytes:
         return np.asarray(self.byte(byte) >> first & (1 << width) - 1).view(_Numbers)
 
     def byte(self, index: Any) -> Array:
-        """Bytes at one index, or at those of groups and positions, as i32."""
+        """Bytes at one index, or at an array of indices per group and position, as i32."""
         at = self.rows[:, index] if isinstance(index, np.ndarray) else self.rows[:, index, None, None]
         return at.astype(np.int32).view(_Numbers)
 

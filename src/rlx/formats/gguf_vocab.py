@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file: its `tokenizer.*` keys become a Rust tokenizer and the ids of special tokens.
+"""Build a Rust tokenizer and special token ids from the `tokenizer.*` metadata of a GGUF file.
 
-Takes metadata as a plain mapping. Defaults and the meaning of keys are llama.cpp's (`llama_vocab::impl::load`); unlike
-it, an id of bos or eos outside the vocabulary is an error here, not a warning.
+Defaults and the meaning of keys follow llama.cpp (`llama_vocab::impl::load`), except that a bos or eos id outside the
+vocabulary is an error here, not a warning.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from rlx.formats.tokenizer_models import (
 
 MAX_MERGES = 1 << 23
 MAX_CHARSMAP_BYTES = 1 << 24
-_NO_ID = (-1, 0xFFFFFFFF)  # how converters write "there is none"
+_NO_ID = (-1, 0xFFFFFFFF)  # how converters write "none"
 _PREFIX = "tokenizer.ggml."
 _MODELS = ("gpt2", "gemma4", "llama", "t5", "bert")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufVocab:
-    """What `read_vocab` makes of a file."""
+    """The result of `read_vocab`."""
 
     rust: RustTokenizer
-    bpe: Bpe | None  # its model, where it is one of BPE
+    bpe: Bpe | None  # its model, if it is BPE
     size: int
     special: SpecialIds
     chat_template: str | None
 
 
 def read_vocab(metadata: Mapping[str, Any], source: str) -> GgufVocab:
-    """Build the tokenizer that the metadata describes; `source` names the file in messages."""
+    """Build the tokenizer that the metadata describes; `source` names the file in error messages."""
     keys = _Keys(metadata, source)
     model = keys.text("model")
     if model not in _MODELS:
@@ -72,7 +72,7 @@ def read_vocab(metadata: Mapping[str, Any], source: str) -> GgufVocab:
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 class _Keys:
-    """The `tokenizer.ggml.*` keys, each read as the type it must have."""
+    """Typed access to the `tokenizer.ggml.*` keys."""
 
     def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
         self._metadata = metadata
@@ -81,77 +81,77 @@ class _Keys:
     def where(self, key: str) -> str:
         return f"{self._source}: metadata {_PREFIX}{key}"
 
-    def wrong(self, key: str, expected: str, found: object) -> FormatError:
-        shown = quoted(found) if isinstance(found, (str, int, float, type(None))) else type(found).__name__
-        return FormatError(f"{self.where(key)}: expected {expected}, found {shown}")
+    def wrong(self, key: str, expected: str, actual: object) -> FormatError:
+        text = quoted(actual) if isinstance(actual, (str, int, float, type(None))) else type(actual).__name__
+        return FormatError(f"{self.where(key)}: expected {expected}, found {text}")
 
     def _get(self, key: str) -> Any:
         return self._metadata.get(_PREFIX + key)
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        found = self._get(key)
-        if found is None:
+        value = self._get(key)
+        if value is None:
             return default
-        if not isinstance(found, str):
-            raise self.wrong(key, "a string", found)
-        return found
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string", value)
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
-        found = self._get(key)
-        if found is None:
+        value = self._get(key)
+        if value is None:
             return default
-        if not isinstance(found, (bool, int, np.bool_)) or found not in (0, 1):
-            raise self.wrong(key, "true or false", found)
-        return bool(found)
+        if not isinstance(value, (bool, int, np.bool_)) or value not in (0, 1):
+            raise self.wrong(key, "true or false", value)
+        return bool(value)
 
     def token(self, key: str, vocabulary: Vocabulary, *, strict: bool = False) -> int | None:
-        found = self._get(key)
-        if found is None or (isinstance(found, (int, np.integer)) and int(found) in _NO_ID):
+        value = self._get(key)
+        if value is None or (isinstance(value, (int, np.integer)) and int(value) in _NO_ID):
             return None
-        if isinstance(found, (bool, np.bool_)) or not isinstance(found, (int, np.integer)):
-            raise self.wrong(key, "a token id", found)
-        if 0 <= found < len(vocabulary.tokens):
-            return int(found)
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            raise self.wrong(key, "a token id", value)
+        if 0 <= value < len(vocabulary.tokens):
+            return int(value)
         if strict:
-            raise self.wrong(key, f"a token id below {len(vocabulary.tokens)}", int(found))
-        return None  # converters write a pad id one beyond the end; nothing depends on it
+            raise self.wrong(key, f"a token id below {len(vocabulary.tokens)}", int(value))
+        return None  # some converters write a pad id one past the end; nothing depends on it
 
-    def strings(self, key: str, most: int) -> list[str] | None:
-        found = self._get(key)
-        if found is None:
+    def strings(self, key: str, max_count: int) -> list[str] | None:
+        value = self._get(key)
+        if value is None:
             return None
-        if isinstance(found, (str, bytes)) or not isinstance(found, Sequence):
-            raise self.wrong(key, "strings", found)
-        if len(found) > most:
-            raise self.wrong(key, f"at most {most} strings", len(found))
-        strings = list(found)
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            raise self.wrong(key, "strings", value)
+        if len(value) > max_count:
+            raise self.wrong(key, f"at most {max_count} strings", len(value))
+        strings = list(value)
         if not all(isinstance(s, str) for s in strings):
             raise self.wrong(key, "strings", next(s for s in strings if not isinstance(s, str)))
         return strings
 
-    def numbers(self, key: str, kinds: str, *, most: int = MAX_TOKENS) -> NDArray[Any] | None:
-        """An array of numbers whose NumPy kind is among `kinds`."""
-        found = self._get(key)
-        if found is None:
+    def numbers(self, key: str, kinds: str, *, max_count: int = MAX_TOKENS) -> NDArray[Any] | None:
+        """Read a numeric array whose NumPy kind is in `kinds`."""
+        value = self._get(key)
+        if value is None:
             return None
-        if not isinstance(found, (Sequence, np.ndarray)) or isinstance(found, (str, bytes)):
-            raise self.wrong(key, "numbers", found)
-        if np.size(found) > most if isinstance(found, np.ndarray) else len(found) > most:
-            raise self.wrong(key, f"at most {most} numbers", len(found))
+        if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, (str, bytes)):
+            raise self.wrong(key, "numbers", value)
+        if np.size(value) > max_count if isinstance(value, np.ndarray) else len(value) > max_count:
+            raise self.wrong(key, f"at most {max_count} numbers", len(value))
         try:
-            numbers = np.asarray(found)
+            numbers = np.asarray(value)
         except (ValueError, OverflowError, TypeError) as error:  # ragged, or beyond 64 bits
-            raise self.wrong(key, "numbers", found) from error
+            raise self.wrong(key, "numbers", value) from error
         if numbers.ndim != 1 or numbers.dtype.kind not in kinds:
             raise self.wrong(key, "numbers", f"{numbers.dtype} of shape {numbers.shape}")
         return numbers
 
     def number_each(self, key: str, kinds: str, vocabulary: Sequence[str]) -> NDArray[Any] | None:
-        """A number for each token."""
-        found = self.numbers(key, kinds)
-        if found is not None and len(found) != len(vocabulary):
-            raise self.wrong(key, f"{len(vocabulary)} numbers, one a token", len(found))
-        return found
+        """Read an array with one number per token."""
+        numbers = self.numbers(key, kinds)
+        if numbers is not None and len(numbers) != len(vocabulary):
+            raise self.wrong(key, f"{len(vocabulary)} numbers, one per token", len(numbers))
+        return numbers
 
 
 def _vocabulary(keys: _Keys) -> Vocabulary:
@@ -159,13 +159,13 @@ def _vocabulary(keys: _Keys) -> Vocabulary:
     if not tokens:
         raise keys.wrong("tokens", "the vocabulary", None if tokens is None else "nothing")
     for i in (i for i, token in enumerate(tokens) if not token):
-        tokens[i] = f"[EMPTY_{i}]"  # llama.cpp's name for a hole
+        tokens[i] = f"[EMPTY_{i}]"  # llama.cpp's name for an unused id
     kinds = keys.number_each("token_type", "iu", tokens)
     kinds = np.full(len(tokens), NORMAL) if kinds is None else kinds.astype(np.int64)
     vocabulary = Vocabulary(tokens, kinds, keys.where("tokens"))
     for name in STOP_NAMES & vocabulary.ids.keys():
         i = vocabulary.ids[name]
-        if is_marker(name) and kinds[i] in (NORMAL, USER_DEFINED):  # converters mark some of them as text
+        if is_marker(name) and kinds[i] in (NORMAL, USER_DEFINED):  # some converters mark them as text
             kinds[i] = CONTROL
     return vocabulary
 
@@ -173,15 +173,15 @@ def _vocabulary(keys: _Keys) -> Vocabulary:
 def _with_attributes(
     vocabulary: Vocabulary, special: SpecialIds, metadata: Mapping[str, Any], keys: _Keys
 ) -> Vocabulary:
-    """What GGUF does not say of tokens: which ones take the white space beside them, as llama.cpp knows it by name."""
+    """Add attributes that GGUF does not store: which tokens absorb adjacent white space, by name as in llama.cpp."""
     end = vocabulary.ids.get("</s>")
     if end is not None and special.bos is not None and vocabulary.tokens[special.bos] == "<s>":
-        vocabulary.kinds[end] = CONTROL  # the end of a text and no tag of HTML, though some files call it text
+        vocabulary.kinds[end] = CONTROL  # ends a text, though some files mark it as plain text
     name = metadata.get("general.name")
     name, pre = (name.lower() if isinstance(name, str) else ""), keys.text("pre", "") or ""
     if "phi-3" in name or "phi3" in name:
-        whole = vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED)
-        return replace(vocabulary, rstrip=frozenset(whole) - vocabulary.named("<unk>", "<s>", "<|endoftext|>"))
+        added_ids = vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED)
+        return replace(vocabulary, rstrip=frozenset(added_ids) - vocabulary.named("<unk>", "<s>", "<|endoftext|>"))
     if any(kind in pre for kind in ("jina-v2-de", "jina-v2-es", "jina-v2-code")):
         return replace(vocabulary, lstrip=vocabulary.named("<mask>"))
     if "modern-bert" in name:
@@ -191,7 +191,7 @@ def _with_attributes(
 
 def _special_ids(keys: _Keys, vocabulary: Vocabulary) -> SpecialIds:
     sep = keys.token("seperator_token_id", vocabulary)  # as GGUF spells it
-    given = SpecialIds(
+    special = SpecialIds(
         bos=keys.token("bos_token_id", vocabulary, strict=True),
         eos=keys.token("eos_token_id", vocabulary, strict=True),
         eot=keys.token("eot_token_id", vocabulary),
@@ -201,17 +201,17 @@ def _special_ids(keys: _Keys, vocabulary: Vocabulary) -> SpecialIds:
         cls=keys.token("cls_token_id", vocabulary),
         mask=keys.token("mask_token_id", vocabulary),
     )
-    return given.completed({vocabulary.tokens[i]: i for i in vocabulary.of_kind(CONTROL, UNKNOWN)})
+    return special.fill_missing({vocabulary.tokens[i]: i for i in vocabulary.of_kind(CONTROL, UNKNOWN)})
 
 
 def _chat_template(metadata: Mapping[str, Any], source: str) -> str | None:
     key = "tokenizer.chat_template"
-    found = metadata.get(key)
-    if found is None:
+    template = metadata.get(key)
+    if template is None:
         return None
-    if not isinstance(found, str):
-        raise FormatError(f"{source}: metadata {key}: expected a string, found {type(found).__name__}")
-    return found
+    if not isinstance(template, str):
+        raise FormatError(f"{source}: metadata {key}: expected a string, found {type(template).__name__}")
+    return template
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -227,11 +227,11 @@ def _bpe(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds, model: str) -
 
 def _pre_tokenizer(keys: _Keys, model: str) -> PreTokenizer:
     name = "gemma4" if model == "gemma4" else keys.text("pre", "default") or "default"
-    found = PRE_TOKENIZERS.get(name)
-    if found is None:
+    pre_tokenizer = PRE_TOKENIZERS.get(name)
+    if pre_tokenizer is None:
         hint = nearest(name[:80], PRE_TOKENIZERS)
         raise FormatError(f"{keys.where('pre')}: no such pre-tokenizer: {quoted(name)}", hint=hint)
-    return found
+    return pre_tokenizer
 
 
 def _sentencepiece(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> tuple[RustTokenizer, Bpe]:
@@ -241,7 +241,7 @@ def _sentencepiece(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> 
 
 
 def _unigram(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> RustTokenizer:
-    charsmap = keys.numbers("precompiled_charsmap", "iu", most=MAX_CHARSMAP_BYTES)
+    charsmap = keys.numbers("precompiled_charsmap", "iu", max_count=MAX_CHARSMAP_BYTES)
     rust = tokenizer_models.unigram(
         vocabulary,
         _scores(keys, vocabulary),
@@ -280,7 +280,7 @@ def _scores(keys: _Keys, vocabulary: Vocabulary) -> NDArray[Any]:
 def _with_ends(
     rust: RustTokenizer, keys: _Keys, vocabulary: Vocabulary, special: SpecialIds, *, add_bos: bool, add_eos: bool
 ) -> RustTokenizer:
-    """Special ids before and after every text, as the file's flags say, else by the model's default."""
+    """Add special ids before and after every text, by the file's flags or the model's defaults."""
     ends: list[tuple[int, ...]] = []
     for key, default, role, token in (
         ("add_bos_token", add_bos, "bos_token_id", special.bos),

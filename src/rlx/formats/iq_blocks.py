@@ -1,7 +1,7 @@
-"""Decoders of the packed types whose codes are looked up in tables, of base 3, and of small floats.
+"""Decoders for block types with codebooks, ternary digits or small floats.
 
-They are written as those in `blocks.py` are. Where a type shares a table entry, signs or a scale among positions, these
-are kept, so that a lookup is made once for all of them.
+Written as those in `quant_blocks.py`. Codebook entries, signs and scales shared by several positions are memoised with
+`Reader.keep`, so each is looked up once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _IQ4 = Table("iq4", iq_tables.IQ4)
 _FP4 = Table("fp4", iq_tables.FP4)
 _POWERS = Table("powers_of_3", (1, 3, 9, 27, 81))
 
-Make = Callable[[], Number]  # reads when asked, so that what is kept is read once
+Make = Callable[[], Number]  # a lazy read, evaluated once by `Reader.keep`
 
 
 # -- parts of expressions ---------------------------------------------------------------------------------------------
 def _little_endian(b: Reader, byte: Int, count: int) -> Number:
-    """Bytes as one integer; the fourth one's top bit is its sign."""
+    """Combine bytes into one i32; the top bit of the fourth byte is the sign."""
     value = b.zero()
     for i in range(count):
         value = value | b.bits(byte + i, 0, 8) << 8 * i
@@ -35,13 +35,13 @@ def _nibble(b: Reader, byte: Int, which: Int) -> Number:
 
 
 def _pairs(b: Reader, base: int, which: Int) -> Number:
-    """Nibbles in turn: low and high half of a byte, then those of the next."""
+    """Consecutive nibbles: the low and high half of one byte, then of the next."""
     return _nibble(b, (which >> 1) + base, which & 1)
 
 
 # -- vectors from a grid ----------------------------------------------------------------------------------------------
 def _digit(b: Reader, name: str, i: Position, index: Make) -> Number:
-    """The digit at a position, of a vector that is looked up once."""
+    """The digit at a position of a codebook vector, which is looked up once."""
     grid = iq_tables.GRIDS[name]
     vector = i >> grid.length.bit_length() - 1
     word = b.keep((name, vector), lambda: b.lookup(_GRIDS[name], index()))
@@ -50,7 +50,7 @@ def _digit(b: Reader, name: str, i: Position, index: Make) -> Number:
 
 
 def _magnitude(b: Reader, name: str, i: Position, index: Make) -> Number:
-    """The level of a digit, by arithmetic: 8 25 43, 4 12 20 28 36 44 52 62, or 1 3 5 to 15."""
+    """The level of a digit, computed arithmetically: 8 25 43, 4 12 20 28 36 44 52 62, or 1 3 5 to 15."""
     digit = _digit(b, name, i, index)
     if name == "iq3_s":
         return (digit << 1) + 1
@@ -60,7 +60,7 @@ def _magnitude(b: Reader, name: str, i: Position, index: Make) -> Number:
 
 
 def _signed(b: Reader, magnitude: Number, i: Position, signs: Make) -> Number:
-    """Negative where the bit of eight signs is set that belongs to the position."""
+    """Negate the magnitude if the sign bit of the position is set; eight positions share a byte."""
     eight = b.keep(("signs", i >> 3), signs)
     sign = eight >> (i & 7) & 1
     return (magnitude - ((magnitude & 0 - sign) << 1)).cast(F32)
@@ -80,7 +80,7 @@ def _odd(d: Number, scale: Number) -> Number:
 
 
 def _quarter(word: Number, i: Position) -> Number:
-    """The signs of eight of 32 positions, of which a word has seven each, as an index."""
+    """Sign index of a group of eight among 32 positions: the word holds 7 bits per group."""
     which = i >> 3 & 3
     return word >> (which << 3) - which & 127
 
@@ -132,7 +132,7 @@ def _iq3_s(b: Reader, i: Position) -> Number:
 
 
 def _shifted(b: Reader, i: Position, index: Make, sign: Number) -> Number:
-    """-1, 0 or 1, and an eighth more, or less where the sign is set."""
+    """-1, 0 or 1, plus 1/8, or minus 1/8 if the sign is set."""
     eighths = (_digit(b, "iq1", i, index) << 3) - 7 - (sign << 1)
     return eighths.cast(F32) * 0.125
 
@@ -153,7 +153,7 @@ def _iq1_m(b: Reader, i: Position) -> Number:
     part, eight = i >> 4, i >> 3
 
     def d() -> Number:
-        """The top nibbles of four words are a half."""
+        """The f16 scale, assembled from the top nibbles of four words."""
         bits = b.zero()
         for word in range(4):
             bits = bits | b.bits(49 + 2 * word, 4, 4) << 4 * word
@@ -185,13 +185,13 @@ def _iq4_xs(b: Reader, i: Position) -> Number:
 
 
 def power_scale(b: Reader) -> Number:
-    """2 ** (e - 128), of the first byte of a block: the two least are not normal numbers."""
+    """2 ** (e - 128), where e is the first byte of a block; e < 2 gives subnormals."""
 
-    def made() -> Number:
+    def scale() -> Number:
         e = b.let(b.byte(0))
         return (e < 2).select(0x200000 << e, e - 1 << 23).bits()
 
-    return b.keep("scale", made)
+    return b.keep("scale", scale)
 
 
 def _mxfp4(b: Reader, i: Position) -> Number:
@@ -202,7 +202,7 @@ def _nvfp4(b: Reader, i: Position) -> Number:
     part = i >> 4
 
     def scale() -> Number:
-        """E4M3 without a sign, halved; what would be NaN is 0."""
+        """An unsigned E4M3 scale, halved; NaN becomes 0."""
         byte = b.bits(part, 0, 8)
         return byte.eq(127).select(0.0, ((byte & 127) << 20).bits() * 2.0**119)
 
@@ -210,12 +210,12 @@ def _nvfp4(b: Reader, i: Position) -> Number:
     return b.lookup(_FP4, code).cast(F32) * _scale(b, part, scale)
 
 
-_E4M3_BITS = signed_word(0x87F00000)  # sign, exponent and fraction of an E4M3 float at the places of an f32
+_E4M3_BITS = signed_word(0x87F00000)  # sign, exponent and mantissa bits of an E4M3 float within an f32
 _E4M3_NAN = 0x07F00000
 
 
 def _f8e4m3(b: Reader, i: Position) -> Number:
-    """An E4M3 float, moved to where an f32 has sign, exponent and fraction, times what the biases differ by."""
+    """Decode E4M3: shift its bits into f32 position and multiply by the difference of the exponent biases."""
     bits = b.let(b.top_byte((i & 127) + 4, 4) & _E4M3_BITS)
     value = bits.bits() * 2.0**120
     return (bits & _E4M3_NAN).eq(_E4M3_NAN).select(float("nan"), value) * b.single(0)
@@ -239,7 +239,7 @@ def _tq2_0(b: Reader, i: Position) -> Number:
 
 
 def _tq1_0(b: Reader, i: Position) -> Number:
-    """Five digits a byte: of 32 bytes up to position 160, of 16 up to 240; then four digits of 4 bytes."""
+    """Five digits per byte: 32 bytes up to position 160, 16 up to 240; then four digits in each of 4 bytes."""
     part = i >> 4
     later, last = part + 6 >> 4, part + 1 >> 4  # 1 from 160 on, 1 from 240 on
     first = ((part & 1) << 4 & later - 1) + (later << 5) + (last << 4)

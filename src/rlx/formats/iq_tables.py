@@ -1,7 +1,7 @@
-"""The constant tables of ggml's IQ and FP4 types: short vectors of few levels, and numbers, that a code picks.
+"""Constant tables of ggml's IQ and FP4 types: codebooks of short vectors, and scalar levels.
 
-A grid is a sorted set of numbers whose digits, the lowest first, are the levels of its vectors. So only the distances
-from each number to the next are written down here.
+A grid (codebook) is a sorted set of numbers whose digits, lowest first, are the level indices of its vectors, so only
+the differences between consecutive numbers are stored here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DISTANCES = (
 
 
 class Grid(NamedTuple):
-    """`size` vectors of `length` digits, and the level that each digit stands for."""
+    """A codebook of `size` vectors with `length` digits each, and the level of each digit."""
 
     size: int
     length: int
@@ -51,7 +51,7 @@ class Grid(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of a digit."""
+        """Bits per digit."""
         return (len(self.levels) - 1).bit_length()
 
 
@@ -62,18 +62,18 @@ GRIDS = {
     "iq2_s": Grid(1024, 8, _THREE),
     "iq3_xxs": Grid(256, 4, (4, 12, 20, 28, 36, 44, 52, 62)),
     "iq3_s": Grid(512, 4, (1, 3, 5, 7, 9, 11, 13, 15)),
-    "iq1": Grid(2048, 8, (-1, 0, 1)),  # of iq1_s and iq1_m
+    "iq1": Grid(2048, 8, (-1, 0, 1)),  # for iq1_s and iq1_m
 }
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # E2M1, doubled; there is no -0 among integers
-SIGNS = tuple(s | (s.bit_count() & 1) << 7 for s in range(128))  # seven signs; the eighth makes their number even
+SIGNS = tuple(s | (s.bit_count() & 1) << 7 for s in range(128))  # seven signs, plus one for even parity
 
 
 @functools.cache
 def digits(name: str) -> Array:
     """The vectors of a grid as digits: uint8 [size, length]."""
-    import base64  # few models have such weights
+    import base64  # lazy: few models use these types
     import zlib
 
     ends = dict(zip(GRIDS, itertools.accumulate(g.size for g in GRIDS.values()), strict=True))
@@ -86,6 +86,6 @@ def digits(name: str) -> Array:
 
 @functools.cache
 def words(name: str) -> tuple[int, ...]:
-    """Each vector of a grid as one integer, `bits` bits a digit, the first digit lowest."""
+    """Each vector of a grid as one integer, `bits` bits per digit, first digit lowest."""
     grid = GRIDS[name]
     return tuple((digits(name).astype(np.int64) << grid.bits * np.arange(grid.length)).sum(1).tolist())

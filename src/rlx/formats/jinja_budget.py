@@ -1,7 +1,7 @@
-"""What one rendering of a template may use: bytes, steps and seconds, counted over all of its values together.
+"""The budget of one template rendering: bytes, steps and seconds over all of its values.
 
-`Budget` only ever counts up. Memory that a template has let go of still counts, so no way of holding on to values can
-get beyond `MAX_BYTES`. Every operation is charged before it runs, by the sizes of its operands.
+`Budget` only counts up: memory that a template has released still counts, so live memory can never exceed `MAX_BYTES`.
+Every operation is charged before it runs, by the sizes of its operands.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from jinja2.runtime import Macro
 
 from rlx.errors import FormatError, RequestError
 
-MAX_BYTES = 1 << 28  # made in one rendering
+MAX_BYTES = 1 << 28  # allocated by one rendering
 MAX_STEPS = 1_000_000  # a step is about a microsecond
 MAX_SECONDS = 1.0  # of CPU time: steps are estimates
 MAX_DEPTH = 64  # nested calls
-MAX_CHARS = 1 << 23  # in one string, in a value when written out, and in the prompt
-MAX_GIVEN = MAX_CHARS // 2  # in all variables together
+MAX_CHARS = 1 << 23  # in one string, in a value written out, and in the prompt
+MAX_VARIABLE_CHARS = MAX_CHARS // 2  # in all variables together
 MAX_ITEMS = 1 << 18  # in one list
-MAX_BITS = 64  # in an integer; hashes of larger ones collide at will
+MAX_BITS = 64  # in an integer; larger ones allow deliberate hash collisions
 MAX_NESTING = 64  # lists in lists
 
-SCAN = 1024  # characters that a loop in C looks at per step
-ITEMS = 16  # items of a list that are compared, copied or hashed per step
-_STEPS_PER_LOOK = 16  # at the clock
-_OBJECT = 64  # bytes of an object besides its content
-_KNOWN = 320  # bytes of a known size
-REPR = 10  # characters that repr writes for one, at most: "\U0010ffff"
-_ITEM_CHARS = 96  # of an item that is not a string, and of the commas and quotes around any
+SCAN = 1024  # characters per step of a C loop
+ITEMS = 16  # list items compared, copied or hashed per step
+_STEPS_PER_LOOK = 16  # between checks of the clock
+_OBJECT = 64  # bytes of overhead per object
+_KNOWN = 320  # bytes per cached size
+REPR = 10  # most characters that repr writes for one: "\U0010ffff"
+_ITEM_CHARS = 96  # characters of a non-string item, including separators and quotes
 
 _EMPTY: dict[str, Any] = {}
 _KEYS, _VALUES, _PAIRS = type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items())
@@ -40,7 +40,7 @@ CONTAINERS = (list, tuple, dict, *VIEWS)
 
 
 class Size(NamedTuple):
-    """A value when written out: what it holds twice counts twice."""
+    """Size of a value written out; shared parts count each time they occur."""
 
     chars: int  # in its strings
     items: int
@@ -49,7 +49,7 @@ class Size(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """To look at all of it."""
+        """Steps to scan all of it."""
         return self.chars // SCAN + self.items // ITEMS
 
 
@@ -57,18 +57,18 @@ _ONE = Size(0, 1, 0, 1)
 
 
 def width(text: str) -> int:
-    """Bytes per character. That of Chinese is really 2; whether a text is ASCII is known without reading it."""
+    """Upper bound on bytes per character: telling 2 from 4 would need a scan, `isascii` does not."""
     return 1 if text.isascii() else 4
 
 
 class Budget:
-    """What one rendering has used so far."""
+    """Resources used so far by one rendering."""
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._end = time.thread_time() + MAX_SECONDS
         self._next_look = _STEPS_PER_LOOK
-        self._sizes: dict[int, tuple[Any, Size]] = {}  # by identity, with the value so that it stays the same
+        self._sizes: dict[int, tuple[Any, Size]] = {}  # by id, with the value to keep it alive
         self.steps = 0
         self.bytes = 0
         self.output = 0  # characters
@@ -85,7 +85,7 @@ class Budget:
                 raise self.exceeded(f"{MAX_SECONDS:g} seconds")
 
     def reserve(self, size: int) -> None:
-        """Refuse an operation that might need more bytes than are left; what it makes is charged when it is there."""
+        """Reject an operation that might exceed the remaining bytes; its result is charged once it exists."""
         if self.bytes + size > MAX_BYTES:
             raise self.exceeded(f"{MAX_BYTES >> 20} MiB")
 
@@ -94,7 +94,7 @@ class Budget:
         self.bytes += size
 
     def make_text(self, chars: int, width: int) -> None:
-        """Charge for a string that is about to be made."""
+        """Charge for a string before it is created."""
         if chars > MAX_CHARS:
             raise self.exceeded(f"{MAX_CHARS} characters")
         self.spend(chars * width + _OBJECT)
@@ -105,7 +105,7 @@ class Budget:
         self.reserve(chars * width + _OBJECT)
 
     def make_list(self, items: int, each: int = 8) -> None:
-        """Charge for a list that is about to be made; `each` is the bytes per item."""
+        """Charge for a list before it is created; `each` is the bytes per item."""
         self.check_items(items)
         self.step(items // ITEMS)
         self.spend(items * each + _OBJECT)
@@ -114,8 +114,8 @@ class Budget:
         if items > MAX_ITEMS:
             raise self.exceeded(f"a list of {MAX_ITEMS} values")
 
-    def made(self, value: Any) -> Any:
-        """Charge for the result of an operation whose operands said too little about it; returns the value."""
+    def charge_result(self, value: Any) -> Any:
+        """Charge for a result whose size its operands do not determine; returns the value."""
         if isinstance(value, str):
             self.make_text(len(value), width(value))
         else:
@@ -125,7 +125,7 @@ class Budget:
         return value
 
     def write(self, text: str) -> None:
-        """Charge for a piece of the prompt."""
+        """Charge for a piece of output."""
         self.step()
         self.output += len(text)
         if self.output > MAX_CHARS:
@@ -133,18 +133,19 @@ class Budget:
         self.spend(len(text) * width(text) + 8)
 
     # -- sizes --
-    def check_given(self, variables: Mapping[str, Any]) -> None:
-        """Refuse variables that leave a template no room: too long a text is not the template's fault."""
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Reject oversized variables with RequestError, since that is not the template's fault."""
         sizes = [self._size(value, 0) for value in variables.values()]
         chars = sum(size.chars + size.items for size in sizes)
-        if chars > MAX_GIVEN:
+        if chars > MAX_VARIABLE_CHARS:
             raise RequestError(
-                f"chat: expected at most {MAX_GIVEN} characters in messages, tools and variables, found {chars}",
+                f"chat: expected at most {MAX_VARIABLE_CHARS} characters in messages, tools and variables, "
+                f"found {chars}",
                 hint="send less text",
             )
 
     def check(self, value: Any) -> Any:
-        """Refuse a value that is too long when written out: `[x, x]` over and over is small only in memory."""
+        """Reject a value that is too long written out: nested `[x, x]` is small only in memory."""
         if isinstance(value, int):
             if value.bit_length() > MAX_BITS:
                 raise self.exceeded(f"numbers of {MAX_BITS} bits")
@@ -153,7 +154,7 @@ class Budget:
         return value
 
     def check_together(self, values: Iterable[Any]) -> None:
-        """Refuse values that are too long as one: a macro sees its arguments as one value, `varargs`."""
+        """Reject values that are too long together: a macro sees its arguments as one value, `varargs`."""
         chars = 0
         for value in values:
             size = self.size(value)
@@ -180,48 +181,48 @@ class Budget:
         if depth > MAX_NESTING:
             raise self.exceeded(f"{MAX_NESTING} nested values")
         self.step(len(value) // ITEMS)
-        chars, items, nesting, most_width = 0, 1, 0, 1
+        chars, items, nesting, max_width = 0, 1, 0, 1
         for inner in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
-            if type(inner) is str:  # no more than the rest does for it, only faster
+            if type(inner) is str:  # fast path with the same result
                 chars += len(inner)
                 items += 1
                 if not inner.isascii():
-                    most_width = 4
+                    max_width = 4
                 continue
             size = self._size(inner, depth + 1)
             chars += size.chars
             items += size.items
             nesting = max(nesting, size.nesting)
-            most_width = max(most_width, size.width)
+            max_width = max(max_width, size.width)
         if nesting >= MAX_NESTING:
             raise self.exceeded(f"{MAX_NESTING} nested values")
         self.spend(_KNOWN)
-        # the value is kept with its identity; templates cannot change what they were given or have made
-        total = Size(chars, items, nesting + 1, most_width)
+        # caching by id is safe: the value is kept alive, and templates cannot mutate values
+        total = Size(chars, items, nesting + 1, max_width)
         self._sizes[id(value)] = value, total
         return total
 
     # -- text --
-    def written(self, value: Any) -> tuple[int, int]:
-        """The most characters that `str(value)` has, and their width."""
+    def text_size(self, value: Any) -> tuple[int, int]:
+        """Upper bound on the characters of `str(value)`, and their width."""
         if isinstance(value, str):
             return len(value), width(value)
         size = self.size(value)
         return size.chars * REPR + size.items * _ITEM_CHARS, size.width
 
     def text(self, value: Any) -> str:
-        """`str(value)`, charged."""
+        """Return `str(value)` and charge for it."""
         if isinstance(value, str):
             return str(value)
-        chars, width = self.written(value)
+        chars, width = self.text_size(value)
         self.step(chars // SCAN)
         self.reserve(chars * width)
         text = str(value)
         self.make_text(len(text), width)
         return text
 
-    def exceeded(self, what: str) -> FormatError:
-        return FormatError(f"{self._where}: the template goes beyond {what}")
+    def exceeded(self, limit: str) -> FormatError:
+        return FormatError(f"{self._where}: the template exceeds {limit}")
 
 
 _current: ContextVar[Budget] = ContextVar("budget")
@@ -230,13 +231,13 @@ start = _current.set
 stop = _current.reset
 
 
-def listed(values: Iterable[Any]) -> list[Any]:
-    """A list of the values, charged before it is made where their number is known, else one by one."""
+def to_list(values: Iterable[Any]) -> list[Any]:
+    """Collect values into a list, charged up front if their number is known, else one by one."""
     budget = current()
     if isinstance(values, (list, tuple, dict, _KEYS, _VALUES)):
         budget.make_list(len(values))
         return list(values)
-    if isinstance(values, (str, range, _PAIRS)):  # each item is an object of its own
+    if isinstance(values, (str, range, _PAIRS)):  # each item is a new object
         budget.make_list(len(values), 88)
         return list(values)
     items: list[Any] = []

@@ -1,6 +1,6 @@
-"""What operators, comparisons and methods cost a template, as a function of the sizes of their operands.
+"""Costs of operators, comparisons and methods in templates, as functions of operand sizes.
 
-`METHODS` is the list of methods that a template may call, each with its cost; there are no others.
+`METHODS` lists the only methods that a template may call, each with its cost.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from jinja2.runtime import Undefined
 from jinja2.sandbox import SandboxedEscapeFormatter, SandboxedFormatter
 from markupsafe import Markup
 
-from rlx.formats.jinja_budget import CONTAINERS, ITEMS, MAX_BITS, REPR, SCAN, VIEWS, Budget, current, listed, width
+from rlx.formats.jinja_budget import CONTAINERS, ITEMS, MAX_BITS, REPR, SCAN, VIEWS, Budget, current, to_list, width
 
 Cost = Callable[[Budget, Any, Sequence[Any]], None]
-ESCAPED = 6  # characters that HTML has for one, at most, and a copy
+ESCAPED = 6  # most characters per character after HTML escaping, plus a copy
 
-_LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # of str.splitlines
-_MAX_PADDING = 999  # width and precision of a format
+_LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # as in str.splitlines
+_MAX_PADDING = 999  # for width and precision of a format
 _PARENTHESIS = re.compile(r"[()]")
 _PERCENT_FIELD = re.compile(r"[-#0 +]*(\*|[0-9]*)(?:\.(\*|[0-9]*))?[hlL]?(.?)", re.DOTALL)
-_DIGITS = re.compile(r"\d+")  # str.format takes those of all scripts
+_DIGITS = re.compile(r"\d+")  # str.format accepts digits of all scripts
 _NUMBERS = (int, float, complex)
 _NUMBER_CHARS = 400  # "%f" % 1e308, without its precision
 _MAX_KEY = 1 << 16
 
 
 # -- searching -------------------------------------------------------------------------------------------------------
-def search(budget: Budget, text: str, needle: str) -> None:
-    """Forwards, which CPython does in linear time, but not at the speed of memchr."""
+def charge_search(budget: Budget, text: str, needle: str) -> None:
+    """Charge for a forward search: linear time in CPython, but slower than memchr."""
     budget.step(1 + len(text) * min(len(needle) + 1, ITEMS) // SCAN)
 
 
-def search_backwards(budget: Budget, text: str, needle: str) -> None:
-    """Compares the needle at every position. So does stripping: each character against all that are stripped."""
+def charge_reverse_search(budget: Budget, text: str, needle: str) -> None:
+    """Charge for a backward search, which compares at every position, or for stripping a set of characters."""
     budget.step(1 + len(text) * (len(needle) + 1) // SCAN)
 
 
-def replaced(budget: Budget, text: str, old: str, new: str, count: int) -> None:
-    search(budget, text, old)
-    found = text.count(old)
-    times = found if count < 0 else min(found, count)
+def charge_replace(budget: Budget, text: str, old: str, new: str, count: int) -> None:
+    charge_search(budget, text, old)
+    occurrences = text.count(old)
+    times = occurrences if count < 0 else min(occurrences, count)
     growth = ESCAPED if isinstance(text, Markup) else 1
     chars = len(text) + times * max(0, len(new) * growth - len(old))
     budget.step(chars // SCAN + times // ITEMS)
     budget.reserve_text(chars, max(width(text), width(new)))
 
 
-def joined(glue: str, values: Iterable[Any]) -> str:
-    """The texts of the values with the glue between them."""
+def join_texts(glue: str, values: Iterable[Any]) -> str:
+    """Join the texts of the values with `glue`, charged."""
     budget = current()
-    parts = [budget.text(value) for value in listed(values)]
+    parts = [budget.text(value) for value in to_list(values)]
     chars = sum(map(len, parts)) + len(glue) * len(parts)
     wide = max([width(glue), *map(width, parts)])
     budget.step(chars // SCAN + len(parts) // ITEMS)
     budget.reserve_text(chars, wide)
     budget.reserve(chars * wide * (ESCAPED if isinstance(glue, Markup) else 1))
-    text: str = budget.made(glue.join(parts))  # markup, if the glue is
+    text: str = budget.charge_result(glue.join(parts))  # Markup if the glue is
     return text
 
 
@@ -69,13 +69,13 @@ def count_lines(text: str) -> int:
 
 
 # -- formats ---------------------------------------------------------------------------------------------------------
-def percent(budget: Budget, text: str, values: Any) -> None:
-    """`text % values`."""
+def charge_percent(budget: Budget, text: str, values: Any) -> None:
+    """Charge for `text % values`."""
     if isinstance(values, tuple):
-        given: Iterable[Any] = values
+        operands: Iterable[Any] = values
     else:
-        given = values.values() if isinstance(values, dict) else (values,)
-    sizes = [budget.written(value) for value in given]
+        operands = values.values() if isinstance(values, dict) else (values,)
+    sizes = [budget.text_size(value) for value in operands]
     longest = max((chars for chars, _ in sizes), default=0)
     growth = ESCAPED if isinstance(text, Markup) else 1
     chars = len(text) + sum(
@@ -87,7 +87,7 @@ def percent(budget: Budget, text: str, values: Any) -> None:
 
 
 def _percent_fields(budget: Budget, text: str) -> Iterator[tuple[int, str]]:
-    """Width plus precision of each field, with room for a number, and its conversion."""
+    """Yield for each field an upper bound on its padding, and its conversion."""
     at = text.find("%") + 1
     while at:
         budget.step()
@@ -100,13 +100,13 @@ def _percent_fields(budget: Budget, text: str) -> Iterator[tuple[int, str]]:
 
 
 def _after_key(budget: Budget, text: str, at: int) -> int:
-    """Where the key that opens here has ended: parentheses nest."""
+    """End of the parenthesised key that opens at `at`; parentheses nest."""
     depth = 0
-    for found in _PARENTHESIS.finditer(text, at):
+    for match in _PARENTHESIS.finditer(text, at):
         budget.step()
-        depth += 1 if found[0] == "(" else -1
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return found.end()
+            return match.end()
     return len(text)
 
 
@@ -120,7 +120,7 @@ def _padding(budget: Budget, numbers: Iterable[str]) -> int:
 
 
 class _Charged(SandboxedFormatter):
-    """`str.format`, each field charged before it is formatted."""
+    """`str.format` that charges for each field before formatting it."""
 
     growth = 1
 
@@ -132,15 +132,15 @@ class _Charged(SandboxedFormatter):
         if conversion is None:
             return value
         budget = current()
-        chars, wide = budget.written(value)
+        chars, wide = budget.text_size(value)
         budget.step(chars // SCAN)
         budget.reserve(chars * REPR * wide)
-        return budget.made(super().convert_field(value, conversion))
+        return budget.charge_result(super().convert_field(value, conversion))
 
     def format_field(self, value: Any, format_spec: str) -> str:
         budget = current()
         budget.step(1 + len(format_spec) // SCAN)
-        chars, wide = budget.written(value)
+        chars, wide = budget.text_size(value)
         padding = _padding(budget, _DIGITS.findall(format_spec))
         wide = max(wide, width(format_spec))
         budget.reserve((chars + padding) * self.growth * wide)
@@ -154,7 +154,7 @@ class _ChargedMarkup(_Charged, SandboxedEscapeFormatter):
 
 
 def formatter(environment: Any, text: str) -> Callable[..., str]:
-    """The method `format` of a text."""
+    """The charged `format` method of a text."""
     kind = type(text)
     runner = _ChargedMarkup(environment, escape=Markup.escape) if isinstance(text, Markup) else _Charged(environment)
 
@@ -175,7 +175,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def compare(left: Any, *rest: Any) -> Any:
-    """`a < b <= c` from a, "lt", b, "lteq", c."""
+    """Evaluate a comparison chain: `a < b <= c` is passed as a, "lt", b, "lteq", c."""
     result: Any = True
     budget = current()
     for name, right in zip(rest[::2], rest[1::2], strict=True):
@@ -199,17 +199,17 @@ def _charge_order(budget: Budget, left: Any, right: Any) -> None:
 def _charge_in(budget: Budget, item: Any, values: Any) -> None:
     if isinstance(values, str):
         if isinstance(item, str):
-            search(budget, values, item)
+            charge_search(budget, values, item)
     elif isinstance(values, dict):
         check_key(item)
     elif isinstance(values, CONTAINERS):
         budget.step(budget.size(item).steps + budget.size(values).steps)
-    else:  # a range, or an iterator that tells how much is left of it
+    else:  # a range, or an iterator with a length hint
         budget.step(operator.length_hint(values, 0) * (1 + budget.size(item).steps) // ITEMS)
 
 
 def check_key(key: Any) -> Any:
-    """Refuse keys that take long to hash, each time anew."""
+    """Reject keys that are slow to hash, which happens on every lookup."""
     if isinstance(key, tuple):
         raise TypeError("a tuple cannot be a key")
     if isinstance(key, str) and len(key) > _MAX_KEY:
@@ -218,7 +218,7 @@ def check_key(key: Any) -> Any:
 
 
 def take_slice(values: Any, start: Any, stop: Any, step: Any) -> Any:
-    """`values[start:stop:step]`."""
+    """Return `values[start:stop:step]`, charged."""
     budget = current()
     budget.step()
     if isinstance(values, (str, list, tuple)):
@@ -232,7 +232,7 @@ def take_slice(values: Any, start: Any, stop: Any, step: Any) -> Any:
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
-def binary(budget: Budget, symbol: str, left: Any, right: Any) -> None:
+def charge_binary(budget: Budget, symbol: str, left: Any, right: Any) -> None:
     budget.step()
     if symbol == "+" and isinstance(left, str) and isinstance(right, str):
         chars, wide = len(left) + len(right), max(width(left), width(right))
@@ -252,7 +252,7 @@ def binary(budget: Budget, symbol: str, left: Any, right: Any) -> None:
     elif symbol == "*" and isinstance(right, (str, list, tuple)) and isinstance(left, int):
         _charge_repeat(budget, right, left)
     elif symbol == "%" and isinstance(left, str):
-        percent(budget, left, right)
+        charge_percent(budget, left, right)
     elif not isinstance(left, Undefined) and not isinstance(right, Undefined):
         kinds = f"{type(left).__name__!r} and {type(right).__name__!r}"
         raise TypeError(f"unsupported operand type(s) for {symbol}: {kinds}")
@@ -292,8 +292,8 @@ def _split(charge: Callable[[Budget, str, str], None]) -> Cost:
         needle = _needle(args)
         charge(budget, text, needle)
         pieces = 1 + (text.count(needle) if needle else len(text) // 2)
-        most = min((n for n in args if type(n) is int and n >= 0), default=pieces)
-        _charge_pieces(budget, text, min(pieces, most + 1))
+        max_splits = min((n for n in args if type(n) is int and n >= 0), default=pieces)
+        _charge_pieces(budget, text, min(pieces, max_splits + 1))
 
     return cost
 
@@ -315,21 +315,21 @@ def _splitlines(budget: Budget, text: str, args: Sequence[Any]) -> None:
     _charge_pieces(budget, text, count_lines(text))
 
 
-def _ends(budget: Budget, text: str, args: Sequence[Any]) -> None:
+def _charge_args(budget: Budget, text: str, args: Sequence[Any]) -> None:
     budget.step(sum(budget.size(arg).steps for arg in args))
 
 
 def _replace(budget: Budget, text: str, args: Sequence[Any]) -> None:
     texts = [arg for arg in args if isinstance(arg, str)]
     if len(texts) == 2:
-        replaced(budget, text, texts[0], texts[1], next((arg for arg in args if type(arg) is int), -1))
+        charge_replace(budget, text, texts[0], texts[1], next((arg for arg in args if type(arg) is int), -1))
 
 
-def _look_at_all(budget: Budget, values: Any, args: Sequence[Any]) -> None:
+def _charge_all(budget: Budget, values: Any, args: Sequence[Any]) -> None:
     budget.step(budget.size(values).steps)
 
 
-def _look_up(budget: Budget, values: Any, args: Sequence[Any]) -> None:
+def _check_key_arg(budget: Budget, values: Any, args: Sequence[Any]) -> None:
     for key in args[:1]:
         check_key(key)
 
@@ -338,28 +338,28 @@ def _free(budget: Budget, owner: Any, args: Sequence[Any]) -> None:
     pass
 
 
-CASE = _scan(64, 6)  # outside ASCII a character may become three, made in a buffer of its own
-_METHODS_OF_TEXT: dict[str, Cost] = {
+CASE = _scan(64, 6)  # a non-ASCII character may become three, in a separate buffer
+_TEXT_METHODS: dict[str, Cost] = {
     **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper"), CASE),
     **dict.fromkeys((
         "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable",
         "isspace", "istitle", "isupper",
     ), _scan(64)),
-    **dict.fromkeys(("count", "find", "index"), _with_needle(search)),
-    **dict.fromkeys(("rfind", "rindex", "lstrip", "rstrip", "strip"), _with_needle(search_backwards)),
-    **dict.fromkeys(("endswith", "removeprefix", "removesuffix", "startswith"), _ends),
-    "split": _split(search), "rsplit": _split(search_backwards), "splitlines": _splitlines,
-    "partition": _partition(search), "rpartition": _partition(search_backwards), "replace": _replace,
-    "join": _free, "format": _free,  # charged as they run: `joined`, `formatter`
+    **dict.fromkeys(("count", "find", "index"), _with_needle(charge_search)),
+    **dict.fromkeys(("rfind", "rindex", "lstrip", "rstrip", "strip"), _with_needle(charge_reverse_search)),
+    **dict.fromkeys(("endswith", "removeprefix", "removesuffix", "startswith"), _charge_args),
+    "split": _split(charge_search), "rsplit": _split(charge_reverse_search), "splitlines": _splitlines,
+    "partition": _partition(charge_search), "rpartition": _partition(charge_reverse_search), "replace": _replace,
+    "join": _free, "format": _free,  # charged as they run, by `join_texts` and `formatter`
 }  # fmt: skip
 METHODS: tuple[tuple[Any, Mapping[str, Cost]], ...] = (
-    (str, _METHODS_OF_TEXT),
-    (dict, {"copy": _look_at_all, "get": _look_up, "items": _free, "keys": _free, "values": _free}),
-    ((list, tuple), dict.fromkeys(("copy", "count", "index"), _look_at_all)),
+    (str, _TEXT_METHODS),
+    (dict, {"copy": _charge_all, "get": _check_key_arg, "items": _free, "keys": _free, "values": _free}),
+    ((list, tuple), dict.fromkeys(("copy", "count", "index"), _charge_all)),
     ((int, float, complex, range, *VIEWS), {"is_integer": _free}),
 )
 
 
 def methods_of(value: Any) -> Mapping[str, Cost] | None:
-    """The methods of a value with their costs; None where Jinja's own objects have them."""
+    """The allowed methods of a value with their costs; None for Jinja's own objects."""
     return next((methods for kind, methods in METHODS if isinstance(value, kind)), None)

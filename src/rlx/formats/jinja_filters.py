@@ -1,6 +1,6 @@
 """Filters, tests and globals of templates, each charged to the budget before it runs.
 
-Jinja's own where that suffices, with a cost from a table; a filter or test that is in no table does not exist.
+Jinja's own where possible, with costs from tables; filters and tests in no table do not exist.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from jinja2.tests import TESTS as _TESTS
 from jinja2.utils import Namespace
 
 from rlx.errors import RequestError, shortened
-from rlx.formats.jinja_budget import REPR, SCAN, current, listed, width
+from rlx.formats.jinja_budget import REPR, SCAN, current, to_list, width
 from rlx.formats.jinja_costs import (
+    charge_percent,
+    charge_replace,
+    charge_reverse_search,
     check_key,
     compare,
     count_lines,
-    joined,
-    percent,
-    replaced,
-    search_backwards,
+    join_texts,
     take_slice,
 )
 from rlx.formats.tensor_file import quoted
 
 _MAX_PATH = 8  # parts of `attribute="a.b.c"`
-_MAX_DIGITS = 1000  # of a text that is read as a number
+_MAX_DIGITS = 1000  # of a text converted to a number
 _MAX_INDENT = 64
 _MAX_SEPARATOR = 64
 _WIDE_TIME = re.compile(r"%[^a-zA-Z%]*\d")  # glibc's "%9999Y"
 
-# Filters of a text: characters per step, and bytes needed per byte of the text, results and scratch together.
-_OF_TEXT = {
+# Text filters: characters per step, and bytes per byte of text for result and scratch together.
+_TEXT_FILTERS = {
     "capitalize": (64, 6), "lower": (64, 6), "upper": (64, 6), "title": (4, 100), "string": (SCAN, 1),
     "safe": (SCAN, 2), "e": (256, 12), "escape": (256, 12), "forceescape": (256, 12), "urlencode": (16, 12),
     "striptags": (4, 64), "wordcount": (16, 40), "truncate": (SCAN, 2),
 }  # fmt: skip
-_LAZY = {"items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}  # give iterators
+_LAZY = {"items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}  # return iterators
 _CHEAP = {"abs", "attr", "count", "d", "default", "first", "last", "length"}
 _CHEAP_TESTS = {
     "boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping", "none",
     "number", "sameas", "sequence", "string", "test", "true", "undefined",
 }  # fmt: skip
-_TESTS_OF_TEXT = {"lower", "upper"}
-_TESTS_OF_NUMBERS = {"divisibleby", "even", "odd"}
-_TESTS_THAT_COMPARE = {
+_TEXT_TESTS = {"lower", "upper"}
+_NUMBER_TESTS = {"divisibleby", "even", "odd"}
+_COMPARE_TESTS = {
     "eq": "eq", "equalto": "eq", "==": "eq", "ne": "ne", "!=": "ne", "lt": "lt", "lessthan": "lt", "<": "lt",
     "le": "lteq", "<=": "lteq", "gt": "gt", "greaterthan": "gt", ">": "gt", "ge": "gteq", ">=": "gteq", "in": "in",
 }  # fmt: skip
@@ -63,24 +63,24 @@ TESTS: dict[str, Any] = dict(_TESTS)
 
 # -- Jinja's own, charged --------------------------------------------------------------------------------------------
 def _operands(run: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without the environment or context that Jinja passes first."""
+    """Arguments without the environment or context that Jinja passes first."""
     return args[1:] if hasattr(run, "jinja_pass_arg") else args
 
 
 def _counted(run: Function) -> Function:
-    """One step; the result is charged unless it is the operand itself."""
+    """Charge one step, and the result unless it is one of the operands."""
 
-    @wraps(run)  # keeps the marks by which Jinja knows what to pass
+    @wraps(run)  # keeps the attributes that tell Jinja what to pass
     def counted(*args: Any, **kwargs: Any) -> Any:
         current().step()
         result = run(*args, **kwargs)
-        return result if any(result is arg for arg in args) else current().made(result)
+        return result if any(result is arg for arg in args) else current().charge_result(result)
 
     return counted
 
 
 def _cheap(run: Function) -> Function:
-    """One step; the result, if not a small one, was there before."""
+    """Charge one step; the result is small or already exists."""
 
     @wraps(run)
     def cheap(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def _of_text(run: Function, chars_per_step: int, bytes_per_byte: int) -> Functio
     def of_text(*args: Any, **kwargs: Any) -> Any:
         budget = current()
         for value in (*_operands(run, args), *kwargs.values()):
-            chars, wide = budget.written(value)
+            chars, wide = budget.text_size(value)
             budget.step(chars // chars_per_step)
             budget.reserve(chars * bytes_per_byte * wide)
         return run(*args, **kwargs)
@@ -104,7 +104,7 @@ def _of_text(run: Function, chars_per_step: int, bytes_per_byte: int) -> Functio
 
 
 def _lazy(run: Function) -> Function:
-    """An iterator as in Jinja, which is always true, over values that are worked out now: chains do not nest."""
+    """Return an iterator, as Jinja does, but over values computed eagerly, so chains do not nest."""
 
     @wraps(run)
     def lazy(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def _lazy(run: Function) -> Function:
             if isinstance(value, str):  # `reverse`
                 current().make_text(len(value), width(value))
         result = run(*args, **kwargs)
-        return result if isinstance(result, str) else iter(listed(result))
+        return result if isinstance(result, str) else iter(to_list(result))
 
     return lazy
 
@@ -130,7 +130,7 @@ def _compares(name: str) -> Function:
 
 
 def _of_numbers(run: Function) -> Function:
-    """Of a text, `value % 2` would be a format."""
+    """Accept only numbers: for a text, `value % 2` would format it."""
 
     @wraps(run)
     def of_numbers(*values: Any) -> Any:
@@ -145,18 +145,18 @@ def _of_numbers(run: Function) -> Function:
 
 # -- filters ---------------------------------------------------------------------------------------------------------
 def _list(values: Iterable[Any]) -> Any:
-    return current().check(listed(values))
+    return current().check(to_list(values))
 
 
 def _trim(value: Any, chars: str | None = None) -> str:
     text = value if isinstance(value, str) else current().text(value)
-    search_backwards(current(), text, chars or "")
+    charge_reverse_search(current(), text, chars or "")
     return text.strip(chars)
 
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
     text, old, new = (current().text(part) for part in (value, old, new))
-    replaced(current(), text, old, new, -1 if count is None else count)
+    charge_replace(current(), text, old, new, -1 if count is None else count)
     return str(text.replace(old, new, -1 if count is None else count))
 
 
@@ -164,13 +164,13 @@ def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
 def _join(env: Environment, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
     _check_path(attribute)
     if attribute is not None:
-        value = map(make_attrgetter(env, attribute), listed(value))
-    return joined(current().text(d), value)
+        value = map(make_attrgetter(env, attribute), to_list(value))
+    return join_texts(current().text(d), value)
 
 
 def _format(value: Any, *args: Any, **kwargs: Any) -> Any:
     text = value if isinstance(value, str) else current().text(value)
-    percent(current(), text, kwargs or args)
+    charge_percent(current(), text, kwargs or args)
     return text % (kwargs or args)
 
 
@@ -211,15 +211,15 @@ def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
 def _sum(env: Environment, value: Iterable[Any], attribute: str | int | None = None, start: float = 0) -> Any:
     _check_path(attribute)
     if not isinstance(start, (int, float)):
-        raise TypeError("sum: adds numbers only")  # lists would be copied once for each
-    return FILTERS["sum"](env, listed(value), attribute, start)
+        raise TypeError("sum: adds numbers only")  # lists would be copied on every addition
+    return FILTERS["sum"](env, to_list(value), attribute, start)
 
 
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
     separators: tuple[str, str] | None = None, sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """As transformers has it: Jinja's own would escape HTML."""
+    """`tojson` as in transformers: Jinja's own escapes HTML."""
     budget = current()
     between = 4
     for separator in separators or ():
@@ -232,7 +232,7 @@ def _tojson(
         if length > _MAX_INDENT:
             raise budget.exceeded(f"an indent of {_MAX_INDENT}")
         between += 1 + max(length, 0) * (size.nesting + 1)
-        budget.step(4 * size.items)  # not in C
+        budget.step(4 * size.items)  # the pure Python encoder
     budget.step(8 * size.steps)
     own = max([size.width, *(width(text) for text in (indent, *(separators or ())) if isinstance(text, str))])
     chars = size.chars * (2 * REPR if ensure_ascii else 6) + size.items * (between + 24)
@@ -242,10 +242,10 @@ def _tojson(
 
 # -- filters that order values by keys -------------------------------------------------------------------------------
 def _keyed(env: Environment, value: Iterable[Any], attribute: Any, default: Any = None) -> list[Any]:
-    """The values in a list, after charging for their keys: read, copied in lower case, and compared as sorting does."""
+    """List the values after charging for their keys: read, lower-cased and compared as in sorting."""
     _check_path(attribute)
     key_of = make_attrgetter(env, attribute, default=default)
-    return _charged_keys(listed(value), lambda item: (key_of(item),))
+    return _charged_keys(to_list(value), lambda item: (key_of(item),))
 
 
 def _charged_keys(values: list[Any], keys_of: Callable[[Any], Iterable[Any]]) -> list[Any]:
@@ -269,7 +269,7 @@ def _sort(
     env: Environment, value: Iterable[Any], reverse: bool = False, case_sensitive: bool = False, attribute: Any = None
 ) -> Any:
     _check_path(attribute)
-    values = _charged_keys(listed(value), make_multi_attrgetter(env, attribute))
+    values = _charged_keys(to_list(value), make_multi_attrgetter(env, attribute))
     return FILTERS["sort"](env, values, reverse, case_sensitive, attribute)
 
 
@@ -279,7 +279,7 @@ def _unique(env: Environment, value: Iterable[Any], case_sensitive: bool = False
     key_of = make_attrgetter(env, attribute)
     for item in values:
         check_key(key_of(item))
-    return iter(listed(FILTERS["unique"](env, values, case_sensitive, attribute)))
+    return iter(to_list(FILTERS["unique"](env, values, case_sensitive, attribute)))
 
 
 @pass_environment
@@ -307,14 +307,14 @@ def _dictsort(
     return FILTERS["dictsort"](value, case_sensitive, by, reverse)
 
 
-# -- what the sandbox puts into the tree of a template ---------------------------------------------------------------
+# -- filters that the sandbox inserts into the AST -------------------------------------------------------------------
 class Steps:
-    """The values of a loop, each at least a step; it has a length, since `loop.length` asks for it."""
+    """The values of a loop, charged one step or more per iteration; sized, for `loop.length`."""
 
     def __init__(self, values: Iterable[Any], pieces: int) -> None:
         sized = isinstance(values, (list, tuple, range))
-        self._values: Any = values if sized else listed(values)
-        self.pieces = pieces  # of text that a turn writes, at most
+        self._values: Any = values if sized else to_list(values)
+        self.pieces = pieces  # most text pieces written per iteration
 
     def __len__(self) -> int:
         return len(self._values)
@@ -328,12 +328,12 @@ class Steps:
 
 
 def _concat(*parts: Any) -> str:
-    return joined("", parts)
+    return join_texts("", parts)
 
 
-_IN_TREES: dict[str, Function] = {
+_AST_FILTERS: dict[str, Function] = {
     "rlx_steps": Steps, "rlx_concat": _concat, "rlx_compare": compare, "rlx_slice": take_slice, "rlx_key": check_key,
-    "rlx_literal": lambda value: current().made(value),
+    "rlx_literal": lambda value: current().charge_result(value),
 }  # fmt: skip
 
 
@@ -343,29 +343,29 @@ _OWN: dict[str, Function] = {
     "float": _float, "round": _round, "sum": _sum, "tojson": _tojson, "sort": _sort, "unique": _unique,
     "groupby": _groupby, "dictsort": _dictsort,
 }  # fmt: skip
-FILTERS_OF_TEMPLATES: dict[str, Function] = {
-    **_IN_TREES,
+TEMPLATE_FILTERS: dict[str, Function] = {
+    **_AST_FILTERS,
     **{name: _cheap(FILTERS[name]) for name in _CHEAP},
     **{name: _cheap(_lazy(FILTERS[name])) for name in _LAZY},
-    **{name: _counted(_of_text(FILTERS[name], *rates)) for name, rates in _OF_TEXT.items()},
+    **{name: _counted(_of_text(FILTERS[name], *rates)) for name, rates in _TEXT_FILTERS.items()},
     **{name: _counted(run) for name, run in _OWN.items()},
     "list": _cheap(_list), "min": _cheap(_min), "max": _cheap(_max),
 }  # fmt: skip
-TESTS_OF_TEMPLATES: dict[str, Function] = {
+TEMPLATE_TESTS: dict[str, Function] = {
     **{name: _cheap(TESTS[name]) for name in _CHEAP_TESTS},
-    **{name: _cheap(_of_text(TESTS[name], 64, 1)) for name in _TESTS_OF_TEXT},
-    **{name: _of_numbers(TESTS[name]) for name in _TESTS_OF_NUMBERS},
-    **{name: _compares(operator) for name, operator in _TESTS_THAT_COMPARE.items()},
+    **{name: _cheap(_of_text(TESTS[name], 64, 1)) for name in _TEXT_TESTS},
+    **{name: _of_numbers(TESTS[name]) for name in _NUMBER_TESTS},
+    **{name: _compares(operator) for name, operator in _COMPARE_TESTS.items()},
 }
 
 
 # -- globals ---------------------------------------------------------------------------------------------------------
 class _Namespace(Namespace):
-    """Jinja's, without names that Python itself reads, and without writing itself out."""
+    """Jinja's namespace without private names, and with a constant repr."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *given = args  # `namespace(self=1)` is allowed
-        values = _dict(*given, **kwargs)
+        self, *positional = args  # `namespace(self=1)` is allowed
+        values = _dict(*positional, **kwargs)
         for name in values:
             _check_name(name)
         Namespace.__init__(self, values)
@@ -381,14 +381,14 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or name.startswith("_"):
-        raise ValueError(f"namespace: {quoted(name)} is no name for a value")
+        raise ValueError(f"namespace: {quoted(name)} is not a valid name")
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     if len(args) > 1:
         raise TypeError(f"dict: expected at most 1 argument, found {len(args)}")
-    given = args[0] if args else {}
-    pairs = listed(given.items() if isinstance(given, dict) else given)
+    source = args[0] if args else {}
+    pairs = to_list(source.items() if isinstance(source, dict) else source)
     for key, _ in pairs:
         check_key(key)
     current().make_list(len(pairs) + len(kwargs), 104)
@@ -404,7 +404,7 @@ def _range(*bounds: int) -> range:
 
 
 def _raise_exception(message: Any = "") -> None:
-    """Called by templates that cannot render these messages: the caller's fault, not the template's."""
+    """Called by templates that reject the messages: RequestError, since it is the caller's fault."""
     raise RequestError(f"{shortened(current().text(message), 300) or 'refused'} (says the chat template)")
 
 
@@ -414,7 +414,7 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-GLOBALS_OF_TEMPLATES: Mapping[str, Any] = {
+TEMPLATE_GLOBALS: Mapping[str, Any] = {
     "range": _range, "dict": _dict, "namespace": _Namespace, "raise_exception": _raise_exception,
     "strftime_now": _strftime_now,
 }  # fmt: skip

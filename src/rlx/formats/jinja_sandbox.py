@@ -1,10 +1,10 @@
-"""Jinja for templates that come with a model, which are programs by strangers: no files, no internals, and bounds.
+"""Sandboxed Jinja for chat templates, which are untrusted programs: no file access, no Python internals, bounded cost.
 
-Built on Jinja's immutable sandbox, set up as transformers sets it up. A rendering ends, with a FormatError where need
-be, within one budget of bytes, steps and seconds (`jinja_budget.py`). It holds because every way to repeat, to multiply
-or to look at all of a value is charged first: loops, comparisons, slices, keys, `~` and literals are rewritten in the
-template's tree; operators, calls and the joining of a block's text are Jinja's own hooks (`jinja_costs.py`); filters
-and tests are wrapped (`jinja_filters.py`); and constants are not folded.
+Built on Jinja's immutable sandbox with the settings of transformers. A rendering stays within a budget of bytes, steps
+and seconds (`jinja_budget.py`) or raises FormatError. Every operation that repeats, multiplies or scans a value is
+charged before it runs: loops, comparisons, slices, keys, `~` and literals are rewritten in the template's AST;
+operators, calls and block joins use Jinja's hooks (`jinja_costs.py`); filters and tests are wrapped
+(`jinja_filters.py`); and constant folding is off.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from markupsafe import Markup
 from rlx.errors import FormatError, RlxError, shortened
 from rlx.formats import jinja_budget
 from rlx.formats.jinja_budget import MAX_BITS, MAX_DEPTH, VIEWS, Budget, current, width
-from rlx.formats.jinja_costs import Cost, binary, formatter, joined, methods_of
-from rlx.formats.jinja_filters import FILTERS_OF_TEMPLATES, GLOBALS_OF_TEMPLATES, TESTS_OF_TEMPLATES, Steps
+from rlx.formats.jinja_costs import Cost, charge_binary, formatter, join_texts, methods_of
+from rlx.formats.jinja_filters import TEMPLATE_FILTERS, TEMPLATE_GLOBALS, TEMPLATE_TESTS, Steps
 
 MAX_TEMPLATE_CHARS = 1 << 17
-MAX_TOKENS = 1 << 14  # compiling takes time in their number, and for some in its square
+MAX_TOKENS = 1 << 14  # compile time is linear in them, for some templates quadratic
 
 
 class Program:
-    """A template, checked and compiled. `reads_parts`: it takes the content of messages apart by itself."""
+    """A checked and compiled template. `reads_parts`: whether it handles message content parts itself."""
 
     def __init__(self, source: str, where: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -42,24 +42,24 @@ class Program:
         self.where = where
         try:
             tree = _ENVIRONMENT.parse(source)
-            _refuse(tree, where)
+            _reject_unsafe(tree, where)
             self.reads_parts = _reads_parts(tree)
             self._template = _ENVIRONMENT.from_string(_Bounded().visit(tree))
         except TemplateSyntaxError as error:
-            raise FormatError(f"{where}, line {error.lineno}: {_shown(error.message)}") from error
+            raise FormatError(f"{where}, line {error.lineno}: {_short_message(error.message)}") from error
         except (RecursionError, MemoryError) as error:
             raise FormatError(f"{where}: nested too deeply") from error
         except (TemplateError, SyntaxError, ValueError, OverflowError) as error:
-            raise FormatError(f"{where}: {_shown(error)}") from error
+            raise FormatError(f"{where}: {_short_message(error)}") from error
 
     def render(self, variables: dict[str, Any]) -> str:
-        """The text that the template makes of the variables, which must be plain data."""
+        """Render the template with variables, which must be plain data."""
         return self.render_within(Budget(self.where), variables)
 
     def render_within(self, budget: Budget, variables: dict[str, Any]) -> str:
         token = jinja_budget.start(budget)
         try:
-            budget.check_given(variables)
+            budget.check_variables(variables)
             pieces = []
             for piece in self._template.root_render_func(self._template.new_context(variables)):
                 budget.write(piece)
@@ -69,39 +69,39 @@ class Program:
             raise
         except RecursionError as error:
             raise FormatError(f"{self.where}: calls itself without end") from error
-        except Exception as error:  # whatever an operator, a filter or a method raises
-            raise FormatError(f"{self.where}: {type(error).__name__}: {_shown(error)}") from error
+        except Exception as error:  # raised by an operator, a filter or a method
+            raise FormatError(f"{self.where}: {type(error).__name__}: {_short_message(error)}") from error
         finally:
             jinja_budget.stop(token)
 
 
-def _shown(error: object) -> str:
+def _short_message(error: object) -> str:
     return shortened(str(error), 300)
 
 
-# -- the tree of a template ------------------------------------------------------------------------------------------
+# -- the template's AST ----------------------------------------------------------------------------------------------
 class _Bounded(NodeTransformer):
-    """Put loops, comparisons, slices, computed keys, `~` and literals through filters that charge for them."""
+    """Route loops, comparisons, slices, computed keys, `~` and literals through filters that charge for them."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         pieces = _pieces(node.body) + _pieces(node.else_)
         self.generic_visit(node)
-        node.iter = _through("rlx_steps", node.iter, nodes.Const(pieces))
+        node.iter = _apply_filter("rlx_steps", node.iter, nodes.Const(pieces))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
-        return _through("rlx_concat", *node.nodes)
+        return _apply_filter("rlx_concat", *node.nodes)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
         self.generic_visit(node)
         rest = [part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr)]
-        return _through("rlx_compare", node.expr, *rest)
+        return _apply_filter("rlx_compare", node.expr, *rest)
 
     def visit_List(self, node: nodes.Literal) -> nodes.Expr:
         self.generic_visit(node)
         target = isinstance(node, nodes.Tuple) and node.ctx != "load"
-        return node if target else _through("rlx_literal", node)
+        return node if target else _apply_filter("rlx_literal", node)
 
     visit_Tuple = visit_List
 
@@ -116,34 +116,34 @@ class _Bounded(NodeTransformer):
             node.arg = _key(node.arg)
             return node
         bounds = (node.arg.start, node.arg.stop, node.arg.step)
-        return _through("rlx_slice", node.node, *(bound or nodes.Const(None) for bound in bounds))
+        return _apply_filter("rlx_slice", node.node, *(bound or nodes.Const(None) for bound in bounds))
 
 
-def _through(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
+def _apply_filter(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
 def _key(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _through("rlx_key", node)
+    return node if isinstance(node, nodes.Const) else _apply_filter("rlx_key", node)
 
 
 def _pieces(body: Iterable[nodes.Node]) -> int:
-    """How many pieces of text the nodes write when they run once, loops in them left out."""
+    """Number of text pieces that one pass over the nodes writes, excluding inner loops."""
     count = 0
-    waiting = list(body)
-    while waiting:
-        node = waiting.pop()
+    stack = list(body)
+    while stack:
+        node = stack.pop()
         if isinstance(node, nodes.Output):
             count += len(node.nodes)
         elif not isinstance(node, (nodes.For, nodes.Expr)):
-            waiting.extend(node.iter_child_nodes())
+            stack.extend(node.iter_child_nodes())
     return count
 
 
 _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
-def _refuse(tree: nodes.Template, where: str) -> None:
+def _reject_unsafe(tree: nodes.Template, where: str) -> None:
     for node in tree.find_all((*_OTHER_FILES, nodes.EvalContextModifier, nodes.Const)):
         if isinstance(node, _OTHER_FILES):
             raise FormatError(f"{where}, line {node.lineno}: {type(node).__name__.lower()} of another template")
@@ -154,26 +154,26 @@ def _refuse(tree: nodes.Template, where: str) -> None:
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether there is a `part.text` or `part['text']`."""
+    """Whether the template reads `part.text` or `part['text']`."""
     by_name = (node.attr == "text" for node in tree.find_all(nodes.Getattr))
     by_key = (isinstance(n.arg, nodes.Const) and n.arg.value == "text" for n in tree.find_all(nodes.Getitem))
     return any(by_name) or any(by_key)
 
 
 # -- the environment -------------------------------------------------------------------------------------------------
-def _written(pieces: Iterable[str]) -> str:
-    """The text of a block, a macro or a call, from its pieces."""
+def _join_pieces(pieces: Iterable[str]) -> str:
+    """Join the pieces of a block, macro or call into its text."""
     parts = list(pieces)
     current().make_text(sum(map(len, parts)), max(map(width, parts), default=1))
     return "".join(parts)
 
 
-_SCOPES = ("_loop_vars", "_block_vars")  # that Jinja passes along with the arguments of a call
+_SCOPES = ("_loop_vars", "_block_vars")  # passed by Jinja along with the arguments of a call
 
 
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
-    concat = staticmethod(_written)
+    concat = staticmethod(_join_pieces)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if not super().is_safe_attribute(obj, attr, value):
@@ -188,20 +188,20 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = current()
-        binary(budget, operator, left, right)
+        charge_binary(budget, operator, left, right)
         result = super().call_binop(context, operator, left, right)
-        charged = operator != "%" and not isinstance(result, Markup)  # what is escaped or formatted has any length
-        return budget.check(result) if charged else budget.made(result)
+        charged = operator != "%" and not isinstance(result, Markup)  # escaping and formatting can produce any length
+        return budget.check(result) if charged else budget.charge_result(result)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = current()
         budget.step()
-        given = (*args, *(value for name, value in kwargs.items() if name not in _SCOPES))
-        budget.check_together(given)
+        values = (*args, *(value for name, value in kwargs.items() if name not in _SCOPES))
+        budget.check_together(values)
         owner = getattr(obj, "__self__", None)
         methods = None if owner is None else methods_of(owner)
         if methods is not None:
-            return self._call_method(context, obj, methods[obj.__name__], given, args, kwargs)
+            return self._call_method(context, obj, methods[obj.__name__], values, args, kwargs)
         budget.depth += 1
         if budget.depth > MAX_DEPTH:
             raise budget.exceeded(f"{MAX_DEPTH} nested calls")
@@ -211,22 +211,22 @@ class _Environment(ImmutableSandboxedEnvironment):
             result = super().call(context, obj, *args, **kwargs)
         finally:
             budget.depth -= 1
-        written = isinstance(obj, (Macro, BlockReference, LoopContext))  # their text is charged where it is joined
-        return result if written else budget.made(result)
+        written = isinstance(obj, (Macro, BlockReference, LoopContext))  # charged when their text is joined
+        return result if written else budget.charge_result(result)
 
     def _call_method(
-        self, context: Context, method: Any, cost: Cost, given: tuple[Any, ...], args: Any, kwargs: dict[str, Any]
+        self, context: Context, method: Any, cost: Cost, values: tuple[Any, ...], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         owner = method.__self__
-        if isinstance(owner, str) and method.__name__ == "join" and len(given) == 1:
-            return joined(owner, given[0])
-        cost(current(), owner, given)
+        if isinstance(owner, str) and method.__name__ == "join" and len(values) == 1:
+            return join_texts(owner, values[0])
+        cost(current(), owner, values)
         result = super().call(context, method, *args, **kwargs)
-        return result if result is owner else current().made(result)
+        return result if result is owner else current().charge_result(result)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here its body is simply rendered."""
+    """`{% generation %}` marks assistant text for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -237,7 +237,7 @@ class _Generation(Extension):
 
 
 class _Length(Extension):
-    """A bound on the length of programs; text between them is free."""
+    """Limits the number of template tokens; literal text is free."""
 
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
         for count, token in enumerate(stream):
@@ -248,7 +248,7 @@ class _Length(Extension):
 
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    """Called with every value that is printed. That it takes the context keeps Jinja from folding constants."""
+    """Jinja's hook for every printed value. Taking the context keeps Jinja from folding constants."""
     current().step()
     return value if isinstance(value, str) else current().text(value)
 
@@ -261,10 +261,10 @@ def _environment() -> _Environment:
         finalize=_finalize,
         optimized=False,
     )
-    environment.filters = dict(FILTERS_OF_TEMPLATES)
-    environment.tests = dict(TESTS_OF_TEMPLATES)
+    environment.filters = dict(TEMPLATE_FILTERS)
+    environment.tests = dict(TEMPLATE_TESTS)
     del environment.globals["lipsum"]  # random text
-    environment.globals.update(GLOBALS_OF_TEMPLATES)
+    environment.globals.update(TEMPLATE_GLOBALS)
     return environment
 
 

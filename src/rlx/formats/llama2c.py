@@ -1,9 +1,9 @@
-"""llama2.c: Karpathy's `.bin` checkpoints, the legacy layout and version 1, both float32.
+"""llama2.c: Karpathy's `.bin` checkpoints in float32, legacy layout and version 1.
 
-The tensors come under the names and shapes of Hugging Face's Llama, and `metadata` reads as its `config.json`. One
-thing differs: rows of q_proj and k_proj are in the order of Meta's checkpoints, so that rotary positions turn
-neighbouring pairs, not halves; `rope_interleaved` says so. The layouts are those of `legacy_export` and
-`version1_export` in llama2.c's `export.py`; the legacy rotary tables are skipped, as `run.c` does.
+Tensors get the names and shapes of Hugging Face's Llama, and `metadata` matches its `config.json`, with one difference:
+q_proj and k_proj rows are in the order of Meta's checkpoints, so RoPE rotates neighbouring pairs instead of halves
+(`rope_interleaved`). The layouts are those of `legacy_export` and `version1_export` in llama2.c's `export.py`; the
+legacy RoPE tables are skipped, as in `run.c`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZES = struct.Struct("<7i")
 _MAX_LAYERS = 4096
 
 _Shape = tuple[int, ...]
-_Layout = list[tuple[str | None, _Shape]]  # in the order of the file; None is skipped
+_Layout = list[tuple[str | None, _Shape]]  # in file order; None is skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Config:
             "vocab_size": self.vocab,
             "max_position_embeddings": self.context,
             "tie_word_embeddings": self.tied,
-            "rms_norm_eps": 1e-5,  # this and the next are constants of run.c
+            "rms_norm_eps": 1e-5,  # this and rope_theta are constants in run.c
             "rope_theta": 10000.0,
             "rope_interleaved": True,
             "llama2c.version": self.version,
@@ -61,13 +61,13 @@ class _Config:
 
 
 def open_llama2c(path: PathLike, *, mapped: bool = True) -> TensorFile:
-    """Open a llama2.c checkpoint; `lm_head.weight` is there only when the classifier is its own."""
+    """Open a llama2.c checkpoint; `lm_head.weight` exists only if the classifier is not tied to the embedding."""
     file = open_bytes(path, mapped=mapped)
     config, start = _read_header(file)
     layout = _legacy_layout(config) if config.version == 0 else _v1_layout(config)
     expected = start + 4 * sum(math.prod(shape) for _, shape in layout)
     if expected != file.size:
-        raise broken(file.path, f"size of the file, for {config}", expected=f"{expected} bytes", found=file.size)
+        raise broken(file.path, f"size of the file, for {config}", expected=f"{expected} bytes", actual=file.size)
     entries, at = [], start
     for name, shape in layout:
         nbytes = 4 * math.prod(shape)
@@ -80,39 +80,39 @@ def open_llama2c(path: PathLike, *, mapped: bool = True) -> TensorFile:
 # -- headers ---------------------------------------------------------------------------------------------------------
 def _read_header(file: FileBytes) -> tuple[_Config, int]:
     if file.size < _SIZES.size:
-        raise broken(file.path, "header", at=0, expected=f"{_SIZES.size} bytes", found=f"a file of {file.size}")
+        raise broken(file.path, "header", at=0, expected=f"{_SIZES.size} bytes", actual=f"a file of {file.size}")
     magic, version = struct.unpack_from("<Ii", file.view)
     if magic != MAGIC:
         sizes = _SIZES.unpack_from(file.view)
-        vocab = sizes[5]  # its sign says whether the classifier is shared with the embedding
-        return _checked(file.path, 0, (*sizes[:5], abs(vocab), sizes[6]), vocab > 0, at=0), _SIZES.size
+        vocab = sizes[5]  # positive if the classifier is tied to the embedding
+        return _check_config(file.path, 0, (*sizes[:5], abs(vocab), sizes[6]), vocab > 0, at=0), _SIZES.size
     if version != 1:
         hint = "version 2 is int8: export the model again with --version 1" if version == 2 else None
-        raise broken(file.path, "llama2.c version", at=4, expected=1, found=version, hint=hint)
+        raise broken(file.path, "llama2.c version", at=4, expected=1, actual=version, hint=hint)
     if file.size < _V1_HEADER:
-        raise broken(file.path, "header", at=0, expected=f"{_V1_HEADER} bytes", found=f"a file of {file.size}")
+        raise broken(file.path, "header", at=0, expected=f"{_V1_HEADER} bytes", actual=f"a file of {file.size}")
     sizes = _SIZES.unpack_from(file.view, 8)
     shared = file.view[36]
     if shared > 1:
-        raise broken(file.path, "shared classifier", at=36, expected="0 or 1", found=shared)
-    return _checked(file.path, 1, sizes, bool(shared), at=8), _V1_HEADER
+        raise broken(file.path, "shared classifier", at=36, expected="0 or 1", actual=shared)
+    return _check_config(file.path, 1, sizes, bool(shared), at=8), _V1_HEADER
 
 
-def _checked(path: Path, version: int, sizes: tuple[int, ...], tied: bool, at: int) -> _Config:
+def _check_config(path: Path, version: int, sizes: tuple[int, ...], tied: bool, at: int) -> _Config:
     names = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
     for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
         if size < 1:
-            raise broken(path, f"header {name}", at=at + 4 * i, expected="1 or more", found=size)
+            raise broken(path, f"header {name}", at=at + 4 * i, expected="1 or more", actual=size)
     dim, ffn, layers, heads, kv_heads, vocab, context = sizes
     config = _Config(version, dim, ffn, layers, heads, kv_heads, vocab, context, tied)
     if config.layers > _MAX_LAYERS:
-        raise broken(path, "header n_layers", at=at + 8, expected=f"at most {_MAX_LAYERS}", found=config.layers)
+        raise broken(path, "header n_layers", at=at + 8, expected=f"at most {_MAX_LAYERS}", actual=config.layers)
     if config.dim % config.heads or config.dim // config.heads % 2:
-        found = f"{config.dim} in {config.heads} heads"
-        raise broken(path, "header dim", at=at, expected="heads of one even size", found=found)
+        actual = f"{config.dim} in {config.heads} heads"
+        raise broken(path, "header dim", at=at, expected="heads of one even size", actual=actual)
     if config.heads % config.kv_heads:
-        found = f"{config.heads} and {config.kv_heads}"
-        raise broken(path, "header n_heads", at=at + 12, expected="a multiple of n_kv_heads", found=found)
+        actual = f"{config.heads} and {config.kv_heads}"
+        raise broken(path, "header n_heads", at=at + 12, expected="a multiple of n_kv_heads", actual=actual)
     return config
 
 
@@ -130,7 +130,7 @@ def _attention(c: _Config) -> _Layout:
     ]
 
 
-def _feed_forward(c: _Config) -> _Layout:
+def _mlp(c: _Config) -> _Layout:
     return [
         *_every_layer(c, "mlp.gate_proj", c.ffn, c.dim),
         *_every_layer(c, "mlp.down_proj", c.dim, c.ffn),
@@ -149,7 +149,7 @@ def _legacy_layout(c: _Config) -> _Layout:
         *_every_layer(c, "input_layernorm", c.dim),
         *_attention(c),
         *_every_layer(c, "post_attention_layernorm", c.dim),
-        *_feed_forward(c),
+        *_mlp(c),
         ("model.norm.weight", (c.dim,)),
         (None, rotary),  # cos
         (None, rotary),  # sin
@@ -164,6 +164,6 @@ def _v1_layout(c: _Config) -> _Layout:
         ("model.norm.weight", (c.dim,)),
         ("model.embed_tokens.weight", (c.vocab, c.dim)),
         *_attention(c),
-        *_feed_forward(c),
+        *_mlp(c),
         *_classifier(c),
     ]

@@ -1,4 +1,4 @@
-"""llama2.c's tokenizer.bin: the tokens of a SentencePiece vocabulary and their scores."""
+"""llama2.c's tokenizer.bin: a SentencePiece vocabulary with scores."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from rlx.formats.tokenizer_models import MAX_TOKENS
 
 
 def read_tokenizer_bin(data: bytes, vocab_size: int, file: Path) -> tuple[list[str], list[float]]:
-    """Tokens and scores. Files differ in header and scores; the layout that fits the size of the file counts."""
+    """Read tokens and scores. Headers and scores are optional; the layout that matches the file size is used."""
     if not 259 <= vocab_size <= MAX_TOKENS:
-        raise broken(file, "vocabulary size", expected=f"259 to {MAX_TOKENS}", found=vocab_size)
+        raise broken(file, "vocabulary size", expected=f"259 to {MAX_TOKENS}", actual=vocab_size)
     for header, scored in ((4, True), (0, True), (0, False), (4, False)):
-        found = _read_layout(data, vocab_size, header, scored)
-        if found is not None:
+        parsed = _read_layout(data, vocab_size, header, scored)
+        if parsed is not None:
             break
     else:
         raise broken(
             file, f"not a tokenizer.bin of {vocab_size} tokens", expected="score, length and bytes for each",
-            found=f"{len(data)} bytes", hint="is the vocabulary size that of the model?",
+            actual=f"{len(data)} bytes", hint="is the vocabulary size that of the model?",
         )  # fmt: skip
     tokens = []
-    for i, raw in enumerate(found[0]):
+    for i, raw in enumerate(parsed[0]):
         try:
             tokens.append(_llama2c_name(raw.decode(), i))
         except UnicodeDecodeError as error:
-            raise broken(file, f"token {i} is not UTF-8", found=quoted(raw)) from error
-    return tokens, found[1]
+            raise broken(file, f"token {i} is not UTF-8", actual=quoted(raw)) from error
+    return tokens, parsed[1]
 
 
 def _read_layout(data: bytes, count: int, header: int, scored: bool) -> tuple[list[bytes], list[float]] | None:
@@ -44,12 +44,12 @@ def _read_layout(data: bytes, count: int, header: int, scored: bool) -> tuple[li
         if at > len(data):
             return None
         tokens.append(data[at - length : at])
-        scores.append(score[0] if scored else -float(i))  # without scores: ids are in the order of merging
+        scores.append(score[0] if scored else -float(i))  # without scores, ids are in merge order
     return (tokens, scores) if at == len(data) and np.isfinite(scores).all() else None
 
 
 def _llama2c_name(token: str, i: int) -> str:
-    """The name in SentencePiece's manner: ids 3 to 258 are bytes, which early files hold as the character itself."""
+    """SentencePiece name of a token: ids 3 to 258 are bytes, which early files store as the character itself."""
     if 3 <= i < 259:
         return f"<0x{i - 3:02X}>"
     return token.strip("\n") if i in (1, 2) else token

@@ -1,6 +1,6 @@
-"""Maps of files: each knows the state that its file was in, and refuses to go on once that has changed.
+"""Memory-mapped files that detect changes on disk.
 
-A map shows the file as it is now. If the file is overwritten in place, a model computes with other weights; if it is
+A map shows the current file. If the file is overwritten in place, a model computes with other weights; if it is
 truncated, reading beyond its new end raises SIGBUS. So `FileMap.check` is called once per request, and all maps of the
 process are listed in `TABLE`, where a signal handler can look up which file a faulting address belongs to.
 """
@@ -18,19 +18,19 @@ import numpy as np
 
 from rlx.errors import FormatError
 
-SLOTS = 4096  # of the table; maps beyond it are not listed
+SLOTS = 4096  # entries of the table; further maps are not listed
 START, END, PATH, LENGTH = range(4)  # words of a slot: addresses of the map, address and length of the path; 0 is free
 TABLE: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((SLOTS, 4), np.int64)
 
-_unused = itertools.count()  # slots that never had a map
+_unused = itertools.count()  # slots that were never used
 _freed: list[int] = []
 _HINT = "load the model again, and replace files by renaming new ones over them"
 
 
 class FileMap(mmap.mmap):
-    """A read-only map of a whole file.
+    """A read-only map of an entire file.
 
-    It holds the file open: a file that is renamed or removed stays as it was mapped, and is no change.
+    It keeps the file open, so renaming or removing the file leaves the map intact and does not count as a change.
     """
 
     _descriptor = _slot = -1
@@ -39,7 +39,7 @@ class FileMap(mmap.mmap):
 
     def __new__(cls, path: Path, descriptor: int) -> Self:
         state = os.fstat(descriptor)
-        # A second descriptor of the map itself would be of no use; before Python 3.13 it cannot be avoided.
+        # mmap would duplicate the descriptor too, which is useless here but unavoidable before Python 3.13.
         options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
         self = super().__new__(cls, descriptor, 0, access=mmap.ACCESS_READ, **options)
         self.path, self.state = path, state
@@ -48,11 +48,11 @@ class FileMap(mmap.mmap):
         return self
 
     def _list(self) -> None:
-        """Add the map to the table; its start last, since that makes the slot valid."""
+        """Add the map to the table; its start is written last, since that makes the slot valid."""
         slot = _freed.pop() if _freed else next(_unused)
         if slot >= SLOTS:
             return
-        self._name = np.frombuffer(os.fsencode(self.path), np.uint8)  # alive as long as its address is in the table
+        self._name = np.frombuffer(os.fsencode(self.path), np.uint8)  # must outlive its address in the table
         start = _address(np.frombuffer(self, np.uint8))
         self._slot = slot
         TABLE[slot, END:] = start + len(self), _address(self._name), self._name.size
@@ -66,19 +66,19 @@ class FileMap(mmap.mmap):
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Refuse a file that was changed since it was mapped. Takes about a microsecond."""
+        """Raise if the file has changed since it was mapped. Takes about a microsecond."""
         now, then = os.fstat(self._descriptor), self.state
         if now.st_size == then.st_size and now.st_mtime_ns == then.st_mtime_ns:
             return
         if now.st_size != then.st_size:
-            what = f"it had {then.st_size} bytes, now {now.st_size}"
+            change = f"it had {then.st_size} bytes, now {now.st_size}"
         else:
-            what = f"it was modified at {_shown(then.st_mtime_ns)}, now at {_shown(now.st_mtime_ns)}"
-        raise FormatError(f"{self.path}: the file has changed since it was loaded: {what}", hint=_HINT)
+            change = f"it was modified at {_format_time(then.st_mtime_ns)}, now at {_format_time(now.st_mtime_ns)}"
+        raise FormatError(f"{self.path}: the file has changed since it was loaded: {change}", hint=_HINT)
 
 
 def map_of(view: memoryview) -> list[FileMap]:
-    """The map that a view shows a part of, as a list; empty where it shows other memory."""
+    """The map behind a view, as a list; empty for other memory."""
     return [view.obj] if isinstance(view.obj, FileMap) else []
 
 
@@ -86,8 +86,8 @@ def _address(array: np.ndarray[Any, Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _shown(nanoseconds: int) -> str:
-    """A time of day, as `ls --full-time` shows it."""
+def _format_time(nanoseconds: int) -> str:
+    """Format a timestamp as `ls --full-time` does."""
     import datetime
 
     seconds, rest = divmod(nanoseconds, 10**9)

@@ -1,8 +1,8 @@
-"""PNG files (W3C, third edition) as arrays of bytes.
+"""PNG reader (W3C, third edition).
 
-Reading is linear in the file and in the pixels, and bounded by the header: sizes are checked before anything is
-inflated, and no more is inflated than the header says. Most of the time goes into undoing the filters; where Pillow is
-installed (`pip install 'rlx[vision]'`) its decoder does that, up to twice as fast and with the same bytes.
+Time is linear in file size and pixels. Sizes are checked before anything is inflated, and no more is inflated than the
+header implies. Most time goes into undoing the filters; if Pillow is installed (`pip install 'rlx[vision]'`), its
+decoder does that up to twice as fast, with identical results.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlx.formats.tensor_file import broken
 Unfilter = Callable[[Array, Array, Array], Array]
 
 MAGIC = b"\x89PNG\r\n\x1a\n"
-SIDE = 1 << 16  # pixels along a side of an image in a file
-PIXELS = 64 << 20  # pixels of an image in a file
-ROWS = 512  # that are inflated and unfiltered at a time
-_FED = 1 << 18  # compressed bytes that zlib is given at a time: it copies those that it leaves over
+SIDE = 1 << 16  # largest height or width in pixels
+PIXELS = 64 << 20  # largest number of pixels
+ROWS = 512  # rows inflated and unfiltered at a time
+_INPUT_CHUNK = 1 << 18  # compressed bytes passed to zlib at a time, since it copies the unconsumed rest
 
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type: grey, RGB, palette, grey + alpha, RGB + alpha
 _DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
@@ -34,23 +34,23 @@ _ADAM7 = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), 
 
 
 def check_size(file: Path, width: int, height: int) -> None:
-    """Refuse an image without pixels or beyond the bounds, before anything is allocated for it."""
+    """Reject an empty or oversized image before allocating anything for it."""
     if not (0 < width <= SIDE and 0 < height <= SIDE and width * height <= PIXELS):
         bounds = f"sides of 1 to {SIDE} pixels and at most {PIXELS} in all"
-        raise broken(file, "an image", expected=bounds, found=f"{width} × {height}", hint="make it smaller, or cut it")
+        raise broken(file, "an image", expected=bounds, actual=f"{width} × {height}", hint="make it smaller, or cut it")
 
 
 def read_png(file: Path, data: memoryview) -> Array:
-    """`[height, width, 1 or 3]` bytes; alpha is dropped, and of 16 bits the upper 8 are kept."""
+    """Read a PNG as `[height, width, 1 or 3]` uint8; drops alpha and the low byte of 16-bit samples."""
     chunks = _chunks(file, data)
     name, head = next(chunks)
     if name != b"IHDR" or len(head) != 13:
-        raise broken(file, "the header of a PNG", at=8, expected="13 bytes", found=len(head) if name == b"IHDR" else 0)
+        raise broken(file, "the header of a PNG", at=8, expected="13 bytes", actual=len(head) if name == b"IHDR" else 0)
     width, height = (int.from_bytes(head[i : i + 4], "big") for i in (0, 4))
     depth, colour, *others, interlace = head[8:]
     check_size(file, width, height)
     if depth not in _DEPTHS.get(colour, ()) or any(others) or interlace > 1:
-        raise broken(file, "the header of a PNG", at=24, expected="a depth, a kind of colour", found=list(head[8:]))
+        raise broken(file, "the header of a PNG", at=24, expected="a depth, a kind of colour", actual=list(head[8:]))
     packed: list[memoryview] = []
     palette = np.zeros(0, np.uint8)
     for name, content in chunks:
@@ -62,7 +62,7 @@ def read_png(file: Path, data: memoryview) -> Array:
     if colour != _PALETTE:
         return pixels
     if palette.size % 3 or pixels.max() >= palette.size // 3:
-        raise broken(file, "a colour", expected=f"below {palette.size // 3}", found=int(pixels.max()))
+        raise broken(file, "a colour", expected=f"below {palette.size // 3}", actual=int(pixels.max()))
     return np.asarray(palette.reshape(-1, 3)[pixels[:, :, 0]])
 
 
@@ -82,30 +82,30 @@ def _chunks(file: Path, data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 def _pixels(
     file: Path, packed: bytes, shape: tuple[int, int], depth: int, colour: int, passes: tuple[tuple[int, ...], ...]
 ) -> Array:
-    """The samples of an image: `[height, width, 1 or 3]` of 8 bits, for a palette its indices."""
+    """Decode samples to `[height, width, 1 or 3]` uint8; palette images give indices."""
     height, width = shape
     channels = _CHANNELS[colour]
-    kept = 3 if channels > 2 else 1  # without alpha
+    colour_channels = 3 if channels > 2 else 1  # without alpha
     sizes = [(-(-(height - y) // down), -(-(width - x) // right)) for y, x, down, right in passes]
     wide = [(w * depth * channels + 7) // 8 for _, w in sizes]
     size = sum(h * (1 + n) for (h, w), n in zip(sizes, wide, strict=True) if h > 0 and w > 0)
     inflate = _Inflate(file, packed, size)
     unfilter = _pillow_unfilter() or unfilter_by_numpy
-    pixels = np.zeros((*shape, kept), np.uint8)
+    pixels = np.zeros((*shape, colour_channels), np.uint8)
     for (y, x, down, right), (h, w), n in zip(passes, sizes, wide, strict=True):
         if h <= 0 or w <= 0:
             continue
         out = pixels[y::down, x::right]
-        # Filters mix no bytes of different samples, so alpha and the lower bytes need not be unfiltered to be dropped.
-        above = np.zeros((w, kept) if depth >= 8 else (n, 1), np.uint8)
+        # Filters work per byte position, so alpha and low bytes are dropped without unfiltering them.
+        above = np.zeros((w, colour_channels) if depth >= 8 else (n, 1), np.uint8)
         for start in range(0, h, ROWS):
             rows = min(ROWS, h - start)
             lines = inflate.take(rows * (1 + n)).reshape(rows, 1 + n)
             kinds, filtered = lines[:, 0], lines[:, 1:]
             if kinds.max() > 4:
-                raise broken(file, "a filter of a PNG", expected="0 to 4", found=int(kinds.max()))
+                raise broken(file, "a filter of a PNG", expected="0 to 4", actual=int(kinds.max()))
             if depth >= 8:
-                filtered = filtered.reshape(rows, w, channels, depth // 8)[:, :, :kept, 0]
+                filtered = filtered.reshape(rows, w, channels, depth // 8)[:, :, :colour_channels, 0]
             plain = unfilter(kinds, filtered.reshape(rows, *above.shape), above)
             above = plain[-1]
             out[start : start + rows] = plain if depth >= 8 else _small(plain[:, :, 0], w, depth, colour != _PALETTE)
@@ -114,27 +114,27 @@ def _pixels(
 
 
 def _small(lines: Array, width: int, depth: int, scaled: bool) -> Array:
-    """`[rows, width, 1]` samples of less than 8 bits, of which a byte holds several."""
+    """Unpack samples of fewer than 8 bits to `[rows, width, 1]`."""
     bits = np.unpackbits(lines, axis=1).reshape(len(lines), -1, depth)[:, :width]
     values = bits @ (1 << np.arange(depth)[::-1]).astype(np.uint8)
     return np.asarray(values * np.uint8(255 // ((1 << depth) - 1)) if scaled else values)[:, :, None]
 
 
 class _Inflate:
-    """Inflates an image piece by piece: exactly `size` bytes, and never more than one beyond."""
+    """Incremental inflate: expects exactly `size` bytes and never inflates more than one beyond."""
 
     def __init__(self, file: Path, packed: bytes, size: int) -> None:
         self.file, self.packed, self.size = file, memoryview(packed), size
-        self.taken = self.fed = 0
+        self.produced = self.consumed = 0
         self.zlib = zlib.decompressobj()
 
-    def _up_to(self, count: int) -> bytes:
+    def _inflate(self, count: int) -> bytes:
         parts: list[bytes] = []
         while count and not self.zlib.eof:
             source: bytes | memoryview = self.zlib.unconsumed_tail
             if not source:
-                source = self.packed[self.fed : self.fed + _FED]
-                self.fed += len(source)
+                source = self.packed[self.consumed : self.consumed + _INPUT_CHUNK]
+                self.consumed += len(source)
             try:
                 part = self.zlib.decompress(source, count)
             except zlib.error as error:
@@ -143,34 +143,35 @@ class _Inflate:
                 break
             parts.append(part)
             count -= len(part)
-            self.taken += len(part)
+            self.produced += len(part)
         return b"".join(parts)
 
     def take(self, count: int) -> Array:
-        raw = self._up_to(count)
+        raw = self._inflate(count)
         if len(raw) < count:
             raise self._wrong_size()
         return np.frombuffer(raw, np.uint8)
 
     def finish(self) -> None:
-        """Check that nothing follows, and with that the sum at the end of the stream."""
-        if self._up_to(1):
+        """Check that no data follows, which also verifies the stream's checksum."""
+        if self._inflate(1):
             raise self._wrong_size()
 
     def _wrong_size(self) -> Exception:
-        return broken(self.file, "the pixels of a PNG", expected=f"{self.size} bytes", found=self.taken)
+        return broken(self.file, "the pixels of a PNG", expected=f"{self.size} bytes", actual=self.produced)
 
 
 # -- filters ---------------------------------------------------------------------------------------------------------
-# An unfilter takes the filter of each row, `[rows, pixels, channels]` filtered bytes and the plain row above them, and
-# gives them plain. Bytes were stored as differences to a guess from the bytes left (a), above (b) and left above (c).
+# An unfilter takes the filter type of each row, `[rows, pixels, channels]` filtered bytes and the decoded row above; it
+# returns decoded bytes. Filtered bytes are differences to a prediction from the bytes left (a), above (b) and above
+# left (c).
 SUB, UP, AVERAGE, PAETH = 1, 2, 3, 4
-# By filter, masks: whether its guess uses a, b and c, and whether it is an average.
+# Masks per filter: whether its prediction uses a, b and c, and whether it is an average.
 _USES = -np.array([(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 1), (1, 1, 1, 0)], np.int16)
 
 
 def unfilter_by_numpy(kinds: Array, filtered: Array, above: Array) -> Array:
-    """Rows of Average and Paeth go byte by byte, or all rows along diagonals: whatever takes less time."""
+    """Unfilter Average and Paeth rows byte by byte, or all rows along diagonals, whichever is estimated faster."""
     rows, width, channels = filtered.shape
     slow = int((kinds >= AVERAGE).sum())
     by_bytes = slow * (3 + width * channels * 0.2)  # microseconds
@@ -179,7 +180,7 @@ def unfilter_by_numpy(kinds: Array, filtered: Array, above: Array) -> Array:
 
 
 def _by_rows(kinds: Array, filtered: Array, above: Array) -> Array:
-    """Runs of rows with one filter: Sub and Up are sums along an axis, modulo 256."""
+    """Unfilter runs of rows that share a filter; Sub and Up are cumulative sums modulo 256."""
     plain = np.array(filtered)
     ends = [*(np.flatnonzero(np.diff(kinds)) + 1), len(kinds)]
     first = 0
@@ -222,9 +223,9 @@ def _paeth(row: list[int], above: list[int]) -> list[int]:
 
 
 def _by_diagonals(kinds: Array, filtered: Array, above: Array) -> Array:
-    """All rows at once, each one pixel behind the row above it, so that what a pixel needs was there a step before."""
+    """Unfilter all rows together, each one pixel behind the row above, so that its inputs are ready a step earlier."""
     rows, width, channels = filtered.shape
-    # Row r of the image is row r + 1 here, and its first pixel is pixel `rows`: black lies on its left.
+    # Row r of the image is row r + 1 here and begins at pixel `rows`, with zeros to its left.
     padded = np.zeros((rows + 1, width + 2 * rows, channels), np.uint8)
     padded[0, rows : rows + width] = above
     padded[1:, rows : rows + width] = filtered
@@ -232,7 +233,7 @@ def _by_diagonals(kinds: Array, filtered: Array, above: Array) -> Array:
     steps = as_strided(  # [step, row, channel]: pixel `step - r` of each row r, which starts behind `rows - r` pixels
         padded[:, rows:], (width + rows, rows + 1, channels), (pixel_stride, row_stride - pixel_stride, byte_stride)
     )
-    # Paeth's guess is `a` without b and c, `b` without a and c, 0 without any: the other filters are made of it.
+    # With b = c = 0, Paeth predicts a; with a = c = 0, b; with all zero, 0: masking gives the other filters.
     uses = [np.repeat(_USES[kinds, i], channels) for i in range(4)]
     use_a, use_b, use_c, average = uses
     averages = bool((kinds == AVERAGE).any())
@@ -240,7 +241,7 @@ def _by_diagonals(kinds: Array, filtered: Array, above: Array) -> Array:
     byte, one, sign, three = (np.full(span, n, np.int16) for n in (255, 1, 15, 3))
     a, b, c, total, low, high, guess, mask = (np.empty(span, np.int16) for _ in range(8))
     older = before = np.zeros(span + channels, np.int16)
-    for start in range(0, width + rows, 64):  # steps are copied by the block: side by side they are fast
+    for start in range(0, width + rows, 64):  # steps are copied in blocks to be contiguous
         block = steps[start : start + 64].astype(np.int16).reshape(-1, span + channels)
         for now in block:
             np.bitwise_and(before[channels:], use_a, out=a)
@@ -249,8 +250,8 @@ def _by_diagonals(kinds: Array, filtered: Array, above: Array) -> Array:
             np.add(a, b, out=total)
             np.minimum(a, b, out=low)
             np.maximum(a, b, out=high)
-            # Of a, b and c the closest to a + b - c: the lower of a and b where 3c - a - b reaches the higher one, the
-            # higher one where it does not pass the lower one, else c.
+            # Paeth picks the closest of a, b and c to a + b - c: min(a, b) if 3c - a - b >= max(a, b), max(a, b) if
+            # 3c - a - b <= min(a, b), else c.
             np.multiply(c, three, out=guess)
             np.subtract(guess, total, out=guess)
             np.subtract(guess, high, out=mask)
@@ -278,7 +279,7 @@ def _by_diagonals(kinds: Array, filtered: Array, above: Array) -> Array:
 
 @functools.cache
 def _pillow_unfilter() -> Unfilter | None:
-    """Filters undone by Pillow's decoder of zlib streams; None where Pillow is not installed."""
+    """An unfilter based on Pillow's zlib decoder; None if Pillow is not installed."""
     try:
         from PIL import Image, features
     except ImportError:

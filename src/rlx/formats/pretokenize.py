@@ -1,9 +1,8 @@
-r"""How byte-level BPE cuts text into words before it merges: one row for each `tokenizer.ggml.pre` of GGUF files.
+r"""Pre-tokenizer patterns of byte-level BPE, one row per `tokenizer.ggml.pre` name of GGUF files.
 
-The patterns are those of the models' own tokenizer.json; the names, and which name goes with which pattern, are
-llama.cpp's (`src/llama-vocab.cpp`). Where llama.cpp rewrote a pattern for its simpler engine (`[^a-z]` for
-`\p{Lu}\p{M}...`), the original is kept. A row with several patterns applies them one after the other: each cuts the
-pieces that the one before it left.
+The patterns are those of the models' own tokenizer.json; the names and their assignment are llama.cpp's
+(`src/llama-vocab.cpp`). Where llama.cpp simplified a pattern for its regex engine (`[^a-z]` for `\p{Lu}\p{M}...`), the
+original is used. Several patterns in a row apply in sequence, each splitting the pieces left by the previous one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _cased(after: str, digits: str) -> str:
-    """The patterns of o200k and tekken: words change where lower case turns to upper; `after` may follow a word."""
+    """Patterns of o200k and tekken: words split where lower case changes to upper; `after` may follow a word."""
     first = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{after}"
     second = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{after}"
     return rf"{first}|{second}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -37,7 +36,7 @@ _KIMI = (
     rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}*{_LOWER_NOT_HAN}+{_CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}+{_LOWER_NOT_HAN}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
 )
-# Letters that have case, as DeepSeek listed them.
+# Cased letters, as listed by DeepSeek.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
     "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
@@ -65,7 +64,7 @@ _AFMOE_CJK = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
-# Groups of three, counted from the right: Cohere's only where the number ends a word, AFMoE's anywhere.
+# Groups of three digits from the right: Cohere's only if the number ends a word, AFMoE's anywhere.
 _DIGIT_GROUPS_OF_WORD = r"\d{1,3}(?=(?:\d{3})*\b)"
 _DIGIT_GROUPS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _JAIS2_SPACES = r"\s*[\r\n]+" + "".join(
@@ -76,11 +75,11 @@ _NEWLINES = r"[^\n]+|[\n]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Patterns that cut, and what llama.cpp takes from the name besides."""
+    """Split patterns, and the other settings that llama.cpp derives from the name."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is a token is taken whole
-    add_bos: bool = False  # unless the file says otherwise
+    ignore_merges: bool = False  # a word that is itself a token is not split and merged
+    add_bos: bool = False  # default if the file does not say
     raw: bool = False  # no byte-level alphabet: spaces are U+2581 and unknown bytes <0xHH>, as in SentencePiece
 
 

@@ -1,9 +1,9 @@
-"""How the blocks of each packed type decode: the number at a position, from the bytes of its block.
+"""Decoders for quantised block types: the value at a position, computed from the bytes of its block.
 
-Each decoder is written once, over a `Reader` of those bytes: NumPy arrays (`formats/gguf_quants.py`) or kernel
-expressions (`lir/forms/quant_blocks.py`), in any memory layout. A `Position` is a constant (unrolled kernels, where
-offsets and shifts fold), a run-time value, or both. The results have ggml's bits: widen, then multiply and add in its
-order.
+Each decoder is written once against a `Reader`, which is backed by NumPy arrays (`formats/gguf_quants.py`) or kernel
+expressions (`lir/forms/quant_blocks.py`) in any memory layout. A `Position` is a constant (unrolled kernels, where
+offsets and shifts fold), a run-time value, or both. Results are bit-identical to ggml: widen, then multiply and add in
+its order.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Protocol
 from rlx.dtypes import F32, DType
 from rlx.errors import FormatError
 
-Number = Any  # a NumPy array or an expression: integers of 32 bits, or f32
-Int = Any  # a number that is known, or one of those
+Number = Any  # a NumPy array or an expression, i32 or f32
+Int = Any  # a Python int or a `Number`
 
 
 def signed_word(bits: int) -> int:
-    """32 bits as the number that an i32 with them is."""
+    """Reinterpret 32 bits as an i32."""
     return bits - ((bits & 1 << 31) << 1)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in a block: `outer` groups of 2**span, then `inner` positions."""
+    """An index into a block: `outer * 2**span + inner`."""
 
     outer: Int
     span: int
@@ -34,7 +34,7 @@ class Position:
 
     @classmethod
     def of(cls, index: Int) -> Position:
-        """A position that is not known at all."""
+        """A position given by a single index."""
         return cls(index, 0, 0)
 
     def __rshift__(self, n: int) -> Int:
@@ -49,50 +49,50 @@ class Position:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers that codes stand for."""
+    """A lookup table from codes to values."""
 
     name: str
     values: tuple[int, ...] = field(repr=False, compare=False)
 
 
 class Reader(Protocol):
-    """Reads a block. Integers are of 32 bits, floats are f32."""
+    """Access to the bytes of a block. Integers are i32, floats f32."""
 
     def half(self, unit: int) -> Number:
         """The f16 at a 16-bit unit of the block, widened."""
 
     def single(self, unit: int) -> Number:
-        """The f32 at two units, the low one first."""
+        """The f32 in two consecutive 16-bit units, low one first."""
 
     def bits(self, byte: Int, first: Int, width: int) -> Number:
-        """`width` bits of a byte, from bit `first` on."""
+        """`width` bits of a byte, starting at bit `first`."""
 
     def signed(self, byte: Int) -> Number:
-        """A byte as a signed number."""
+        """A byte as a signed integer."""
 
     def byte(self, index: int) -> Number:
-        """A byte of a type whose units are bytes."""
+        """A byte, for types stored in byte units."""
 
     def top_byte(self, byte: Int, shift: int) -> Number:
-        """A byte at the top of a word, shifted down by `shift` with its sign."""
+        """A byte in the top bits of an i32, shifted right arithmetically by `shift`."""
 
     def lookup(self, table: Table, index: Int) -> Number:
         """An entry of a table."""
 
     def where(self, condition: Int, then: Number, other: Number) -> Number:
-        """`then` where the condition is not 0."""
+        """`then` if the condition is non-zero, else `other`."""
 
     def zero(self) -> Number:
         """The integer 0."""
 
     def from_half(self, bits: Number) -> Number:
-        """The f16 with these bits, widened."""
+        """Reinterpret bits as f16 and widen."""
 
     def keep(self, key: object, make: Callable[[], Number]) -> Number:
-        """A number that many positions share: `key` says which."""
+        """Memoise a value shared by several positions under `key`."""
 
     def let(self, number: Number) -> Number:
-        """A number that is used more than once."""
+        """Bind a value that is used more than once."""
 
 
 Decoder = Callable[[Reader, Position], Number]
@@ -127,15 +127,15 @@ def _q8_0(b: Reader, i: Position) -> Number:
 
 
 def _pair(b: Reader, base: int, i: Position) -> Number:
-    """Two bits: 128 positions are four planes of 32 bytes."""
+    """A 2-bit code: 128 positions share 32 bytes, as four bit planes."""
     return b.bits(((i >> 7) << 5) + (i & 31) + base, (i >> 5 & 3) << 1, 2)
 
 
 def _q2_k(b: Reader, i: Position) -> Number:
     s = i >> 4
     scale = b.keep(("scale", s), lambda: b.half(40) * b.bits(s, 0, 4).cast(F32))
-    least = b.keep(("min", s), lambda: b.half(41) * b.bits(s, 4, 4).cast(F32))
-    return _pair(b, 16, i).cast(F32) * scale - least
+    minimum = b.keep(("min", s), lambda: b.half(41) * b.bits(s, 4, 4).cast(F32))
+    return _pair(b, 16, i).cast(F32) * scale - minimum
 
 
 def _q3_k(b: Reader, i: Position) -> Number:
@@ -150,7 +150,8 @@ def _q3_k(b: Reader, i: Position) -> Number:
 
 
 def _k_scales(b: Reader, i: Position) -> tuple[Number, Number]:
-    """A 6-bit scale and minimum: four whole in the low bits of bytes 4-7 and 8-11, four as bytes 12-15 + top bits."""
+    """A 6-bit scale and minimum: the first four in the low bits of bytes 4-7 and 8-11, the rest in bytes 12-15 plus
+    the top bits of those."""
     j = i >> 5
     late, at = j >> 2, j & 3
 
@@ -158,27 +159,27 @@ def _k_scales(b: Reader, i: Position) -> tuple[Number, Number]:
         split = b.bits(at + 12, 0, 4) | b.bits(at + 4, 6, 2) << 4
         return b.half(0) * b.where(late, split, b.bits(at + 4, 0, 6)).cast(F32)
 
-    def least() -> Number:
+    def minimum() -> Number:
         split = b.bits(at + 12, 4, 4) | b.bits(at + 8, 6, 2) << 4
         return b.half(1) * b.where(late, split, b.bits(at + 8, 0, 6)).cast(F32)
 
-    return b.keep(("scale", j), scale), b.keep(("min", j), least)
+    return b.keep(("scale", j), scale), b.keep(("min", j), minimum)
 
 
 def _k_nibble(b: Reader, base: int, i: Position) -> Number:
-    """Four bits: 64 positions are 32 bytes, low halves first."""
+    """A 4-bit code: 64 positions share 32 bytes, low nibbles first."""
     return b.bits(((i >> 6) << 5) + (i & 31) + base, (i >> 5 & 1) << 2, 4)
 
 
 def _q4_k(b: Reader, i: Position) -> Number:
-    scale, least = _k_scales(b, i)
-    return _k_nibble(b, 16, i).cast(F32) * scale - least
+    scale, minimum = _k_scales(b, i)
+    return _k_nibble(b, 16, i).cast(F32) * scale - minimum
 
 
 def _q5_k(b: Reader, i: Position) -> Number:
-    scale, least = _k_scales(b, i)
+    scale, minimum = _k_scales(b, i)
     q = _k_nibble(b, 48, i) | b.bits((i & 31) + 16, i >> 5, 1) << 4
-    return q.cast(F32) * scale - least
+    return q.cast(F32) * scale - minimum
 
 
 def _q6_k(b: Reader, i: Position) -> Number:
@@ -199,9 +200,9 @@ DECODERS: dict[str, Decoder] = {
 
 
 def decode(storage: DType, block: Reader, position: Position) -> Number:
-    """The number at a position."""
-    if storage.name not in DECODERS:  # one with tables, or one that nobody knows
-        from rlx.formats.iq_blocks import DECODERS as WITH_TABLES  # which needs this module
+    """Decode the value at a position."""
+    if storage.name not in DECODERS:  # needs tables, or unknown
+        from rlx.formats.iq_blocks import DECODERS as WITH_TABLES  # imports this module
 
         DECODERS.update(WITH_TABLES)
     if storage.name not in DECODERS:

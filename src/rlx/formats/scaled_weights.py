@@ -1,7 +1,7 @@
-"""Weights whose scales are tensors of their own: 8-bit floats and MXFP4 in folders of Hugging Face.
+"""Hugging Face checkpoints with separate scale tensors: FP8 and MXFP4.
 
-`with_scales` gives a file in which a weight and its scales are one packed tensor. Blocks are put together when a tensor
-is read: codes are copied as they are and scales are repeated, so the numbers themselves are never made.
+`with_scales` presents each weight and its scales as one block-quantised tensor. Blocks are assembled when a tensor is
+read, by copying codes and repeating scales, without dequantising.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from rlx.formats.tensor_file import F8E4M3, F8E5M2, F8E8M0, TensorEntry, TensorF
 
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4")
 MXFP4 = BY_NAME["mxfp4"]
-USUAL_GRID = (128, 128)  # of transformers, where a configuration does not say it
+DEFAULT_GRID = (128, 128)  # of transformers, if the configuration has none
 MAX_BLOCK = 1 << 24  # rows or columns that share a scale
-SCALES = ("_scale_inv", "_scale")  # behind the name of a weight of 8-bit floats; both are multiplied by
-OF_ACTIVATIONS = ("activation_scale", "input_scale")  # beside the weight; activations stay f32 here
-NIBBLE_BYTES = 16  # of a block of MXFP4
-CHUNK = 1 << 20  # bytes of MXFP4 codes that are reordered at a time
-INSTEAD = "use the model without quantisation, or its GGUF file (Q4_K_M is about as small); of folders, {} are read"
+SCALES = ("_scale_inv", "_scale")  # suffixes of FP8 weight names; both kinds multiply the weight
+ACTIVATION_SCALES = ("activation_scale", "input_scale")  # in the weight's module; ignored, since activations stay f32
+NIBBLE_BYTES = 16  # of codes per MXFP4 block
+CHUNK = 1 << 20  # bytes of MXFP4 codes reordered at a time
+ALTERNATIVES = "use the model without quantisation, or its GGUF file (Q4_K_M is about as small); folders may be {}"
 
 
 # -- the configuration -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Quantization:
-    """What a `quantization_config` says of the weights."""
+    """The weight quantisation described by a `quantization_config`."""
 
     method: str
-    grid: tuple[int, int] | None = None  # rows and columns that may share a scale
-    by_row: bool = True  # whether a scale per row, or one per tensor, may stand in place of a grid
+    grid: tuple[int, int] | None = None  # rows and columns that share a scale
+    by_row: bool = True  # whether one scale per row or per tensor is allowed instead of a grid
 
 
 def read_quantization(settings: Mapping[str, Any], where: str) -> Quantization:
-    """The `quantization_config` of a config.json; an error names the method that is not read, or the wrong field."""
+    """Parse the `quantization_config` of a config.json; errors name the unsupported method or the wrong field."""
     at = f"{where}: quantization_config"
     method = settings.get("quant_method")
     if method is None and any(settings.get(name) is True for name in ("load_in_4bit", "load_in_8bit")):
-        method = "bitsandbytes"  # whose first configurations do not say so
+        method = "bitsandbytes"  # whose early configurations omit quant_method
     if not isinstance(method, str):
-        raise CapabilityError(f"{at} is {quoted(settings)}, which is not supported", hint=_instead())
+        raise CapabilityError(f"{at} is {quoted(settings)}, which is not supported", hint=_alternatives())
     if method not in METHODS:
-        raise CapabilityError(f"{at}: quant_method is {quoted(method)}, which is not supported", hint=_instead())
+        raise CapabilityError(f"{at}: quant_method is {quoted(method)}, which is not supported", hint=_alternatives())
     for name in ("modules_to_not_convert", "ignored_layers"):
         listed = settings.get(name)
         if listed is not None and not (isinstance(listed, list) and all(isinstance(n, str) for n in listed)):
@@ -61,7 +61,7 @@ def read_quantization(settings: Mapping[str, Any], where: str) -> Quantization:
     if method != "fp8" or ("weight_block_size" in settings and settings["weight_block_size"] is None):
         return Quantization(method)
     if "weight_block_size" not in settings:
-        return Quantization(method, USUAL_GRID)
+        return Quantization(method, DEFAULT_GRID)
     sizes = settings["weight_block_size"]
     if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and 0 < n <= MAX_BLOCK for n in sizes)):
         raise FormatError(f"{at}: weight_block_size: expected two sizes from 1 to {MAX_BLOCK}, found {quoted(sizes)}")
@@ -74,14 +74,14 @@ _SWITCHES = {
 }  # fmt: skip
 
 
-def _instead() -> str:
-    return INSTEAD.format(", ".join(METHODS))
+def _alternatives() -> str:
+    return ALTERNATIVES.format(", ".join(METHODS))
 
 
 # -- weights and their scales ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Float8:
-    """A weight [..., n, k] of 8-bit floats, and scales [..., rows, columns], each for a rectangle of `grid` numbers."""
+    """An FP8 weight [..., n, k] and scales [..., rows, columns], each shared by a `grid` rectangle."""
 
     weight: TensorEntry
     scale: TensorEntry
@@ -94,7 +94,7 @@ class Float8:
 
     @property
     def storage(self) -> DType:
-        """The longest blocks that rows and scales are whole ones of; f32 where there are none."""
+        """The longest block type that divides rows and scale runs; f32 if there is none."""
         k = self.weight.shape[-1]
         run = min(self.grid[1], k)
         return next((d for d in FLOAT8_PACKED if k % d.block == 0 and run % d.block == 0), F32)
@@ -117,9 +117,9 @@ class Float8:
         return blocks
 
     def _scales(self, file: TensorFile) -> Array:
-        """As f32: none is infinite or NaN."""
-        found = file.array(self.scale.name)
-        values = (found.view(ml_dtypes.float8_e8m0fnu) if self.scale.storage is U8 else found).astype(np.float32)
+        """Read the scales as f32; infinities and NaN are rejected."""
+        stored = file.array(self.scale.name)
+        values = (stored.view(ml_dtypes.float8_e8m0fnu) if self.scale.storage is U8 else stored).astype(np.float32)
         finite = np.isfinite(values)
         if not finite.all():
             raise _wrong(self.scale, "a scale", "a finite number", values[~finite][0])
@@ -128,7 +128,7 @@ class Float8:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Codes [..., n, k / 32, 16], two per byte, and the exponents [..., n, k / 32] of their scales."""
+    """MXFP4 codes [..., n, k / 32, 16], two per byte, and scale exponents [..., n, k / 32]."""
 
     name: str
     blocks: TensorEntry
@@ -153,16 +153,16 @@ class Mxfp4:
         codes = blocks.reshape(-1)["codes"]
         step = CHUNK // NIBBLE_BYTES
         for at in range(0, len(source), step):
-            # Folders have neighbours in a byte; blocks of GGUF have numbers 0 to 15 below, 16 to 31 above.
+            # Checkpoints pack neighbours into a byte; GGUF blocks hold elements 0-15 in low nibbles, 16-31 in high.
             first, second = np.split(source[at : at + step], 2, axis=1)
             codes[at : at + step, 0::2] = first & 15 | second << 4
             codes[at : at + step, 1::2] = first >> 4 | second & 0xF0
         return blocks
 
 
-def _wrong(entry: TensorEntry, what: str, expected: object, found: object, hint: str | None = None) -> FormatError:
-    where = f"tensor {quoted(entry.name)}: {what}"
-    return broken(entry.file, where, at=entry.offset, expected=expected, found=found, hint=hint)
+def _wrong(entry: TensorEntry, subject: str, expected: object, actual: object, hint: str | None = None) -> FormatError:
+    where = f"tensor {quoted(entry.name)}: {subject}"
+    return broken(entry.file, where, at=entry.offset, expected=expected, actual=actual, hint=hint)
 
 
 # -- pairs of a file -------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ Joined = Float8 | Mxfp4
 
 
 def with_scales(file: TensorFile, settings: Mapping[str, Any] | None, where: str) -> TensorFile:
-    """The file with each weight and its scales as one tensor, as its `quantization_config` says; itself without one."""
+    """Join each weight with its scales, as `quantization_config` says; returns the file itself without one."""
     if settings is None:
         return file
     quantization = read_quantization(settings, where)
@@ -178,7 +178,7 @@ def with_scales(file: TensorFile, settings: Mapping[str, Any] | None, where: str
         return ScaledFile(file, _mxfp4_pairs(file))
     pairs = _float8_pairs(file, quantization)
     modules = [pair.weight.name.removesuffix("weight") for pair in pairs]
-    return ScaledFile(file, pairs, (module + name for module in modules for name in OF_ACTIVATIONS))
+    return ScaledFile(file, pairs, (module + name for module in modules for name in ACTIVATION_SCALES))
 
 
 def _float8_pairs(file: TensorFile, quantization: Quantization) -> list[Float8]:
@@ -186,7 +186,8 @@ def _float8_pairs(file: TensorFile, quantization: Quantization) -> list[Float8]:
     for entry in map(file.entry, file.names):
         if entry.storage is F8E5M2:
             raise CapabilityError(
-                f"{entry.file}: tensor {quoted(entry.name)} is stored as {F8E5M2}, expected {F8E4M3}", hint=_instead()
+                f"{entry.file}: tensor {quoted(entry.name)} is stored as {F8E5M2}, expected {F8E4M3}",
+                hint=_alternatives(),
             )
         if entry.storage is not F8E4M3:
             continue
@@ -199,8 +200,8 @@ def _float8_pairs(file: TensorFile, quantization: Quantization) -> list[Float8]:
     for name in file.names:
         weight = next((name.removesuffix(s) for s in SCALES if name.endswith(f".weight{s}")), None)
         if weight is not None and name not in used:
-            found = f"one of {file.entry(weight).storage}" if weight in file else "none"
-            raise _wrong(file.entry(name), "the weight of these scales", f"one of {F8E4M3}", found)
+            actual = f"one of {file.entry(weight).storage}" if weight in file else "none"
+            raise _wrong(file.entry(name), "the weight of these scales", f"one of {F8E4M3}", actual)
     return pairs
 
 
@@ -224,8 +225,8 @@ def _float8(weight: TensorEntry, scale: TensorEntry, quantization: Quantization)
             return Float8(weight, scale, (max(n, 1), max(k, 1)), (*lead, 1, 1))
     blocks = "" if grid is None else f" with a scale per {grid[0]} x {grid[1]} numbers"
     expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
-    what = f"the shape of scales of {list(weight.shape)}{blocks}"
-    raise _wrong(scale, what, expected, list(scale.shape), "is weight_block_size in config.json right?")
+    subject = f"the shape of scales of {list(weight.shape)}{blocks}"
+    raise _wrong(scale, subject, expected, list(scale.shape), "is weight_block_size in config.json right?")
 
 
 def _mxfp4_pairs(file: TensorFile) -> list[Mxfp4]:
@@ -240,11 +241,11 @@ def _mxfp4_pairs(file: TensorFile) -> list[Mxfp4]:
             raise _wrong(entry, f"weight {quoted(name)}", "one tensor or the other", "both")
         scale = file.entry(f"{name}_scales")
         if entry.storage is not U8 or len(entry.shape) < 3 or entry.shape[-1] != NIBBLE_BYTES:
-            found = f"{entry.storage}{list(entry.shape)}"
-            raise _wrong(entry, "blocks of MXFP4", f"u8[..., rows, blocks, {NIBBLE_BYTES}]", found)
+            actual = f"{entry.storage}{list(entry.shape)}"
+            raise _wrong(entry, "blocks of MXFP4", f"u8[..., rows, blocks, {NIBBLE_BYTES}]", actual)
         if scale.storage not in (U8, F8E8M0) or scale.shape != entry.shape[:-1]:
-            found = f"{scale.storage}{list(scale.shape)}"
-            raise _wrong(scale, "scales of MXFP4", f"u8{list(entry.shape[:-1])}, one per block", found)
+            actual = f"{scale.storage}{list(scale.shape)}"
+            raise _wrong(scale, "scales of MXFP4", f"u8{list(entry.shape[:-1])}, one per block", actual)
         pairs.append(Mxfp4(name, entry, scale))
     used = {pair.scale.name for pair in pairs}
     for name in file.names:
@@ -255,12 +256,12 @@ def _mxfp4_pairs(file: TensorFile) -> list[Mxfp4]:
 
 
 class ScaledFile(TensorFile):
-    """A file in which weights and their scales are one tensor. The offset and bytes of its entry are the codes'."""
+    """A file whose weights and scales are joined into one tensor. Entry offsets and sizes are those of the codes."""
 
-    def __init__(self, stored: TensorFile, joined: Iterable[Joined], left_out: Iterable[str] = ()) -> None:
+    def __init__(self, stored: TensorFile, joined: Iterable[Joined], ignored: Iterable[str] = ()) -> None:
         self._joined = {pair.entry.name: pair for pair in joined}
-        apart = {part.name for pair in self._joined.values() for part in pair.parts} | set(left_out)
-        plain = [stored.entry(name) for name in stored.names if name not in apart]
+        joined_parts = {part.name for pair in self._joined.values() for part in pair.parts} | set(ignored)
+        plain = [stored.entry(name) for name in stored.names if name not in joined_parts]
         entries = [*(pair.entry for pair in self._joined.values()), *plain]
         super().__init__(stored.path, stored.format, entries, stored.metadata, ())
         self._stored = stored
@@ -272,7 +273,7 @@ class ScaledFile(TensorFile):
 
     @property
     def widened(self) -> tuple[str, ...]:
-        """Weights of which no packed type has whole blocks, so that they are read as f32."""
+        """Weights read as f32, because no block type divides their rows."""
         return tuple(name for name, pair in self._joined.items() if pair.entry.storage is F32)
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -280,15 +281,15 @@ class ScaledFile(TensorFile):
         return (name,) if pair is None else tuple(part.name for part in pair.parts)
 
     def array(self, name: str) -> Array:
-        """The elements; a read-only copy where weights and scales are joined."""
+        """The elements of a tensor; a read-only copy if weights and scales are joined."""
         pair = self._joined.get(self.entry(name).name)
         if pair is None:
             return self._stored.array(name)
         try:
             blocks = pair.read(self._stored)
         finally:
-            self._stored.release()  # the pages that were copied
-        blocks.flags.writeable = False  # so that what is derived from it can be shared
+            self._stored.release()  # the copied pages
+        blocks.flags.writeable = False  # lets tensors derived from it be shared
         return blocks
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
-"""Special tokens by name: which ids begin and end a text, and at which a model has finished.
+"""Roles of special tokens: which ids begin and end a text, and which stop generation.
 
-Files say some of it (`tokenizer.ggml.eos_token_id`, `tokenizer_config.json`); what they leave out is known by name.
+Files name some of them (`tokenizer.ggml.eos_token_id`, `tokenizer_config.json`); the rest are recognised by name.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True, slots=True)
 class SpecialIds:
-    """Ids of the tokens that have a role; None where a model has no such token."""
+    """Token id per role; None if the model has no such token."""
 
     bos: int | None = None  # begins a text
     eos: int | None = None  # ends a text
-    eot: int | None = None  # ends a turn of a chat
+    eot: int | None = None  # ends a chat turn
     unk: int | None = None
     pad: int | None = None
     sep: int | None = None
@@ -26,17 +26,17 @@ class SpecialIds:
     def items(self) -> Iterable[tuple[str, int | None]]:
         return ((f.name, getattr(self, f.name)) for f in fields(self))
 
-    def completed(self, ids: Mapping[str, int]) -> SpecialIds:
-        """With the roles that are still open filled by name; `ids` are the special tokens."""
-        found = {
+    def fill_missing(self, ids: Mapping[str, int]) -> SpecialIds:
+        """Fill missing roles by name; `ids` maps the names of special tokens to ids."""
+        by_name = {
             role: next((ids[name] for name in NAMES[role] if name in ids), None)
             for role, known in self.items()
             if known is None
         }
-        return replace(self, **found)
+        return replace(self, **by_name)
 
 
-# In the order in which they are tried.
+# Candidates per role, in the order they are tried.
 NAMES: dict[str, tuple[str, ...]] = {
     "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "<BOS_TOKEN>"),
     "eos": (
@@ -54,8 +54,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "mask": ("[MASK]", "<mask>"),
 }  # fmt: skip
 
-# Tokens after which there is nothing to generate, whatever the file says of them: llama.cpp's list, with the ends of a
-# file and of a repository that code models write.
+# Tokens that stop generation whatever the file says: llama.cpp's list, including the end-of-file and end-of-repository
+# tokens of code models.
 STOP_NAMES = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
@@ -66,15 +66,15 @@ STOP_NAMES = frozenset({
 
 
 def is_marker(name: str) -> bool:
-    """Whether a name cannot be meant as text. `</s>` can: Gemma and Qwen have it as a tag of HTML."""
+    """Whether a name can only be a special token; `</s>` can be text, an HTML tag as in Gemma and Qwen."""
     return "|" in name or "｜" in name or "_of_" in name
 
 
 def stop_ids(special: SpecialIds, ids: Mapping[str, int]) -> frozenset[int]:
-    """The ids at which generation ends: eos, end of turn, and special tokens (`ids`) that are such by name."""
+    """The ids that stop generation: eos, eot, and special tokens (`ids`) listed in `STOP_NAMES`."""
     names = {name for name in STOP_NAMES if name in ids}
     if "<|end|>" in names and names & {"<|call|>", "<|calls|>"} and names & {"<|return|>", "<|flush|>"}:
-        names.remove("<|end|>")  # harmony: it ends a message, and the turn goes on
+        names.remove("<|end|>")  # harmony: it ends a message, not the turn
     if "<|tool_response>" in names:
         names.discard("</s>")  # Gemma 4: an HTML tag
     known = {i for i in (special.eos, special.eot) if i is not None}
@@ -83,11 +83,11 @@ def stop_ids(special: SpecialIds, ids: Mapping[str, int]) -> frozenset[int]:
     return frozenset(known | {ids[name] for name in names})
 
 
-_LONGEST_PART = 64  # characters of a special token that are looked for at the ends of a text
+_LONGEST_PART = 64  # characters of a partial special token at either end of a text
 
 
 class SpecialTexts:
-    """The texts of special tokens, and where other texts could become a part of one."""
+    """The texts of special tokens, with queries for texts that could become part of one."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._forwards = sorted(texts)
@@ -96,24 +96,24 @@ class SpecialTexts:
         self.first_chars = frozenset(text[0] for text in self._forwards)
         self.last_chars = frozenset(text[-1] for text in self._forwards)
 
-    def begun_by(self, text: str) -> int:
-        """How many characters at the end of a text begin a special token, which what follows might complete."""
-        return _shared(self._forwards, text[-_LONGEST_PART:])
+    def partial_at_end(self, text: str) -> int:
+        """Number of characters at the end of a text that begin a special token, which later text might complete."""
+        return _overlap(self._forwards, text[-_LONGEST_PART:])
 
-    def ended_by(self, text: str) -> int:
-        """How many characters at the beginning of a text end a special token, which what precedes might begin."""
-        return _shared(self._backwards, text[:_LONGEST_PART][::-1])
+    def partial_at_start(self, text: str) -> int:
+        """Number of characters at the start of a text that end a special token, which earlier text might begin."""
+        return _overlap(self._backwards, text[:_LONGEST_PART][::-1])
 
-    def include(self, text: str) -> bool:
-        """Whether the whole text is a part of a special token."""
+    def has_substring(self, text: str) -> bool:
+        """Whether the entire text is a substring of a special token."""
         return text in self._all
 
 
-def _shared(texts: list[str], end: str) -> int:
-    """The length of the longest end that one of the sorted texts begins with and goes on from; not white space."""
+def _overlap(texts: list[str], end: str) -> int:
+    """Length of the longest non-blank suffix of `end` that is a proper prefix of one of the sorted texts."""
     for start in range(len(end)):
         part = end[start:]
-        at = bisect_right(texts, part)  # the first of those that go on from here, if there are any
+        at = bisect_right(texts, part)  # the first text that could extend it
         if part.strip() and at < len(texts) and texts[at].startswith(part):
             return len(part)
     return 0

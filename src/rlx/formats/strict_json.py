@@ -1,7 +1,7 @@
-"""JSON from outside: parsed only as far as it is small, plain and unambiguous.
+"""Strict parser for untrusted JSON.
 
-Takes bytes, gives Python data. Refused are too many bytes or values, deep nesting, bad UTF-8, two members of one name,
-NaN and Infinity, lone surrogates: things that other readers take in different ways, or that cost more than they weigh.
+Rejects input that parsers disagree on or that is disproportionately costly: too many bytes or values, deep nesting,
+invalid UTF-8, duplicate members, NaN and Infinity, lone surrogates.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from rlx.errors import FormatError
 from rlx.formats.tensor_file import broken, quoted
 
-MAX_BYTES = 100_000_000  # the bound that the safetensors library sets for its header
+MAX_BYTES = 100_000_000  # the safetensors library's limit for its header
 MAX_VALUES = 1 << 22
-# Matches to the end of an unclosed string as well, so that the scan is linear whatever it meets.
+# Also matches an unclosed string to the end, so that the scan is always linear.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.S)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -26,30 +26,30 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def parse_json(
     source: bytes | memoryview, file: Path, *, at: int = 0, max_values: int = MAX_VALUES, infinity: bool = False
 ) -> Any:
-    """The value that `source` holds; `at` is where it begins in `file`.
+    """Parse `source`, which begins at byte `at` of `file`.
 
-    With `infinity` it may have that word for a number, as Python writes it into configurations.
+    `infinity` allows the number `Infinity`, which Python writes into configurations.
     """
     if len(source) > MAX_BYTES:
-        raise broken(file, "JSON", at=at, expected=f"at most {MAX_BYTES} bytes", found=len(source))
+        raise broken(file, "JSON", at=at, expected=f"at most {MAX_BYTES} bytes", actual=len(source))
     data = bytes(source)
     _check_values(data, file, at, max_values)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise broken(file, "JSON is not UTF-8", at=at + error.start, found=f"byte {data[error.start]:#04x}") from error
+        raise broken(file, "JSON is not UTF-8", at=at + error.start, actual=f"byte {data[error.start]:#04x}") from error
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
             raise broken(file, f"JSON has two members {quoted(twice)} in one object", at=at or None)
-        return found
+        return members
 
     def constant(name: str) -> float:
         if infinity and name == "Infinity":
             return math.inf
-        raise broken(file, "JSON", at=at or None, expected="a number", found=name)
+        raise broken(file, "JSON", at=at or None, expected="a number", actual=name)
 
     try:
         value = json.loads(text, object_pairs_hook=members, parse_constant=constant)
@@ -65,17 +65,17 @@ def parse_json(
         raise broken(file, "JSON has half of a surrogate pair", at=at or None) from error
     except FormatError:
         raise
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # an integer with more digits than Python converts
         raise broken(file, "JSON has a number that is too long", at=at or None) from error
 
 
-def _check_values(data: bytes, file: Path, at: int, most: int) -> None:
+def _check_values(data: bytes, file: Path, at: int, max_values: int) -> None:
     def values(text: bytes) -> int:
         return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
 
-    # Strings may hold commas and brackets too: only when the quick count is too high is it worth removing them.
-    found = values(data)
-    if found > most:
-        found = values(_STRING.sub(b"", data))
-    if found > most:
-        raise broken(file, "JSON", at=at or None, expected=f"at most {most} values", found=found)
+    # The quick count includes commas and brackets inside strings; remove those only if it is too high.
+    count = values(data)
+    if count > max_values:
+        count = values(_STRING.sub(b"", data))
+    if count > max_values:
+        raise broken(file, "JSON", at=at or None, expected=f"at most {max_values} values", actual=count)

@@ -1,9 +1,8 @@
-"""Files of tensors: what every reader gives back, and the checks that all of them share.
+"""`TensorFile`, which every reader returns, and the checks that readers share.
 
-A reader maps a file read-only, checks its header against the bytes that are there, and makes one `TensorFile`. Nothing
-is copied until it is asked for. A file is hostile until checked: whatever is wrong with it is a `FormatError`.
-A map cannot outlive its bytes: who cuts a file short while it is open kills the process (`mapped.py` finds what was
-changed before that), so replace files by renaming, or open them with `mapped=False`.
+A reader maps a file read-only, validates its header against the file size, and builds a `TensorFile`. Nothing is copied
+until it is read. Files are untrusted: every defect raises `FormatError`. Truncating a mapped file kills the process
+that reads it (`mapped_file.py` detects earlier changes), so replace files by renaming, or open with `mapped=False`.
 """
 
 from __future__ import annotations
@@ -33,40 +32,40 @@ from rlx.formats.mapped_file import FileMap, map_of
 
 PathLike = str | os.PathLike[str]
 
-# Stored in files, but no type of graphs.
+# Storage types that graphs do not have.
 F8E4M3 = DType("f8e4m3", "float", 1, np.dtype(ml_dtypes.float8_e4m3fn))
 F8E5M2 = DType("f8e5m2", "float", 1, np.dtype(ml_dtypes.float8_e5m2))
-F8E8M0 = DType("f8e8m0", "float", 1, np.dtype(ml_dtypes.float8_e8m0fnu))  # powers of two, of scales
+F8E8M0 = DType("f8e8m0", "float", 1, np.dtype(ml_dtypes.float8_e8m0fnu))  # powers of two, for scales
 U16 = DType("u16", "uint", 2, np.dtype(np.uint16))
 U64 = DType("u64", "uint", 8, np.dtype(np.uint64))
 
 MAX_RANK = 8
-MAX_TENSORS = 1 << 18  # in one file; the largest mixtures of experts have as many in all their shards
-# One of several files of a model, of GGUF or of safetensors.
+MAX_TENSORS = 1 << 18  # per file; the largest mixture-of-experts models have about as many in all shards together
+# A shard of a GGUF or safetensors model.
 PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<kind>\.gguf|\.safetensors)", re.S)
 _MAX_BYTES = 1 << 62  # beyond it, NumPy cannot describe even an empty array
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 def broken(
-    file: Path, what: str, *, at: int | None = None, expected: object = None, found: object = None,
+    file: Path, subject: str, *, at: int | None = None, expected: object = None, actual: object = None,
     hint: str | None = None,
 ) -> FormatError:  # fmt: skip
-    """A FormatError that names the file, the byte where it has one, and what was expected and found."""
+    """Build a FormatError that names the file, the byte offset if known, and the expected and actual values."""
     where = f"{file}" if at is None else f"{file}, byte {at}"
-    values = ", ".join(f"{k} {v}" for k, v in (("expected", expected), ("found", found)) if v is not None)
-    return FormatError(f"{where}: {what}" + (f": {values}" if values else ""), hint=hint)
+    values = ", ".join(f"{k} {v}" for k, v in (("expected", expected), ("found", actual)) if v is not None)
+    return FormatError(f"{where}: {subject}" + (f": {values}" if values else ""), hint=hint)
 
 
-_SHORT = reprlib.Repr()  # its bounds hold for lists in lists too, however deep
+_SHORT = reprlib.Repr()  # also bounds nested lists
 _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def quoted(value: object, limit: int = 80) -> str:
-    """`repr`, shortened: a name from a file may be a megabyte of escape codes."""
+    """Shortened `repr`: a name in a file may be a megabyte of escape codes."""
     if not isinstance(value, str):
         return _SHORT.repr(value)
-    if len(value) > 2 * limit:  # only the ends can be shown
+    if len(value) > 2 * limit:  # only the ends are shown
         value = value[:limit] + value[-limit:]
     return shortened(repr(value), limit)
 
@@ -74,7 +73,7 @@ def quoted(value: object, limit: int = 80) -> str:
 # -- records ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies. `shape` is row-major, as NumPy has it: a linear weight is [out, in]."""
+    """Location and type of one tensor. `shape` is row-major as in NumPy: a linear weight is [out, in]."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,35 +93,35 @@ class TensorEntry:
 
 
 def stored_bytes(shape: tuple[int, ...], storage: DType) -> int | None:
-    """How many bytes a tensor of this shape takes, or None when its rows are not whole blocks."""
+    """Size of a tensor in bytes, or None if its rows are not a multiple of the block size."""
     if storage.is_packed and (not shape or shape[-1] % storage.block):
         return None
     return math.prod(shape) // storage.block * storage.size
 
 
 def check_shape(file: Path, name: str, shape: tuple[int, ...], at: int | None = None) -> None:
-    """Refuse more axes than `MAX_RANK` and sizes whose product NumPy cannot hold, zeros not counted."""
+    """Reject ranks above `MAX_RANK` and shapes whose size, ignoring zeros, NumPy cannot represent."""
     if len(shape) > MAX_RANK:
-        raise broken(file, f"tensor {quoted(name)}: axes", at=at, expected=f"at most {MAX_RANK}", found=len(shape))
+        raise broken(file, f"tensor {quoted(name)}: axes", at=at, expected=f"at most {MAX_RANK}", actual=len(shape))
     if math.prod(max(n, 1) for n in shape) * 8 > _MAX_BYTES:
         raise broken(file, f"tensor {quoted(name)}: its shape {quoted(shape)} is beyond any file", at=at)
 
 
 def check_overlap(entries: Iterable[TensorEntry]) -> None:
-    """Refuse two tensors of one file that share a byte."""
+    """Reject tensors of one file that overlap."""
     in_order = sorted((e for e in entries if e.nbytes), key=lambda e: e.offset)
     for before, after in itertools.pairwise(in_order):
         if after.offset < before.end:
             raise broken(
                 after.file, f"tensor {quoted(after.name)} overlaps {quoted(before.name)}",
-                at=after.offset, expected=f"byte {before.end} or later", found=after.offset,
+                at=after.offset, expected=f"byte {before.end} or later", actual=after.offset,
             )  # fmt: skip
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, eq=False)
 class FileBytes:
-    """The bytes of one file, read-only. Views keep the map alive; it goes when the last of them goes."""
+    """The bytes of one file, read-only. Views keep the map alive; it is unmapped with the last of them."""
 
     path: Path
     view: memoryview
@@ -133,51 +132,51 @@ class FileBytes:
 
     @property
     def maps(self) -> list[FileMap]:
-        """The map of the file; none where it was read whole."""
+        """The map of the file; empty if it was read into memory."""
         return map_of(self.view)
 
     def array(self, first: int, end: int) -> Array:
-        """The bytes from `first` to `end` as an array of u8, not copied."""
+        """Bytes `first` to `end` as a u8 array, without copying."""
         return np.frombuffer(self.view[first:end], np.uint8)
 
     def release(self) -> None:
-        """Let go of the pages that were read: whoever looks again gets them from the file."""
+        """Release resident pages; later reads fault them in from the file again."""
         if isinstance(self.view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            with contextlib.suppress(OSError):  # locked into memory, by mlockall
+            with contextlib.suppress(OSError):  # pages locked by mlockall
                 self.view.obj.madvise(mmap.MADV_DONTNEED)
 
     def prefer_huge_pages(self) -> None:
-        """Ask for huge pages, where all of a file is read again and again: prefetchers of a CPU stop at page ends."""
+        """Request huge pages for a file that is read repeatedly: CPU prefetchers stop at page boundaries."""
         if isinstance(self.view.obj, mmap.mmap) and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel that has none
+            with contextlib.suppress(OSError):  # not supported by the kernel
                 self.view.obj.madvise(mmap.MADV_HUGEPAGE)
 
 
 def open_bytes(path: PathLike, *, mapped: bool = True) -> FileBytes:
-    """Map a regular file, or read it whole. Never waits on a pipe or a device."""
+    """Map a regular file, or read it into memory. Never blocks on a pipe or a device."""
     file = Path(path)
     try:
-        with open(file, "rb", buffering=0, opener=_open_at_once) as handle:
+        with open(file, "rb", buffering=0, opener=_open_nonblocking) as handle:
             status = os.fstat(handle.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise broken(file, "not a file of tensors", expected="a regular file", found=_kind(status.st_mode))
+                raise broken(file, "not a file of tensors", expected="a regular file", actual=_kind(status.st_mode))
             if not status.st_size:
                 raise broken(file, "the file is empty")
             if mapped:
-                # never closed by hand: views hold it, and it is unmapped with the last of them
+                # not closed explicitly: it is unmapped with the last view
                 return FileBytes(file, memoryview(FileMap(file, handle.fileno())))
             return FileBytes(file, memoryview(handle.readall()))
-    except (OSError, ValueError) as error:  # ValueError: a NUL or half a surrogate pair in the path
+    except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the path
         if getattr(error, "errno", None) == errno.ENOMEM:
             raise ResourceError(
-                f"{file}: no room in memory for its {status.st_size / 2**20:,.0f} MiB",
-                hint="is there a limit on memory (ulimit -v)? Choose a smaller model",
+                f"{file}: not enough memory for its {status.st_size / 2**20:,.0f} MiB",
+                hint="is memory limited (ulimit -v)? Choose a smaller model",
             ) from error
         reason = getattr(error, "strerror", None) or error
         raise FormatError(f"{quoted(str(file), 400)}: cannot be opened: {reason}") from error
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -194,7 +193,7 @@ def _kind(mode: int) -> str:
 
 # -- the file --------------------------------------------------------------------------------------------------------
 class TensorFile:
-    """The tensors and metadata of one model file, or of all shards of one. Made by `open_gguf` and its like."""
+    """The tensors and metadata of a model, in one file or several shards. Returned by `open_gguf` and the like."""
 
     def __init__(
         self, path: Path, format: str, entries: Iterable[TensorEntry], metadata: Mapping[str, Any],
@@ -218,27 +217,27 @@ class TensorFile:
 
     @property
     def stored(self) -> TensorFile:
-        """The tensors as they lie in the file, where this one joins several into one."""
+        """The underlying file, if this one joins several stored tensors into one."""
         return self
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The tensors of the stored file that a tensor is made of."""
+        """Names of the stored tensors that make up a tensor."""
         return (name,)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors in the order of the file."""
+        """Tensor names, in file order."""
         return tuple(self._entries)
 
     def entry(self, name: str) -> TensorEntry:
-        """Where tensor `name` lies and what it is."""
-        found = self._entries.get(name)
-        if found is None:
+        """Location and type of tensor `name`."""
+        entry = self._entries.get(name)
+        if entry is None:
             raise FormatError(f"{self.path}: no tensor is called {quoted(name)}", hint=self._nearest(name))
-        return found
+        return entry
 
     def array(self, name: str) -> Array:
-        """The stored elements as a read-only view; those of a packed tensor are blocks, [..., blocks of a row]."""
+        """The stored elements as a read-only view; a packed tensor is an array of blocks, [..., blocks per row]."""
         entry = self.entry(name)
         if self._bytes is None:
             raise FormatError(f"{self.path}: closed, so tensor {quoted(name)} cannot be read")
@@ -249,12 +248,12 @@ class TensorFile:
         if storage is BOOL and raw.size and int(raw.max()) > 1:
             at = int(np.argmax(raw > 1))
             where = entry.offset + at
-            raise broken(entry.file, f"tensor {quoted(name)}: a bool", at=where, expected="0 or 1", found=int(raw[at]))
+            raise broken(entry.file, f"tensor {quoted(name)}: a bool", at=where, expected="0 or 1", actual=int(raw[at]))
         return raw.view(storage.numpy).reshape(entry.shape)
 
     def dequantised(self, name: str) -> Array:
         """The elements as float32, in the tensor's shape; stored float32 is a view."""
-        from rlx.formats.gguf_quants import dequantise  # and its tables
+        from rlx.formats.gguf_quants import dequantise  # lazy: loads its tables
 
         entry = self.entry(name)
         try:
@@ -264,12 +263,12 @@ class TensorFile:
             raise
 
     def release(self) -> None:
-        """Let go of the pages that were read; arrays stay good."""
+        """Release resident pages; arrays stay valid."""
         for file in (self._bytes or {}).values():
             file.release()
 
     def close(self) -> None:
-        """Let go of the files. Arrays that were handed out stay good; the map goes with the last of them."""
+        """Close the files. Arrays already returned stay valid and keep their map alive."""
         self._bytes, self.maps = None, ()
 
     def __enter__(self) -> TensorFile:
@@ -281,6 +280,6 @@ class TensorFile:
         self.close()
 
     def _nearest(self, name: str) -> str | None:
-        # difflib compares with every candidate: a bound keeps a typo in a large or hostile file cheap
-        some = [n for n in self._entries if len(n) <= 256][:4096]
-        return nearest(name[:256], some)
+        # difflib compares with every candidate: the bound keeps a typo cheap in large or hostile files
+        candidates = [n for n in self._entries if len(n) <= 256][:4096]
+        return nearest(name[:256], candidates)

@@ -1,8 +1,8 @@
-"""The bytes of a token, and the text of many: what the decoder of a tokenizer means, token by token.
+"""Decode single tokens to bytes, following the decoder of a tokenizer.json.
 
-The Rust library decodes a whole list of ids at a time. Streaming needs the bytes of one token, so the decoder's
-description is read here and turned into a rule for a single token; `decode` and `Stream` then share it and cannot
-disagree. Broken UTF-8 becomes U+FFFD as `bytes.decode` has it; the library marks more bytes as broken than are.
+The Rust library decodes a complete list of ids at once. Streaming needs the bytes of one token, so the decoder's
+description becomes a per-token `Rule`, which `decode` and `Stream` share and so cannot disagree. Invalid UTF-8 becomes
+U+FFFD as in `bytes.decode`; the library replaces more bytes than are invalid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlx.errors import FormatError
 from rlx.formats.tensor_file import quoted
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# What the library's WordPiece decoder tidies inside one token; the other forms it knows span several tokens.
+# The clean-up that the library's WordPiece decoder does within one token; its other forms span several tokens.
 _TIDY = {
     " .": ".",
     " ?": "?",
@@ -31,7 +31,7 @@ _TIDY = {
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable characters for the 256 bytes: Latin-1 where it prints, else counted on from U+0100."""
+    """GPT-2's printable characters for the 256 bytes: Latin-1 where printable, else consecutive from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -42,14 +42,14 @@ BYTE_ALPHABET = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a token that is not an added one reads."""
+    """How to decode a token that is not an added token."""
 
     byte_level: bool = False
     byte_fallback: bool = False
     replace: tuple[tuple[str, str], ...] = ()
     word_prefix: str | None = None  # WordPiece: a token without it begins a word
     tidy: bool = False
-    strip: bool = False  # a space at the very start of a text is not part of it
+    strip: bool = False  # drop a space at the very start of a text
     unsupported: str | None = None
 
     def bytes_of(self, token: str) -> bytes:
@@ -57,7 +57,7 @@ class Rule:
             try:
                 return bytes([BYTE_ALPHABET[c] for c in token])
             except KeyError:
-                return token.encode()  # a token that was never byte-level, as the library takes it
+                return token.encode()  # not a byte-level token; the library also takes it as text
         if self.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         if self.word_prefix is not None:
@@ -75,27 +75,27 @@ class Rule:
 
 
 class TokenBytes:
-    """The bytes of every token, worked out when first asked for."""
+    """The bytes of every token, computed on first access."""
 
     def __init__(self, rule: Rule, name_of: Callable[[int], str | None], added: Mapping[int, str], where: str) -> None:
         self.rule = rule
         self._name_of = name_of
         self._added = added
         self._where = where
-        self._known: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._bytes_of(token)
-        return found
+        raw = self._cache.get(token)
+        if raw is None:
+            raw = self._cache[token] = self._bytes_of(token)
+        return raw
 
     def _bytes_of(self, token: int) -> bytes:
         if self.rule.unsupported:
             raise FormatError(f"{self._where}: decoder {self.rule.unsupported} is not supported, so ids have no text")
         added = self._added.get(token)
         if added is not None:
-            # WordPiece sets [SEP] apart as any word; elsewhere an added token is exactly its text
+            # WordPiece puts a space before [SEP] as before any word; elsewhere an added token is exactly its text
             return (" " + added if self.rule.word_prefix is not None else added).encode()
         name = self._name_of(token)
         return b"" if name is None else self.rule.bytes_of(name)  # ids may have gaps
@@ -103,7 +103,7 @@ class TokenBytes:
 
 # -- reading a decoder -----------------------------------------------------------------------------------------------
 def rule_of(decoder: Mapping[str, Any] | None) -> Rule:
-    """The rule that a decoder, given as tokenizer.json has it, stands for."""
+    """Convert a decoder in tokenizer.json form to a rule."""
     if decoder is None:
         return Rule(unsupported="null")
     return _add(Rule(), decoder)

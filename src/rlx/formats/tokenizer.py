@@ -1,9 +1,8 @@
-"""Text to token ids and back: one `Tokenizer`, whatever file it comes from, over the Rust `tokenizers` library.
+"""Tokenizers: one `Tokenizer` class for every file format, built on the Rust `tokenizers` library.
 
-In comes a tokenizer.json, the metadata of a GGUF file or llama2.c's tokenizer.bin; each becomes a Rust tokenizer, which
-encodes; where the model is BPE, with tables of ours (`bpe.py`), which a later process maps. Decoding is done here, byte
-by byte (`pieces.py`), so that a stream of tokens reads as the whole does.
-A file is hostile until checked: whatever is wrong with it, the Rust library's panics included, is a `FormatError`.
+Reads a tokenizer.json, GGUF metadata or llama2.c's tokenizer.bin and builds a Rust tokenizer, which encodes. BPE models
+use our own memory-mapped tables (`bpe.py`). Decoding is done here, byte by byte (`token_bytes.py`), so streaming and
+`decode` give the same text. Files are untrusted: every defect, including a Rust panic, raises `FormatError`.
 """
 
 from __future__ import annotations
@@ -29,18 +28,19 @@ from rlx.formats.tensor_file import PathLike, open_bytes, quoted
 from rlx.formats.token_bytes import TokenBytes, rule_of
 from rlx.formats.tokenizers_errors import rust_call
 
-MAX_GROWTH = 256  # how many times longer a normalizer may make a text
+MAX_GROWTH = 256  # upper bound on how much a normalizer may lengthen a text
 MAX_ENDS = 64  # special tokens around a text
-MIN_SHARED_CHARS = 400  # of a text, on average, from which many go to all cores where the model is ours
-PLENTY = 16  # characters for each id that is wanted: a text with fewer is encoded as it is
-PIECE = 4096  # characters of a longer text whose ids are counted at a time
+MIN_SHARED_CHARS = 400  # mean characters per text from which our BPE encodes a batch in parallel
+CHARS_PER_ID = 16  # texts with fewer characters per allowed id are encoded without clipping
+CLIP_CHARS = 4096  # characters per piece when `clip_text` counts ids
 
 
 class Tokenizer:
-    """Text to ids and back. Made by `from_json`, `from_gguf` or `from_tok512`; safe to share between threads.
+    """Encodes text to token ids and decodes ids to text. Thread-safe.
 
-    `bos_id`, `eos_id`, `eot_id`, `unk_id`, `pad_id`, `sep_id`, `cls_id` and `mask_id` are None where there is no such
-    token. `prefix` and `suffix` are the ids that `add_special` puts around a text. `chat_template` is the file's.
+    Create one with `from_json`, `from_gguf` or `from_tok512`. `bos_id`, `eos_id`, `eot_id`, `unk_id`, `pad_id`,
+    `sep_id`, `cls_id` and `mask_id` are None if the vocabulary has no such token. `prefix` and `suffix` are the ids
+    that `add_special` adds around a text. `chat_template` is the template stored in the file, if any.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Tokenizer:
         self.vocab_size = vocab_size
         self.chat_template = chat_template
         with rust_call(source):
-            rust.no_padding()  # tokenizer.json may ask for rows of one length; callers pad as they need
+            rust.no_padding()  # tokenizer.json may request padding; callers pad as they need
             rust.no_truncation()
             added = rust.get_added_tokens_decoder()
             decoder, normalizer, processor = (
-                _description(part) for part in (rust.decoder, rust.normalizer, rust.post_processor)
+                _to_json(part) for part in (rust.decoder, rust.normalizer, rust.post_processor)
             )
         if (growth := _growth(normalizer)) > MAX_GROWTH:
             raise FormatError(
@@ -67,7 +67,7 @@ class Tokenizer:
             raise FormatError(f"{source}: post_processor: expected ids below {vocab_size}")
 
         named = {t.content: i for i, t in added.items() if t.special or is_marker(t.content)}
-        special = special.completed(named)
+        special = special.fill_missing(named)
         self.bos_id, self.eos_id, self.eot_id = special.bos, special.eos, special.eot
         self.unk_id, self.pad_id, self.mask_id = special.unk, special.pad, special.mask
         self.sep_id, self.cls_id = special.sep, special.cls
@@ -75,10 +75,10 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.special_texts = SpecialTexts(added[i].content for i in self.special_ids)
         self._control = self.special_ids - {self.unk_id}
-        self._anchor = f"<{secrets.token_hex(16)}>"  # stands for a special token before a text; nobody can type it
+        self._anchor = f"<{secrets.token_hex(16)}>"  # unguessable stand-in for a special token before a text
         name_of = rust.id_to_token if bpe is None else bpe.name
         self._pieces = TokenBytes(rule_of(decoder), name_of, {i: t.content for i, t in added.items()}, source)
-        self._bpe, self._cuts = bpe, rust.pre_tokenizer
+        self._bpe, self._base_pre_tokenizer = bpe, rust.pre_tokenizer
         if bpe is not None:
             with rust_call(source):
                 rust.pre_tokenizer = bpe.pre_tokenizer(rust.pre_tokenizer)
@@ -88,13 +88,14 @@ class Tokenizer:
     # -- constructors --
     @classmethod
     def from_json(cls, source: PathLike | bytes, *, config: Mapping[str, Any] | None = None) -> Tokenizer:
-        """From a tokenizer.json, its path or its bytes.
+        """Load a tokenizer.json from its path or its bytes.
 
-        `config` is the content of tokenizer_config.json, which names bos, eos and the rest and may have the chat
-        template; with a path, the files that lie beside it are read. Without any, tokens are known by their names.
+        `config` is the parsed tokenizer_config.json, which names bos, eos and the other special tokens and may hold the
+        chat template. Given a path, `config` defaults to the files in the same folder. Without a config, special tokens
+        are recognised by name.
         """
         from rlx.formats.strict_json import MAX_BYTES
-        from rlx.formats.tokenizer_json import config_beside, read_json, special_of_config, template_of_config
+        from rlx.formats.tokenizer_json import read_json, sidecar_config, special_of_config, template_of_config
         from rlx.formats.tokenizer_models import MAX_TOKENS
 
         if isinstance(source, bytes):
@@ -102,12 +103,12 @@ class Tokenizer:
         else:
             file = open_bytes(source)
             where, data = str(file.path), bytes(file.view[: MAX_BYTES + 1])
-            config = config_beside(file.path) if config is None else config
+            config = sidecar_config(file.path) if config is None else config
         if len(data) > MAX_BYTES:
             raise FormatError(f"{where}: expected at most {MAX_BYTES} bytes, found more")
         rust, bpe = read_json(data, where)
         with rust_call(where):
-            ids = rust.get_vocab(with_added_tokens=True)  # of BPE, only those of added tokens
+            ids = rust.get_vocab(with_added_tokens=True)  # for BPE, only the added tokens
         vocab_size = max(max(ids.values(), default=-1) + 1, 0 if bpe is None else bpe.size)
         if not 0 < vocab_size <= MAX_TOKENS:
             raise FormatError(f"{where}: expected 1 to {MAX_TOKENS} token ids, found {vocab_size}")
@@ -116,21 +117,21 @@ class Tokenizer:
         return cls(rust, bpe, source=where, special=special, vocab_size=vocab_size, chat_template=template)
 
     @classmethod
-    def restored(
-        cls, described: Mapping[str, Any], data: bytes, tables: Mapping[str, np.ndarray[Any, Any]], where: str
+    def restore(
+        cls, description: Mapping[str, Any], data: bytes, tables: Mapping[str, np.ndarray[Any, Any]], where: str
     ) -> Tokenizer:
-        """The tokenizer that `described` and `packed` tell of, in a file that is trusted."""
+        """Rebuild a tokenizer from the output of `describe` and `pack`; the data must be trusted."""
         with rust_call(where):
             rust = RustTokenizer.from_buffer(data)
             bpe = Bpe(tables, rust.model) if tables else None
-        kept = {name: described[name] for name in ("source", "vocab_size", "chat_template", "special")}
-        tokenizer = cls(rust, bpe, **kept)
-        tokenizer.stop_ids = frozenset(described["stop_ids"])
+        fields = {name: description[name] for name in ("source", "vocab_size", "chat_template", "special")}
+        tokenizer = cls(rust, bpe, **fields)
+        tokenizer.stop_ids = frozenset(description["stop_ids"])
         return tokenizer
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, source: PathLike = "GGUF") -> Tokenizer:
-        """From the metadata of a GGUF file; `source` names the file in messages."""
+        """Build the tokenizer stored in GGUF metadata; `source` names the file in error messages."""
         from rlx.formats.gguf_vocab import read_vocab
 
         vocab = read_vocab(metadata, str(source))
@@ -141,7 +142,7 @@ class Tokenizer:
 
     @classmethod
     def from_tok512(cls, path: PathLike, vocab_size: int) -> Tokenizer:
-        """From llama2.c's tokenizer.bin; the file does not say how many tokens it has, so the model's size is given."""
+        """Load llama2.c's tokenizer.bin, which does not store its size: pass the model's `vocab_size`."""
         from rlx.formats.llama2c_vocab import read_tokenizer_bin
         from rlx.formats.tokenizer_models import (
             BYTE,
@@ -163,27 +164,27 @@ class Tokenizer:
         special = SpecialIds(bos=1, eos=2, unk=0)
         return cls(rust, bpe, source=str(file.path), special=special, vocab_size=vocab_size)
 
-    def described(self) -> dict[str, Any]:
-        """What it is beside `packed`, for `restored`."""
+    def describe(self) -> dict[str, Any]:
+        """Return the fields that `restore` needs besides the output of `pack`."""
         roles = {role: getattr(self, f"{role}_id") for role, _ in SpecialIds().items()}
-        kept = {name: getattr(self, name) for name in ("source", "vocab_size", "chat_template")}
-        return {**kept, "special": SpecialIds(**roles), "stop_ids": sorted(self.stop_ids)}
+        fields = {name: getattr(self, name) for name in ("source", "vocab_size", "chat_template")}
+        return {**fields, "special": SpecialIds(**roles), "stop_ids": sorted(self.stop_ids)}
 
-    def packed(self) -> tuple[bytes, Mapping[str, np.ndarray[Any, Any]]]:
-        """Its tokenizer.json, without the tokens and merges of BPE; and the tables that have these."""
+    def pack(self) -> tuple[bytes, Mapping[str, np.ndarray[Any, Any]]]:
+        """Return its tokenizer.json without BPE tokens and merges, and the tables that hold those."""
         with rust_call(self.source):
             if self._bpe is None:
                 return bytes(self._parsing.to_str(), "utf-8"), {}
-            rust = self._copied(self._parsing, self._parsing.get_added_tokens_decoder())
-            rust.pre_tokenizer, rust.decoder = self._cuts, self._parsing.decoder
+            rust = self._copy(self._parsing, self._parsing.get_added_tokens_decoder())
+            rust.pre_tokenizer, rust.decoder = self._base_pre_tokenizer, self._parsing.decoder
             return bytes(rust.to_str(), "utf-8"), self._bpe.tables
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer.restored, (self.described(), *self.packed(), self.source)
+        return Tokenizer.restore, (self.describe(), *self.pack(), self.source)
 
     def to_json(self) -> bytes:
-        """Its tokenizer.json."""
-        data, _ = self.packed()
+        """Return its complete tokenizer.json."""
+        data, _ = self.pack()
         if self._bpe is None:
             return data
         document = json.loads(data)
@@ -194,29 +195,29 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False, limit: int | None = None
     ) -> list[int]:
-        """The ids of a text.
+        """Encode a text to token ids.
 
-        `add_special` puts bos, eos, [CLS] or [SEP] around it where the file says so. With `parse_special` the text of a
-        special token (`<|im_end|>`) becomes that token, as a rendered chat needs; without, it is text like any other,
-        and no text can make such a token. `limit` cuts the text so that at most so many ids come out.
+        `add_special` adds bos, eos, [CLS] or [SEP] around the text if the file says so. With `parse_special`, the text
+        of a special token (`<|im_end|>`) becomes that token, as rendered chats need; otherwise it stays plain text, and
+        no input can produce a special token. `limit` truncates the text to at most that many ids.
         """
         return self.encode_batch((text,), add_special=add_special, parse_special=parse_special, limit=limit)[0]
 
     def encode_batch(
         self, texts: Iterable[str], *, add_special: bool = True, parse_special: bool = False, limit: int | None = None
     ) -> list[list[int]]:
-        """The ids of each text, as `encode` gives them; many texts go to all cores where that is faster."""
-        batch = _checked_texts(texts)
+        """Encode each text as `encode` does, in parallel when that is faster."""
+        batch = _check_texts(texts)
         if limit is not None:
-            batch = [self.beginning(text, limit, parse_special=parse_special) for text in batch]
+            batch = [self.clip_text(text, limit, parse_special=parse_special) for text in batch]
         rust = self._parsing if parse_special else self._plain
-        # the library's threads wait for each other to call our BPE, which for short texts takes longer than they do
+        # the library's threads contend for the GIL to call our BPE, which outweighs the gain for short texts
         alone = self._bpe is not None and sum(map(len, batch)) < MIN_SHARED_CHARS * len(batch)
         with rust_call(self.source):
             rows = [
                 encoding.ids
-                for some in (([text] for text in batch) if alone else (batch,))
-                for encoding in rust.encode_batch_fast(some, add_special_tokens=add_special)
+                for group in (([text] for text in batch) if alone else (batch,))
+                for encoding in rust.encode_batch_fast(group, add_special_tokens=add_special)
             ]
         before, after = (len(self.prefix), len(self.suffix)) if add_special else (0, 0)
         if not parse_special and self._control:
@@ -225,113 +226,113 @@ class Tokenizer:
                     rows[i] = [*ids[:before], *self._without_control(batch[i]), *ids[len(ids) - after :]]
         return rows if limit is None else [_cut(ids, limit, before, after) for ids in rows]
 
-    def beginning(self, text: str, limit: int, *, parse_special: bool = False) -> str:
-        """The text itself; where it has far more than `limit` ids, a beginning of it that has more than that too.
+    def clip_text(self, text: str, limit: int, *, parse_special: bool = False) -> str:
+        """Clip a text that has far more than `limit` ids to a prefix that still has more than `limit`.
 
-        So that nobody waits for the ids of a huge text that nobody wants. Its pieces are encoded one by one, each of
-        its kind once, until they have twice as many ids. What is at the ends of a piece does not count: in the whole
-        text it may belong to its neighbours.
+        Avoids encoding all of a huge text only to truncate it. Pieces are encoded one at a time, each distinct piece
+        once, until they add up to twice `limit`. Tokens at the ends of a piece do not count, since in the full text
+        they may merge with the neighbouring piece.
         """
-        if len(text) <= max(PLENTY * limit, PIECE):
+        if len(text) <= max(CHARS_PER_ID * limit, CLIP_CHARS):
             return text
         counts: dict[str, int] = {}
         total = 0
-        for start in range(0, len(text), PIECE):
-            piece = text[start : start + PIECE]
+        for start in range(0, len(text), CLIP_CHARS):
+            piece = text[start : start + CLIP_CHARS]
             if piece not in counts:
                 try:
                     ids = self.encode(piece, add_special=False, parse_special=parse_special)
-                except RequestError:  # no text: whoever encodes all of it says where that is
+                except RequestError:  # invalid text: encoding all of it reports the position
                     return text
                 counts[piece] = max(len(ids) - 2, 0)
             total += counts[piece]
             if total > 2 * limit:
-                return text[: start + PIECE]
+                return text[: start + CLIP_CHARS]
         return text
 
     def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
-        """The ids of texts and tokens in their order; no text can make a special token.
+        """Encode a mix of texts and token ids, in order; no text can produce a special token.
 
-        Texts are read as `encode` reads them between special tokens: where a tokenizer puts a space before the first
-        word of a text, it does so here before the first part only.
+        Texts are encoded as `encode` treats text between special tokens: a tokenizer that adds a space before the first
+        word of a text adds it before the first part only.
         """
-        given = list(parts)
+        items = list(parts)
         texts = [
             part if i == 0 or not self.special_ids else self._anchor + part
-            for i, part in enumerate(given) if isinstance(part, str)
+            for i, part in enumerate(items) if isinstance(part, str)
         ]  # fmt: skip
         rows = iter(self.encode_batch(texts, add_special=False))
         out: list[int] = []
-        for i, part in enumerate(given):
+        for i, part in enumerate(items):
             if isinstance(part, str):
                 out += next(rows)[0 if i == 0 or not self.special_ids else 1 :]
             else:
-                out.append(self._checked_id(part))
+                out.append(self._check_id(part))
         return out
 
     def special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """Where the text of a special token stands: (first, end, id), as encoding with `parse_special` finds them."""
-        _checked_texts((text,))
+        """Locate special tokens in a text as (first, end, id), matched as encoding with `parse_special` does."""
+        _check_texts((text,))
         if not any(first in text for first in self.special_texts.first_chars):
             return []
         with rust_call(self.source):
             encoding = self._parsing.encode(text, add_special_tokens=False)
-        found = zip(encoding.offsets, encoding.ids, strict=True)
-        return [(first, end, i) for (first, end), i in found if i in self.special_ids]
+        spans = zip(encoding.offsets, encoding.ids, strict=True)
+        return [(first, end, i) for (first, end), i in spans if i in self.special_ids]
 
     # -- ids to text --
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text of ids; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves special tokens out."""
+        """Decode ids to text; invalid UTF-8 becomes U+FFFD. `skip_special` omits special tokens."""
         stream = Stream(self, skip_special=skip_special)
         return b"".join(map(stream.take, ids)).decode("utf-8", "replace")
 
     def stream(self, *, skip_special: bool = False, continues: bool = False) -> Stream:
-        """A reader of ids that come one at a time; `continues` when the text before them was shown already."""
+        """Start a streaming decoder; set `continues` if the ids follow text that was already emitted."""
         return Stream(self, skip_special=skip_special, continues=continues)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for. A space that begins a word is there: b" the"."""
-        return self._pieces[self._checked_id(token)]
+        """Return the bytes of a token, including a leading space: b" the"."""
+        return self._pieces[self._check_id(token)]
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.source!r}: {self.vocab_size} tokens>"
 
     # -- inside --
-    def _checked_id(self, token: int) -> int:
+    def _check_id(self, token: int) -> int:
         try:
-            found = operator.index(token)
+            index = operator.index(token)
         except TypeError as error:
             raise RequestError(f"a token id is an integer, not {quoted(token)}") from error
-        if not 0 <= found < self.vocab_size:
-            raise RequestError(f"token id {found} is outside the vocabulary of {self.vocab_size} tokens")
-        return found
+        if not 0 <= index < self.vocab_size:
+            raise RequestError(f"token id {index} is outside the vocabulary of {self.vocab_size} tokens")
+        return index
 
-    def _copied(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
-        """A second tokenizer over the same parts."""
+    def _copy(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
+        """Create a second tokenizer that shares the model of the first."""
         other = RustTokenizer(rust.model)  # shared, not copied
         other.normalizer, other.pre_tokenizer = rust.normalizer, rust.pre_tokenizer
         other.post_processor = rust.post_processor
         other.add_tokens([added[i] for i in sorted(added)])
         if other.get_added_tokens_decoder().keys() != added.keys():
-            other = RustTokenizer.from_str(rust.to_str())  # ids with gaps, which only a file can give
+            other = RustTokenizer.from_str(rust.to_str())  # ids with gaps can only be loaded from a file
         return other
 
     def _sibling(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
-        """A second tokenizer, to which special tokens are text."""
+        """Create a second tokenizer that treats special tokens as plain text."""
         with rust_call(self.source):
-            other = self._copied(rust, added)
+            other = self._copy(rust, added)
             other.encode_special_tokens = True
             other.add_tokens([AddedToken(self._anchor, normalized=False, special=False)])
         return other
 
     def _without_control(self, text: str) -> list[int]:
-        """The ids of a text whose own characters make up a special token: cut inside each until none comes out.
+        """Encode a text that spells a special token, cutting inside each match until none is produced.
 
-        Needed where the model itself matches such text, as unigram does with `<pad>` where it has no other piece for
-        one of the characters. What follows a cut goes on inside a word.
+        Needed if the model itself matches such text, as unigram does with `<pad>` when it has no other piece for one of
+        the characters. Text after a cut continues a word.
         """
         out: list[int] = []
-        todo = [text]  # last first
+        todo = [text]  # a stack
         rust = self._plain
         while todo:
             piece = todo.pop()
@@ -352,19 +353,21 @@ class Tokenizer:
 
     @cached_property
     def _inside_words(self) -> RustTokenizer:
-        """The tokenizer to which special tokens are text, and which puts no space before a text."""
-        space = None if self._bpe is not None else _metaspace(_description(self._cuts))  # ours matches no such text
+        """The plain-text tokenizer, without the space that it adds before a text."""
+        space = (
+            None if self._bpe is not None else _metaspace(_to_json(self._base_pre_tokenizer))
+        )  # our BPE matches no such text
         if space is None:
             return self._plain
         with rust_call(self.source):
-            other = self._copied(self._plain, self._plain.get_added_tokens_decoder())
+            other = self._copy(self._plain, self._plain.get_added_tokens_decoder())
             other.encode_special_tokens = True
             other.pre_tokenizer = pre_tokenizers.Metaspace(space["replacement"], "never", space.get("split", True))
         return other
 
 
 class Stream:
-    """Tokens that come one at a time, read as text; never half a character. The pieces join to what `decode` gives."""
+    """Streaming decoder: never emits half a character, and its pieces join to the output of `decode`."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False, continues: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -373,15 +376,15 @@ class Stream:
         self._at_start = tokenizer._pieces.rule.strip and not continues
 
     def push(self, token: int) -> str:
-        """The text that this token completes, often empty inside a character of several tokens."""
+        """Return the text that this token completes; empty while a character spans several tokens."""
         return self._utf8.decode(self.take(token))
 
     def flush(self) -> str:
-        """What is left at the end: nothing, or U+FFFD for a character that was never completed."""
+        """Finish the stream: returns U+FFFD for an incomplete character, else nothing."""
         return self._utf8.decode(b"", final=True)
 
     def take(self, token: int) -> bytes:
-        """The bytes of the next token, without the space that encoding put before the first word."""
+        """Return the bytes of the next token, without the space that encoding adds before the first word."""
         piece = self._tokenizer.token_bytes(token)
         if token in self._skip:
             return b""
@@ -394,7 +397,7 @@ class Stream:
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------
-def _checked_texts(texts: Iterable[str]) -> list[str]:
+def _check_texts(texts: Iterable[str]) -> list[str]:
     if isinstance(texts, (str, bytes)):
         raise RequestError("expected texts, found one; encode takes a single text")
     batch = list(texts)
@@ -405,9 +408,9 @@ def _checked_texts(texts: Iterable[str]) -> list[str]:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                found = f"{ord(text[error.start]):#06x} at {error.start}"
+                surrogate = f"{ord(text[error.start]):#06x} at {error.start}"
                 hint = "the text was decoded with errors='surrogateescape' or cut inside a UTF-16 pair"
-                raise RequestError(f"text {i}: half of a surrogate pair, {found}", hint=hint) from error
+                raise RequestError(f"text {i}: half of a surrogate pair, {surrogate}", hint=hint) from error
     return batch
 
 
@@ -418,13 +421,13 @@ def _cut(ids: list[int], limit: int, before: int, after: int) -> list[int]:
 
 
 # -- parts of a Rust tokenizer ---------------------------------------------------------------------------------------
-def _description(part: Any) -> Any:
-    """A part as tokenizer.json has it. The library pickles parts so; asking for the whole file would cost a second."""
+def _to_json(part: Any) -> Any:
+    """Convert a part to its tokenizer.json form via its pickle state; serialising the whole file takes a second."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _metaspace(part: Any) -> Mapping[str, Any] | None:
-    """The pre-tokenizer that puts a visible space before words, if it is one of the parts."""
+    """Find the Metaspace pre-tokenizer among the parts, if any."""
     match part:
         case {"type": "Sequence", "pretokenizers": list(parts)}:
             return next(filter(None, map(_metaspace, parts)), None)
@@ -434,21 +437,21 @@ def _metaspace(part: Any) -> Mapping[str, Any] | None:
 
 
 def _growth(normalizer: Any) -> float:
-    """How many times longer a text may become; a file of a few lines could otherwise double it a hundred times."""
+    """Bound how much a normalizer may lengthen a text: a tiny file could otherwise double it a hundred times."""
     match normalizer:
         case {"type": "Sequence", "normalizers": list(parts)}:
             return math.prod(map(_growth, parts))
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, len(new) / len(old))
         case {"type": "Replace", "content": str(new)}:
-            return 1.0 + len(new)  # a pattern may match nothing, between any two characters
+            return 1.0 + len(new)  # a pattern may match the empty string between any two characters
         case {"type": "Prepend", "prepend": str(text)} | {"type": "Append", "append": str(text)}:
             return 1.0 + len(text) // 64
     return 1.0
 
 
 def _check_added(rust: RustTokenizer, added: Mapping[int, AddedToken], source: str) -> None:
-    """Refuse an added token that the normalizer makes empty: the library would find it without end."""
+    """Reject added tokens that normalise to nothing: the library would match them forever."""
     normalizer = rust.normalizer
     for i, token in added.items():
         text = token.content
@@ -460,7 +463,7 @@ def _check_added(rust: RustTokenizer, added: Mapping[int, AddedToken], source: s
 
 
 def _ends(processor: Any, source: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that a post-processor puts before and after a text."""
+    """Extract the ids that a post-processor adds before and after a text."""
     match processor:
         case None | {"type": "ByteLevel"}:
             return (), ()
@@ -470,9 +473,9 @@ def _ends(processor: Any, source: str) -> tuple[tuple[int, ...], tuple[int, ...]
             for part in parts:
                 first, last = _ends(part, source)
                 before, after = first + before, after + last
-            found = before, after
+            ends = before, after
         case {"type": "BertProcessing" | "RobertaProcessing", "sep": [_, int(sep)], "cls": [_, int(cls)]}:
-            found = (cls,), (sep,)
+            ends = (cls,), (sep,)
         case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(tokens)}:
             sides: list[tuple[int, ...]] = [()]
             for item in single:
@@ -485,9 +488,9 @@ def _ends(processor: Any, source: str) -> tuple[tuple[int, ...], tuple[int, ...]
                         raise FormatError(f"{source}: post_processor: {quoted(item)} in the template of one text")
             if len(sides) != 2:
                 raise FormatError(f"{source}: post_processor: a template without the text")
-            found = sides[0], sides[1]
+            ends = sides[0], sides[1]
         case _:
             raise FormatError(f"{source}: post_processor {quoted(processor)} is not supported")
-    if len(found[0]) + len(found[1]) > MAX_ENDS:
+    if len(ends[0]) + len(ends[1]) > MAX_ENDS:
         raise FormatError(f"{source}: post_processor: expected at most {MAX_ENDS} special tokens around a text")
-    return found
+    return ends

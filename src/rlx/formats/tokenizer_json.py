@@ -1,7 +1,7 @@
-"""What a tokenizer.json and a tokenizer_config.json say: a Rust tokenizer, its model where that is BPE, special tokens.
+"""Read tokenizer.json and tokenizer_config.json: the Rust tokenizer, its BPE model if it has one, special tokens.
 
-A file is hostile until checked. The library checks what it reads; tables that it would trust, and the tokens and merges
-of BPE, which it does not see, are checked here.
+Files are untrusted. The library validates what it reads; the tables it would trust, and BPE tokens and merges, which it
+never sees, are validated here.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rlx.formats.tensor_file import broken, open_bytes, quoted
 from rlx.formats.tokenizer_models import IMPROBABLE, MAX_TOKENS, check_charsmap
 from rlx.formats.tokenizers_errors import rust_call
 
-MAX_VALUES = 1 << 25  # a merge is three
+MAX_VALUES = 1 << 25  # a merge counts as three
 
 # -- tokenizer.json --------------------------------------------------------------------------------------------------
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*("(?:[^"\\]|\\.)*+")')
-_HIDDEN = re.compile(rb"\\u00[2-7]")  # an escape where the character itself would do, so that a name is not found
+_HIDDEN = re.compile(rb"\\u00[2-7]")  # a needless escape, which could hide a name from the searches below
 
 
 def read_json(data: bytes, where: str) -> tuple[RustTokenizer, Bpe | None]:
-    """The tokenizer, and its model where that is BPE: then the library sees only what else the file says."""
+    """Return the tokenizer and, for BPE, our own model; the library then sees no tokens or merges."""
     if _HIDDEN.search(data):
         data = json.dumps(_parsed(data, where), ensure_ascii=False).encode()
     _check_charsmaps(data, where)
@@ -40,13 +40,13 @@ def read_json(data: bytes, where: str) -> tuple[RustTokenizer, Bpe | None]:
     match document:
         case {"model": {"merges": _} as model} if model.get("type", "BPE") == "BPE":
             ids = _vocab(model, where)
-            # no dropout: it is a means of training, and the same text must give the same ids
+            # dropout is for training; inference must be deterministic
             rest = {**model, "vocab": _ids_of_added(document, ids), "merges": [], "dropout": None}
             with rust_call(where):
                 rust = RustTokenizer.from_str(json.dumps({**document, "model": rest}))
             prefix = rust.model.continuing_subword_prefix or ""
             merges = merges_of(*_sides(model, where), ids, where, prefix=prefix)
-            return rust, Bpe.made(ids, merges, rust.model)
+            return rust, Bpe.build(ids, merges, rust.model)
     if b'"Unigram"' in data:
         data = _without_special_pieces(data, where)
     with rust_call(where):
@@ -54,7 +54,7 @@ def read_json(data: bytes, where: str) -> tuple[RustTokenizer, Bpe | None]:
 
 
 def _without_special_pieces(data: bytes, where: str) -> bytes:
-    """A unigram model whose pieces are no special tokens, so that no text becomes one of them."""
+    """Make special tokens improbable in a unigram model, so that no text becomes one."""
     document = _parsed(data, where)
     match document:
         case {"added_tokens": list(added), "model": {"type": "Unigram", "vocab": list(vocab)}}:
@@ -72,20 +72,20 @@ def _parsed(data: bytes, where: str) -> Any:
 
 
 def _ids_of_added(document: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    """The ids of added tokens as the library gives them: the model's, or the next one, whatever the file says."""
-    found: dict[str, int] = {}
+    """Assign ids to added tokens as the library does: the model's id or the next free one, ignoring the file's."""
+    added_ids: dict[str, int] = {}
     following = len(ids)
     listed = document.get("added_tokens")
     for token in listed if isinstance(listed, list) else ():
         name = token.get("content") if isinstance(token, dict) else None
-        if isinstance(name, str) and name and name not in found:
-            found[name] = ids.get(name, following)
+        if isinstance(name, str) and name and name not in added_ids:
+            added_ids[name] = ids.get(name, following)
             following += name not in ids
-    return found
+    return added_ids
 
 
 def _vocab(model: Mapping[str, Any], where: str) -> dict[str, int]:
-    """The tokens of a BPE model in a tokenizer.json, by name."""
+    """Validate and return the vocabulary of a BPE model."""
     vocab = model.get("vocab")
     if not isinstance(vocab, dict):
         raise FormatError(f"{where}: model: expected a vocab, found {type(vocab).__name__}")
@@ -102,7 +102,7 @@ def _vocab(model: Mapping[str, Any], where: str) -> dict[str, int]:
 
 
 def _sides(model: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
-    """The left tokens of merges and the right ones; a merge is a pair, or a text with a space between the two."""
+    """Split merges into left and right tokens; a merge is a pair or a space-separated string."""
     merges = model["merges"]
     if not isinstance(merges, list):
         raise FormatError(f"{where}: model: expected merges, found {type(merges).__name__}")
@@ -115,24 +115,25 @@ def _sides(model: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
 
 
 def _check_charsmaps(data: bytes, where: str) -> None:
-    """Check tables inside a tokenizer.json before the library sees them."""
-    for found in _CHARSMAP.finditer(data):
+    """Validate the charsmaps in a tokenizer.json before the library reads them."""
+    for match in _CHARSMAP.finditer(data):
         try:
-            charsmap = base64.b64decode(json.loads(found[1]), validate=True)
+            charsmap = base64.b64decode(json.loads(match[1]), validate=True)
         except ValueError as error:
             raise FormatError(f"{where}: precompiled_charsmap: not base64") from error
         check_charsmap(charsmap, f"{where}: precompiled_charsmap")
 
 
 # -- tokenizer_config.json -------------------------------------------------------------------------------------------
-def config_beside(path: Path) -> dict[str, Any]:
+def sidecar_config(path: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json and chat_template.jinja from the folder of a tokenizer.json."""
     config: dict[str, Any] = {}
-    beside = path.with_name("tokenizer_config.json")
-    if os.path.exists(beside):
-        found = parse_json(open_bytes(beside).view, beside)
-        if not isinstance(found, dict):
-            raise broken(beside, "tokenizer_config.json", expected="an object", found=type(found).__name__)
-        config = found
+    config_path = path.with_name("tokenizer_config.json")
+    if os.path.exists(config_path):
+        document = parse_json(open_bytes(config_path).view, config_path)
+        if not isinstance(document, dict):
+            raise broken(config_path, "tokenizer_config.json", expected="an object", actual=type(document).__name__)
+        config = document
     template = path.with_name("chat_template.jinja")
     if os.path.exists(template):
         try:
@@ -143,7 +144,7 @@ def config_beside(path: Path) -> dict[str, Any]:
 
 
 def special_of_config(rust: RustTokenizer, bpe: Bpe | None, config: Mapping[str, Any], where: str) -> SpecialIds:
-    found: dict[str, int | None] = {}
+    ids: dict[str, int | None] = {}
     for role, _ in SpecialIds().items():
         key = f"{role}_token"
         named = config.get(key)
@@ -154,18 +155,20 @@ def special_of_config(rust: RustTokenizer, bpe: Bpe | None, config: Mapping[str,
         if not isinstance(named, str):
             raise FormatError(f"{where}: {key}: expected a token, found {quoted(named)}")
         with rust_call(where):
-            found[role] = rust.token_to_id(named)
-        if found[role] is None and bpe is not None:
-            found[role] = bpe.id(named)
-        if found[role] is None and role in ("bos", "eos"):
+            ids[role] = rust.token_to_id(named)
+        if ids[role] is None and bpe is not None:
+            ids[role] = bpe.id(named)
+        if ids[role] is None and role in ("bos", "eos"):
             raise FormatError(f"{where}: {key}: the vocabulary has no {quoted(named)}")
-    return SpecialIds(**found)
+    return SpecialIds(**ids)
 
 
 def template_of_config(config: Mapping[str, Any], where: str) -> str | None:
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name; the others are for tools and retrieval
-        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
-    if found is not None and not isinstance(found, str):
-        raise FormatError(f"{where}: chat_template: expected a string, found {type(found).__name__}")
-    return found
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name; those not called "default" are for tools and retrieval
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
+    if template is not None and not isinstance(template, str):
+        raise FormatError(f"{where}: chat_template: expected a string, found {type(template).__name__}")
+    return template

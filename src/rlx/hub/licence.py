@@ -1,4 +1,4 @@
-"""Terms of a model that want a yes: shown once, accepted by a person, a flag or the environment, and remembered."""
+"""Licence terms that users must accept, at a prompt, by a flag or by the environment; acceptance is stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.hub.store import disk_errors, home, home_or_none, make_folder, write_te
 
 
 def is_accepted(terms: Terms) -> bool:
-    """Whether this user accepted these terms, in these words."""
+    """Whether this user accepted these terms, with exactly this text."""
     folder = home_or_none()
     try:
         return folder is not None and _note(folder, terms).read_text(encoding="utf-8").startswith(terms.text)
@@ -23,7 +23,7 @@ def is_accepted(terms: Terms) -> bool:
 
 
 def require(entry: Entry, *, accept: bool) -> None:
-    """Return when the terms of a model are accepted, now or before; else raise NotFoundError."""
+    """Ensure that the terms of a model are accepted, asking if needed; otherwise raise NotFoundError."""
     terms = entry.terms
     if terms is None or is_accepted(terms):
         return

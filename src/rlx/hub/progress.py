@@ -1,4 +1,4 @@
-"""How far something is: a bar on a terminal; of downloads two lines elsewhere; all on stderr."""
+"""Progress on stderr: a bar on a terminal; for downloads, two lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Tick = Callable[[int], None]
 
 
 def say(text: str, *, quiet: bool = False) -> None:
-    """A line to the user, beside the output."""
-    if not quiet and sys.stderr is not None:  # print would take stdout instead
+    """Print a line to stderr."""
+    if not quiet and sys.stderr is not None:  # print would fall back to stdout
         print(text, file=sys.stderr, flush=True)
 
 
-def after(tick: Tick, start: int) -> Tick:
-    """The same bar for one file of several: `start` bytes were done before it."""
+def offset_tick(tick: Tick, start: int) -> Tick:
+    """Shift progress by `start`, for one file of several."""
     return lambda done: tick(start + done)
 
 
 @contextlib.contextmanager
 def bar(label: str, total: int, *, quiet: bool = False) -> Iterator[Tick]:
-    """Gives a function that takes the bytes done so far."""
+    """Show a download; yields a function to call with the bytes done so far."""
     started = time.monotonic()
     if quiet:
         yield lambda done: None
         return
-    with drawn(f"fetching {label}", total) as tick:
+    with progress_bar(f"fetching {label}", total) as tick:
         if tick is None:
             say(f"fetching {label}: {show_size(total)}")
         yield tick or (lambda done: None)
@@ -38,8 +38,8 @@ def bar(label: str, total: int, *, quiet: bool = False) -> Iterator[Tick]:
 
 
 @contextlib.contextmanager
-def drawn(label: str, total: int, *, of_bytes: bool = True) -> Iterator[Tick | None]:
-    """A bar that goes away again, by a function that takes how much is done so far; None where it is not seen."""
+def progress_bar(label: str, total: int, *, of_bytes: bool = True) -> Iterator[Tick | None]:
+    """Show a transient bar; yields a function to call with the amount done so far, or None without a terminal."""
     try:
         terminal = sys.stderr.isatty()
     except (AttributeError, ValueError):  # stderr is None or closed
@@ -47,7 +47,7 @@ def drawn(label: str, total: int, *, of_bytes: bool = True) -> Iterator[Tick | N
     if not terminal:
         yield None
         return
-    from rich import progress as parts  # 0.08 s, so only where it is looked at
+    from rich import progress as parts  # lazy: takes 0.08 s
     from rich.console import Console
 
     amount = (parts.DownloadColumn(), parts.TransferSpeedColumn()) if of_bytes else (parts.MofNCompleteColumn(),)

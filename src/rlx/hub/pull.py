@@ -1,7 +1,7 @@
-"""Names to files: `resolve` takes a path, a name of the catalogue or `org/name[:quant]`, and gives files to open.
+"""Resolve model names to files: a path, a catalogue name or `org/name[:quant]`.
 
-What is absent is fetched, if the network may be touched: checked piece by piece, put together under a temporary name,
-and renamed when all of it is right. `locate` looks without fetching, `remove` takes a model away again.
+`resolve` downloads missing models unless offline: pieces are verified one by one, assembled under a temporary name, and
+renamed once complete. `locate` only looks at local files; `remove` deletes a downloaded model.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal
 
 from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, nearest
 from rlx.hub import store
-from rlx.hub.progress import after, bar, say
+from rlx.hub.progress import bar, offset_tick, say
 
-if TYPE_CHECKING:  # what a model that is here does not need is imported by the functions that do
+if TYPE_CHECKING:  # functions import these lazily: a local model needs none of them
     from rlx.hub import archives, catalogue, huggingface
     from rlx.hub.catalogue import Entry
 
 Source = Literal["path", "catalogue", "hub"]
-WEIGHTS = (".safetensors", ".gguf", ".bin")  # how files of them end
+WEIGHTS = (".safetensors", ".gguf", ".bin")  # suffixes of weight files
 _WITHOUT = {
     "modules.json": "vectors are means of all tokens, not normalised, which may not be what the model was trained for",
     "tokenizer_config.json": "a chat template and special tokens may be missing",
@@ -32,16 +32,16 @@ _WITHOUT = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on this machine. `path` is what `rlx.formats.open_tensors` opens; `folder` has what lies beside it."""
+    """A local model. `rlx.formats.open_tensors` opens `path`; its other files are in `folder`."""
 
     name: str
     source: Source
     path: Path
     folder: Path
-    files: tuple[Path, ...]  # the one with the weights first
+    files: tuple[Path, ...]  # weights first
     entry: Entry | None = None
-    revision: str | None = None  # the commit, of a model of the hub
-    in_doubt: tuple[str, ...] = ()  # files of the hub that another program may have left out
+    revision: str | None = None  # the commit, for a hub model
+    in_doubt: tuple[str, ...] = ()  # hub files that another program may not have downloaded
 
     @property
     def size(self) -> int:
@@ -58,35 +58,36 @@ def resolve(
     quiet: bool = False,
     unsupported: bool = False,
 ) -> ModelFiles:
-    """The files of a model, fetched if they are absent; one that rlx cannot run yet only with `unsupported`.
+    """Return the files of a model, downloading it if missing.
 
-    `name` is an existing path, a name of the catalogue, or `org/name[:quant]` of the Hugging Face hub, of which a
-    `revision` may be named. With `offline`, or RLX_OFFLINE=1 in the environment, the network is not touched.
+    `name` is an existing path, a catalogue name, or `org/name[:quant]` on the Hugging Face hub, optionally at a
+    `revision`. `offline`, or RLX_OFFLINE=1 in the environment, forbids network access. `unsupported` also downloads
+    models that rlx cannot run yet.
     """
-    found = locate(name, revision=revision)
-    if found is not None and not found.in_doubt:
-        return found
+    local = locate(name, revision=revision)
+    if local is not None and not local.in_doubt:
+        return local
     from rlx.hub import catalogue, licence
 
     entry = catalogue.find(os.fspath(name))
     offline = offline or store.is_offline()
     if entry is not None:
         if offline:
-            raise _absent(entry, "not on this machine, and offline")
+            raise _not_found_error(entry, "not on this machine, and offline")
         if not entry.supported and not unsupported:
             raise CapabilityError(
                 f"{entry.name}: architecture {entry.family!r} is not supported yet, so it is not fetched",
-                hint=f"rlx pull {entry.name} fetches it all the same; rlx models lists others",
+                hint=f"rlx pull {entry.name} fetches it anyway; rlx models lists others",
             )
         licence.require(entry, accept=accept_licence)
         return _fetch(entry, quiet)
     from rlx.hub import huggingface
 
     repo = huggingface.parse(os.fspath(name), revision)
-    assert repo is not None  # locate would have refused the name
+    assert repo is not None  # locate would have raised
     if offline or store.is_offline("HF_HUB_OFFLINE"):
-        if found is not None:
-            return _as_it_is(found)
+        if local is not None:
+            return _warn_incomplete(local)
         looked = [f"looked in: {folder / repo.folder}" for folder in huggingface.cache_folders()]
         raise NotFoundError(
             f"{repo}: not on this machine, and offline",
@@ -94,37 +95,37 @@ def resolve(
             hint="unset RLX_OFFLINE and HF_HUB_OFFLINE, copy it from a machine that has it, or give a path",
         )
     try:
-        return _of_hub(repo, huggingface.fetch(repo, quiet=quiet))
+        return _from_hub(repo, huggingface.fetch(repo, quiet=quiet))
     except (NotFoundError, CapabilityError) as error:
-        if found is not None:  # no network, no room: as if offline
-            return _as_it_is(found)
+        if local is not None:  # no network or no disk space: as if offline
+            return _warn_incomplete(local)
         for line in huggingface.incomplete(repo):
             error.add_note(f"  {line}")
         raise
 
 
-def _as_it_is(found: ModelFiles) -> ModelFiles:
-    """A model of which files are in doubt, with a warning that says what depends on them."""
-    for name in found.in_doubt:
-        _warn(f"{found.name}: {name} is not in {found.folder}, and the hub could not be asked for it: {_WITHOUT[name]}")
-    return found
+def _warn_incomplete(files: ModelFiles) -> ModelFiles:
+    """Warn about files in doubt and their consequences; returns the model."""
+    for name in files.in_doubt:
+        _warn(f"{files.name}: {name} is not in {files.folder}, and the hub could not be asked for it: {_WITHOUT[name]}")
+    return files
 
 
 @functools.cache  # once
 def _warn(text: str) -> None:
-    import logging  # most models are here already, and need nothing said
+    import logging  # lazy: most models need no warning
 
     logging.getLogger("rlx.hub").warning(text)
 
 
 def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles | None:
-    """The files of a model that is on this machine, or None. NotFoundError for what cannot be a model's name."""
+    """Return the files of a local model, or None. Raises NotFoundError for an invalid name."""
     text = os.fspath(name) if isinstance(name, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise RequestError(f"load: expected a model's name or path, found {name!r}", hint="rlx models lists names")
-    path = _existing(text)
+    path = _existing_path(text)
     if path is not None:
-        return _of_path(text, path)
+        return _from_path(text, path)
     if not isinstance(name, str):
         raise NotFoundError(f"{text}: no such file or folder")
     from rlx.hub import catalogue
@@ -133,36 +134,36 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
     if entry is not None:
         if revision is not None:
             raise NotFoundError(f"{text}: revision {revision!r} is asked for, but a catalogue name has no revisions")
-        return _present(entry)
-    from rlx.hub import huggingface  # which a model of the catalogue does not need
+        return _local_files(entry)
+    from rlx.hub import huggingface  # lazy: catalogue models do not need it
 
     repo = huggingface.parse(text, revision)
     if repo is not None:
         snapshot = huggingface.locate(repo)
-        return _of_hub(repo, snapshot) if snapshot else None
+        return _from_hub(repo, snapshot) if snapshot else None
     if _looks_like_a_path(text):
         raise NotFoundError(f"{text}: no such file or folder")
     raise NotFoundError(
-        f"{text!r} is no model of the catalogue, no file and no org/name",
+        f"{text!r} is not a catalogue model, a file or org/name",
         hint=nearest(text.lower(), catalogue.names()) or "rlx models lists the catalogue",
     )
 
 
 def names_a_model(text: str) -> bool:
-    """Whether a word of the command line means a model: an existing path, a catalogue name, `org/name[:quant]`."""
-    if _existing(text) is not None:
+    """Whether a command-line argument is a model: an existing path, a catalogue name or `org/name[:quant]`."""
+    if _existing_path(text) is not None:
         return True
     from rlx.hub import catalogue
 
     if catalogue.find(text) is not None:
         return True
-    from rlx.hub import huggingface  # which a model of the catalogue does not need
+    from rlx.hub import huggingface  # lazy: catalogue models do not need it
 
     return huggingface.parse(text) is not None
 
 
 def remove(name: str) -> int:
-    """Delete a model that rlx fetched, and what an interrupted download left; gives the bytes that were freed."""
+    """Delete a model that rlx downloaded, including partial downloads; returns the bytes freed."""
     from rlx.hub import catalogue, huggingface
 
     entry = catalogue.find(name)
@@ -171,10 +172,10 @@ def remove(name: str) -> int:
 
     repo = huggingface.parse(name)
     if repo is None:
-        if _existing(name) is not None:
-            raise NotFoundError(f"{name}: a file of yours: rlx removes only what it fetched itself")
-        locate(name)  # says what is wrong with the name
-        raise NotFoundError(f"{name!r} is no model that rlx fetched")
+        if _existing_path(name) is not None:
+            raise NotFoundError(f"{name}: your own file: rlx removes only what it fetched")
+        locate(name)  # raises if the name is invalid
+        raise NotFoundError(f"{name!r} is not a model that rlx fetched")
     root = store.home() / "hub" / repo.folder
     snapshot = huggingface.locate(repo) if repo.quant else None
     if not root.is_dir() or (snapshot and root not in snapshot.folder.parents):
@@ -187,32 +188,32 @@ def remove(name: str) -> int:
 
 
 def stored() -> list[ModelFiles]:
-    """All complete models that rlx fetched: of the catalogue, in its order, then of the hub."""
+    """All complete models that rlx downloaded: catalogue models in order, then hub models."""
     from rlx.hub import catalogue
 
-    found = [files for entry in catalogue.CATALOGUE.values() if (files := _present(entry))]
-    return found + hub_models()
+    models = [files for entry in catalogue.CATALOGUE.values() if (files := _local_files(entry))]
+    return models + hub_models()
 
 
 def hub_models() -> list[ModelFiles]:
-    """The models of the hub that rlx fetched."""
+    """The hub models that rlx downloaded."""
     from rlx.hub import huggingface
 
     home = store.home_or_none()
-    found = []
+    models = []
     for folder in sorted((home / "hub").glob("models--*--*/snapshots/*")) if home else []:
         _, org, name = folder.parent.parent.name.split("--", 2)
-        found += [_of_hub(repo, snapshot) for repo, snapshot in huggingface.models_in(folder, org, name)]
-    return found
+        models += [_from_hub(repo, snapshot) for repo, snapshot in huggingface.models_in(folder, org, name)]
+    return models
 
 
 # -- on this machine -------------------------------------------------------------------------------------------------
 def model_folder(entry: Entry) -> Path:
-    """Where a model of the catalogue lies, or would."""
+    """The folder of a catalogue model, which need not exist."""
     return store.home() / "models" / entry.name
 
 
-def _existing(text: str) -> Path | None:
+def _existing_path(text: str) -> Path | None:
     path = Path(os.path.expanduser(text))
     try:
         return path if text and path.exists() else None
@@ -226,37 +227,37 @@ def _looks_like_a_path(text: str) -> bool:
     return text.startswith(("/", "\\", "~", ".")) or text.count("/") > 1 or text.endswith(huggingface.MODEL_ENDINGS)
 
 
-def _of_path(text: str, path: Path) -> ModelFiles:
+def _from_path(text: str, path: Path) -> ModelFiles:
     if path.is_dir():
         try:
-            inside = [p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
-            files = tuple(sorted(inside, key=lambda p: (p.suffix not in WEIGHTS, p)))
+            files_inside = [p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
+            files = tuple(sorted(files_inside, key=lambda p: (p.suffix not in WEIGHTS, p)))
         except OSError as error:
             raise NotFoundError(f"{text}: the folder cannot be read: {error.strerror}") from error
         return ModelFiles(text, "path", path, path, files)
     return ModelFiles(text, "path", path, path.parent, (path,))
 
 
-def _present(entry: Entry) -> ModelFiles | None:
+def _local_files(entry: Entry) -> ModelFiles | None:
     home = store.home_or_none()
     if home is None:
         return None
     folder = home / "models" / entry.name
     wanted = {f.name: (f.size, f.sha256) for f in entry.files}
     try:
-        if len(store.verified(folder, wanted)) < len(wanted):
+        if len(store.verified_files(folder, wanted)) < len(wanted):
             return None
     except OSError as error:
         raise store.disk_error(entry.name, folder, error) from error
-    return _of_entry(entry, folder)
+    return _from_entry(entry, folder)
 
 
-def _of_entry(entry: Entry, folder: Path) -> ModelFiles:
+def _from_entry(entry: Entry, folder: Path) -> ModelFiles:
     files = tuple(folder / f.name for f in entry.files)
     return ModelFiles(entry.name, "catalogue", files[0], folder, files, entry)
 
 
-def _of_hub(repo: huggingface.Repo, snapshot: huggingface.Snapshot) -> ModelFiles:
+def _from_hub(repo: huggingface.Repo, snapshot: huggingface.Snapshot) -> ModelFiles:
     files = tuple(snapshot.folder / n for n in snapshot.names)
     return ModelFiles(
         str(repo), "hub", files[0], snapshot.folder, files, revision=snapshot.commit, in_doubt=snapshot.in_doubt
@@ -268,12 +269,12 @@ def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
     folder = store.make_folder(entry.name, model_folder(entry))
 
     def waiting() -> None:
-        say(f"{entry.name}: another rlx is fetching it; waiting", quiet=quiet)
+        say(f"{entry.name}: another rlx process is fetching it; waiting", quiet=quiet)
 
     with store.lock(entry.name, waiting) as alone:
-        found = _present(entry)  # whoever had the lock may have fetched it
-        if found is not None:
-            return found
+        files = _local_files(entry)  # whoever had the lock may have fetched it
+        if files is not None:
+            return files
         partial = store.make_folder(entry.name, folder / store.PARTIAL)
         if alone:
             _drop_leftovers(partial)
@@ -287,41 +288,41 @@ def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
             error.add_note(f"  while fetching {entry.name}; what was fetched and is right is kept for the next try")
             raise
         shutil.rmtree(partial, ignore_errors=True)
-    return _of_entry(entry, folder)
+    return _from_entry(entry, folder)
 
 
 def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
-    from rlx.hub import archives  # tar, zip and the like, which only a download needs
+    from rlx.hub import archives  # lazy: only downloads need it
 
-    have = store.verified(folder, {f.name: (f.size, f.sha256) for f in entry.files})
+    have = store.verified_files(folder, {f.name: (f.size, f.sha256) for f in entry.files})
     joins = [archives.Join(f, partial / f.name.replace("/", "--")) for f in entry.files if f.name not in have]
     for join in joins:
         join.resume()
     pieces = [p for join in joins for p in join.missing]
     wanted = [a for a in entry.archives if any(p.archive == a for p in pieces)]
-    # An archive lies on the disk twice, for a moment: as the tool receives it and where the tool puts it.
-    twice = 2 * max((a.size for a in wanted), default=0)
+    # pip and npm store an archive twice for a moment: as a temporary file and in the output folder.
+    archive_space = 2 * max((a.size for a in wanted), default=0)
     largest = max([j.file.size for j in joins] + [a.size for a in wanted], default=0)
-    store.check_free(entry.name, folder, sum(p.size for p in pieces) + twice, largest)
+    store.check_free(entry.name, folder, sum(p.size for p in pieces) + archive_space, largest)
     total, done = sum(a.size for a in wanted), 0
     with bar(entry.name, total, quiet=quiet) as tick:
         for archive in wanted:
-            path = archives.download(archive, partial, after(tick, done))
-            _take(archive, path, joins)
+            path = archives.download(archive, partial, offset_tick(tick, done))
+            _append_pieces(archive, path, joins)
             path.unlink()
             done += archive.size
             for join in [j for j in joins if not j.missing]:
                 join.check()
-                store.put(join.path, folder, join.file.name, join.file.sha256)
+                store.commit_file(join.path, folder, join.file.name, join.file.sha256)
                 joins.remove(join)
 
 
-def _take(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) -> None:
-    """Append all pieces of an archive that are still missing. An archive that gives wrong pieces is dropped."""
-    from rlx.hub import archives  # tar, zip and the like, which only a download needs
+def _append_pieces(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) -> None:
+    """Append the missing pieces of an archive; deletes the archive if a piece is wrong."""
+    from rlx.hub import archives  # lazy: only downloads need it
 
     try:
-        with archives.opened(archive, path) as member:
+        with archives.open_archive(archive, path) as member:
             for join in joins:
                 while join.missing and join.missing[0].archive == archive:
                     with member(join.missing[0]) as stream:
@@ -332,16 +333,16 @@ def _take(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) ->
 
 
 def _drop_leftovers(partial: Path) -> None:
-    """Remove working folders of downloads that were killed; pieces and archives that are whole stay."""
+    """Remove the working folders of killed downloads; complete pieces and archives stay."""
     for work in partial.glob("tmp-*"):
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _absent(entry: Entry, why: str) -> NotFoundError:
+def _not_found_error(entry: Entry, why: str) -> NotFoundError:
     home = store.home_or_none()
     folder = home / "models" / entry.name if home else None
-    there = [f.name for f in entry.files if folder and store.file_size(folder / f.name) is not None]
-    others = [f"{folder} is there, but not all of it is as in the catalogue: {', '.join(there)}"] if there else []
+    present = [f.name for f in entry.files if folder and store.file_size(folder / f.name) is not None]
+    others = [f"{folder} exists but does not match the catalogue; it has {', '.join(present)}"] if present else []
     return NotFoundError(f"{entry.name}: {why}", notes=[*others, *_ways_out(entry)])
 
 
@@ -356,12 +357,12 @@ def _ways_out(entry: Entry) -> list[str]:
 
 
 def _remove_tree(lock_name: str, folder: Path, names: list[str] | None) -> int:
-    """Delete files of ours in a folder, or all of it; a file that somebody else put there stays."""
+    """Delete our files in a folder, or all files if `names` is None; files that rlx did not create stay."""
     if not folder.is_dir():
         return 0
 
     def waiting() -> None:
-        say(f"{lock_name}: another rlx is at it; waiting")
+        say(f"{lock_name}: in use by another rlx process; waiting")
 
     with store.lock(lock_name, waiting), store.disk_errors(lock_name, folder):
         inside = [p for p in folder.rglob("*") if p.is_file() or p.is_symlink()]

@@ -6,7 +6,6 @@ A pass is a function from graph to graph. `RLX_DUMP=dir` writes the graph after 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import re
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlx import garbage
 from rlx.errors import CapabilityError, VerifyError, shortened
 from rlx.ir.graph import Graph
 from rlx.ir.rewrite import count_rewrites
@@ -58,7 +58,7 @@ class PassLog:
 def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None) -> Graph:
     """Runs all passes and returns the resulting graph."""
     log = log or PassLog()
-    with _no_garbage_collection():
+    with garbage.paused():  # passes leave dead graphs full of cycles; searching them can take longer than the passes
         for apply in passes:
             name = getattr(apply, "func", apply).__name__
             before, count = graph, len(graph)
@@ -87,18 +87,6 @@ def timed(
     name = getattr(apply, "func", apply).__name__
     log.entries.append(PassEntry(name, seconds, before, len(result), tally.rewrites, number))
     return result
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disables GC: every pass leaves a dead graph full of cycles, and collecting them can outlast the passes."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -99,14 +99,14 @@ def _settings(said: JsonObject) -> ImageSettings:
     method = said.get("resample", int)
     settings: dict[str, Any] = {"source": str(said.path), "resample": resample if method is None else method}
     if settings["resample"] not in (NEAREST, *FILTERS):
-        raise broken(said.path, "resample", expected="0 to 5", found=method)
+        raise broken(said.path, "resample", expected="0 to 5", actual=method)
     if said.get("do_resize", bool) is not False:
         settings |= _size(said, "size", shorter)
     if said.get("do_center_crop", bool):
         settings["crop"] = _size(said, "crop_size", False).get("size")
         if settings["crop"] is None:
             stated = quoted(said.members["crop_size"])
-            raise broken(said.path, "crop_size", expected="a height and a width", found=stated)
+            raise broken(said.path, "crop_size", expected="a height and a width", actual=stated)
     if said.get("do_rescale", bool) is False:
         settings["scale"] = 1.0
     elif (scale := said.get("rescale_factor", int, float)) is not None:
@@ -114,7 +114,7 @@ def _settings(said: JsonObject) -> ImageSettings:
     if said.get("do_normalize", bool) is not False:
         settings |= {name: _colours(said, f"image_{name}") for name in ("mean", "std")}
         if 0 in settings["std"]:
-            raise broken(said.path, "image_std", expected="numbers other than 0", found=quoted(settings["std"]))
+            raise broken(said.path, "image_std", expected="numbers other than 0", actual=quoted(settings["std"]))
     settings["reversed"] = bool(said.get("do_flip_channel_order", bool))
     return ImageSettings(**settings)
 
@@ -139,7 +139,7 @@ def _size(said: JsonObject, name: str, shorter: bool) -> dict[str, Any]:
                 hint="known: a number, a height and a width, a shortest_edge",
             )
     if not all(type(side) is int and 0 < side <= MAX_SIDE for side in sides):
-        raise broken(said.path, name, expected=f"1 to {MAX_SIDE} pixels", found=quoted(setting))
+        raise broken(said.path, name, expected=f"1 to {MAX_SIDE} pixels", actual=quoted(setting))
     if shorter and len(sides) == 1:
         return {"shorter": sides[0]}
     return {"size": (sides[0], sides[-1])}
@@ -151,5 +151,5 @@ def _colours(said: JsonObject, name: str) -> tuple[float, ...]:
         raise broken(said.path, f"{quoted(name)} is missing")
     values = setting if isinstance(setting, list) else [setting] * 3
     if len(values) != 3 or not all(type(v) in (int, float) for v in values):
-        raise broken(said.path, name, expected="a number for each of three colours", found=quoted(setting))
+        raise broken(said.path, name, expected="a number for each of three colours", actual=quoted(setting))
     return tuple(map(float, values))

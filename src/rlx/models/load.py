@@ -38,7 +38,7 @@ from rlx.dtypes import FLOAT8_PACKED
 from rlx.errors import CapabilityError, FormatError
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.mapped_file import FileMap
-from rlx.formats.scaled_weights import INSTEAD, METHODS, ScaledFile
+from rlx.formats.scaled_weights import ALTERNATIVES, METHODS, ScaledFile
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensor_file import broken, open_bytes, quoted
 from rlx.formats.tokenizer import Tokenizer
@@ -280,7 +280,7 @@ def _foreign_quantization(name: str) -> str | None:
     """A hint for AWQ and GPTQ tensors, whose folders may not mention it in config.json."""
     if not name.endswith((".qweight", ".qzeros", ".g_idx")):
         return None
-    return f"a weight of AWQ or GPTQ, which are not supported: {INSTEAD.format(', '.join(METHODS))}"
+    return f"a weight of AWQ or GPTQ, which are not supported: {ALTERNATIVES.format(', '.join(METHODS))}"
 
 
 # -- files next to the weights ---------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
         raise FormatError(f"{path}: is not there", hint="a folder of Hugging Face has it beside the weights")
     parsed = parse_json(open_bytes(path).view, path, infinity=True)
     if not isinstance(parsed, kind):
-        raise broken(path, "JSON", expected=f"a {kind.__name__}", found=type(parsed).__name__)
+        raise broken(path, "JSON", expected=f"a {kind.__name__}", actual=type(parsed).__name__)
     return parsed
 
 

@@ -172,7 +172,9 @@ def _dense_of_gguf(file: TensorFile) -> Iterator[tuple[str, str, str, int]]:
         said = file.metadata.get(key)
         if said is not None and (not shape or said != shape[0]):
             stored = f"shape {list(shape)}" if shape else "none"
-            raise broken(file.path, f"tensor {quoted(tensor)}", expected=f"{quoted(said)} rows, by {key}", found=stored)
+            raise broken(
+                file.path, f"tensor {quoted(tensor)}", expected=f"{quoted(said)} rows, by {key}", actual=stored
+            )
         if shape:
             yield "", name, "Identity", shape[0]
 
@@ -190,7 +192,7 @@ def _from_folder(folder: Path) -> EmbedSettings:
     before = _ORDER[0]
     for i, entry in enumerate(read_json(modules, list)):
         if not isinstance(entry, dict):
-            raise broken(modules, f"module {i}", expected="an object", found=quoted(entry))
+            raise broken(modules, f"module {i}", expected="an object", actual=quoted(entry))
         module = JsonObject(modules, entry)
         name = module.need("type", str).rpartition(".")[2]
         place = folder / _inside(modules, module.get("path", str) or "")
@@ -213,10 +215,10 @@ def _with_prompts(settings: EmbedSettings, config: JsonObject) -> EmbedSettings:
     prompts = config.get("prompts", dict) or {}
     for name, text in prompts.items():
         if text is not None and not isinstance(text, str):
-            raise broken(config.path, f"prompt {quoted(name)}", expected="a string", found=quoted(text))
+            raise broken(config.path, f"prompt {quoted(name)}", expected="a string", actual=quoted(text))
     default = config.get("default_prompt_name", str)
     if default is not None and default not in prompts:
-        raise broken(config.path, "default_prompt_name", expected="one of the prompts", found=quoted(default))
+        raise broken(config.path, "default_prompt_name", expected="one of the prompts", actual=quoted(default))
     prompts = {name: text or "" for name, text in prompts.items()}
     similarity = config.get("similarity_fn_name", str) or "cosine"
     return replace(settings, prompts=prompts, default_prompt=default, similarity=similarity)
@@ -229,7 +231,7 @@ def _transformer(settings: EmbedSettings, place: Path) -> EmbedSettings:
         config = JsonObject.read(path)
         limit = config.get("max_seq_length", int)
         if limit is not None and not 0 < limit < 1 << 31:
-            raise broken(path, "max_seq_length", expected="a number above 0", found=quoted(limit))
+            raise broken(path, "max_seq_length", expected="a number above 0", actual=quoted(limit))
         lower = config.get("do_lower_case", bool) or False
         return replace(settings, limit=limit if limit is not None else settings.limit, lower=lower)
     return settings
@@ -259,7 +261,7 @@ def _kinds(config: JsonObject) -> Sequence[str]:
     kinds = [mode] if isinstance(mode, str) else mode
     for kind in kinds:
         if not isinstance(kind, str):
-            raise broken(config.path, "pooling_mode", expected="names", found=quoted(kind))
+            raise broken(config.path, "pooling_mode", expected="names", actual=quoted(kind))
     return kinds
 
 
@@ -289,7 +291,7 @@ def _check_dense(path: Path, sizes: tuple[int, int], biased: bool) -> None:
         wanted = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if biased else {})
         shapes = {name: file.entry(name).shape for name in file.names}
     if shapes != wanted:
-        raise broken(path, "tensors of a dense layer", expected=quoted(wanted), found=quoted(shapes))
+        raise broken(path, "tensors of a dense layer", expected=quoted(wanted), actual=quoted(shapes))
 
 
 def _normalize(settings: EmbedSettings, place: Path) -> EmbedSettings:
@@ -316,5 +318,5 @@ def _inside(path: Path, name: str) -> PurePosixPath:
     """A folder named in a file, which must lie below it."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or set(name) & set("\0\\:") or len(name) > 255:
-        raise broken(path, "a module's path", expected="a folder beside it", found=quoted(name))
+        raise broken(path, "a module's path", expected="a folder beside it", actual=quoted(name))
     return place

@@ -73,7 +73,7 @@ def known_layers(file: TensorFile) -> dict[str, Any]:
     limit = max(layers - 1, 0)
     if type(extra) is not int or not 0 <= extra <= limit:
         name = f"{file.metadata.get('general.architecture')}.nextn_predict_layers"
-        raise broken(file.path, f"metadata: {name}", expected=f"0 to {limit}", found=quoted(extra))
+        raise broken(file.path, f"metadata: {name}", expected=f"0 to {limit}", actual=quoted(extra))
     _check_guessing(file, range(layers - extra, layers))
     return known | {"layers": layers - extra, "extra_layers": extra}
 
@@ -91,7 +91,7 @@ def _check_guessing(file: TensorFile, layers: range) -> None:
     for i in sorted({int(match[1]) for match in named} - guessing):
         if i in layers:
             where = f"metadata: the last {len(layers)} layers guess further tokens"
-            raise broken(file.path, where, expected=f"tensors blk.{i}.nextn.*", found="none")
+            raise broken(file.path, where, expected=f"tensors blk.{i}.nextn.*", actual="none")
 
 
 _LAYER = "model.layers.{i}"

@@ -28,7 +28,7 @@ class JsonObject:
         if member is None or type(member) in kinds:  # not isinstance: a truth value is no number
             return member
         expected = " or ".join(k.__name__ for k in kinds)
-        raise broken(self.path, quoted(name), expected=expected, found=quoted(member))
+        raise broken(self.path, quoted(name), expected=expected, actual=quoted(member))
 
     def need(self, name: str, kind: type) -> Any:
         member = self.get(name, kind)

@@ -141,7 +141,7 @@ class ArrangedWeights(FileWeights):
             matches = [way for way in ways if all(map(has, way.names()))]
             if len(matches) > 1:  # ambiguous
                 twice = " and ".join(quoted(way.of) for way in matches)
-                raise broken(file.path, f"weight {quoted(name)}", expected="one tensor or the other", found=twice)
+                raise broken(file.path, f"weight {quoted(name)}", expected="one tensor or the other", actual=twice)
             if matches:
                 self.views[name] = matches[0]
 
@@ -156,14 +156,14 @@ class ArrangedWeights(FileWeights):
         for name, type_ in others:
             if type_ != first[1]:
                 raise broken(
-                    self.file.path, f"tensor {quoted(name)}", expected=f"{first[1]} as {quoted(first[0])}", found=type_
+                    self.file.path, f"tensor {quoted(name)}", expected=f"{first[1]} as {quoted(first[0])}", actual=type_
                 )
         shape = first[1].shape
         if (wanted := view.wanted(shape)) is not None:
-            raise broken(self.file.path, f"tensor {quoted(first[0])}", expected=wanted, found=f"shape {list(shape)}")
+            raise broken(self.file.path, f"tensor {quoted(first[0])}", expected=wanted, actual=f"shape {list(shape)}")
         if getattr(view, "transposed", False) and first[1].dtype.is_packed:  # blocks run along the other axis
             where = f"tensor {quoted(first[0])}, which is stored transposed"
-            raise broken(self.file.path, where, expected="plain floats", found=first[1].dtype)
+            raise broken(self.file.path, where, expected="plain floats", actual=first[1].dtype)
         return TensorType(view.shape(shape), first[1].dtype)
 
     def array(self, key: str) -> Array:

@@ -14,7 +14,6 @@ import numpy as np
 from rlx.dtypes import F32, F64, I8, PACKED, U8, DType
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, GraphError, ShapeError
-from rlx.formats.gguf_quants import dequantise as dequantise_blocks
 from rlx.ir.graph import Value
 from rlx.ir.independence import never
 from rlx.ir.registry import COMPOSED, TAKES_PACKED, Spec, f32, i32, op, packed, sample
@@ -86,9 +85,11 @@ def _not_packed(where: str, scheme: str | None) -> QuantScheme | None:
 # -- meaning ----------------------------------------------------------------------------------------------------------
 def unpacked(x: Any) -> Any:
     """Dequantises blocks [..., blocks] to float32 [..., elements]."""
+    from rlx.formats.gguf_quants import dequantise  # decoders, which only the reference needs
+
     storage = dtype_of(x.dtype)
     shape = (*x.shape[:-1], x.shape[-1] * storage.block)
-    return dequantise_blocks(x, storage, x.size * storage.block).reshape(shape)
+    return dequantise(x, storage, x.size * storage.block).reshape(shape)
 
 
 def broadcast_scales(scales: Any, rank: int, axis: int | None, scheme: QuantScheme | None) -> Any:

@@ -142,11 +142,11 @@ def read(path: PathLike, what: str = "an export of rlx") -> Container:
     file = open_bytes(path)
     file.prefer_huge_pages()
     if file.size < _HEAD.size or bytes(file.view[:4]) != MAGIC:
-        raise broken(file.path, f"not {what}", at=0, expected=MAGIC, found=bytes(file.view[:4]))
+        raise broken(file.path, f"not {what}", at=0, expected=MAGIC, actual=bytes(file.view[:4]))
     _, version, size, digest = _HEAD.unpack_from(file.view)
     if version != VERSION:
         hint = "another version of rlx made it: export it again with this one"
-        raise broken(file.path, "version of the format", at=4, expected=VERSION, found=version, hint=hint)
+        raise broken(file.path, "version of the format", at=4, expected=VERSION, actual=version, hint=hint)
     written = file.view[_HEAD.size : _HEAD.size + size]
     if hashlib.blake2b(written, digest_size=_DIGEST).digest() != digest:
         hint = "export it again, or copy it again"
@@ -157,7 +157,7 @@ def read(path: PathLike, what: str = "an export of rlx") -> Container:
     whole = _start(written) + manifest["bytes"]
     if file.size != whole:
         hint = "it was not copied whole"
-        raise broken(file.path, "length", expected=f"{whole} bytes", found=f"{file.size} bytes", hint=hint)
+        raise broken(file.path, "length", expected=f"{whole} bytes", actual=f"{file.size} bytes", hint=hint)
     return Container(file.path, manifest, file.view[_start(written) :])
 
 

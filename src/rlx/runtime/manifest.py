@@ -103,7 +103,7 @@ def check(manifest: Any, shape: Shape, file: Path) -> None:
         _check(manifest, shape)
     except _Mismatch as wrong:
         what = f"manifest: {''.join(reversed(wrong.place)).lstrip('.')}" if wrong.place else "manifest"
-        raise broken(file, what, expected=wrong.expected, found=wrong.found) from wrong
+        raise broken(file, what, expected=wrong.expected, actual=wrong.found) from wrong
 
 
 def check_sections(manifest: Mapping[str, Any], file: Path) -> None:
@@ -111,14 +111,14 @@ def check_sections(manifest: Mapping[str, Any], file: Path) -> None:
     for name, section in manifest["sections"].items():
         where, size = f"manifest: section {quoted(name)}", section["bytes"]
         if section["at"] % LINE or section["at"] + size > manifest["bytes"]:
-            raise broken(file, where, expected=f"one inside {manifest['bytes']} bytes", found=quoted(section))
+            raise broken(file, where, expected=f"one inside {manifest['bytes']} bytes", actual=quoted(section))
         for key, kind, sizes, at in section.get("arrays", ()):
             width = dtype(kind).numpy.itemsize
             inside = not at % LINE and at + math.prod(sizes) * width <= size
             if not inside or len(sizes) > 32 or math.prod([n or 1 for n in sizes]) * width > _MOST:
                 raise broken(
                     file, f"{where}, array {quoted(key)}", expected=f"one inside {size} bytes",
-                    found=f"{quoted(kind)}{quoted(sizes)} at {at}",
+                    actual=f"{quoted(kind)}{quoted(sizes)} at {at}",
                 )  # fmt: skip
 
 
