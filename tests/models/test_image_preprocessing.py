@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlx.errors import CapabilityError, FormatError
-from rlx.models.image_preprocessing import ImageSettings, middle, read_image_settings
+from rlx.models.image_preprocessing import ImageSettings, centre_crop, read_image_settings
 
 Array = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)
@@ -116,7 +116,7 @@ def test_a_folder_that_says_nothing_has_no_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wanted", [(4, 4), (3, 8), (9, 9), (5, 12), (10, 3)])
 def test_the_middle_is_cut_out_or_lies_in_black(wanted: tuple[int, int]) -> None:
     image = photo(6, 7) | 1  # nothing is black
-    actual = middle(image, *wanted)
+    actual = centre_crop(image, *wanted)
     assert actual.shape == (*wanted, 3)
     overlap = tuple(min(a, b) for a, b in zip(wanted, (6, 7), strict=True))
     assert (actual > 0).all(-1).sum() == overlap[0] * overlap[1]

@@ -89,7 +89,7 @@ def _carry(op: str, tokens: Sequence[Value], *others: Value | None, rows: Value 
     return [out.reshape(1, *out.shape), after]
 
 
-def _convolved(
+def _convolve(
     x: Value, conv: Value, bias: Value | None, state: Value | None, positions: Value | None, rows: Value | None
 ) -> Value:
     """Depthwise causal convolution."""
@@ -186,7 +186,7 @@ def _(
     assert isinstance(width, int) and isinstance(n, int)
     size, rank = width // 2, mix.shape[0] - 2 * n
     inner, gate, rows = both[:, :, :size], both[:, :, size:], _present_rows(token_rows, positions)
-    inner = activate(_convolved(inner, conv, conv_bias, conv_state, positions, rows), activation)
+    inner = activate(_convolve(inner, conv, conv_bias, conv_state, positions, rows), activation)
     mixed = project(inner, mix, kind=kind)
     steps = softplus(project(mixed[:, :, :rank], step, step_bias, kind=kind))
     if rows is None:
@@ -283,7 +283,7 @@ def _(
 
     gate, inner, steps = (mixed[:, :, a:b] for a, b in ((0, size), (size, total - heads), (total - heads, total)))
     rows = _present_rows(token_rows, positions)
-    inner = activate(_convolved(inner, conv, conv_bias, conv_state, positions, rows), activation)
+    inner = activate(_convolve(inner, conv, conv_bias, conv_state, positions, rows), activation)
     ends = (0, size, size + groups * n, channels)
     v, k, q = (
         inner[:, :, a:b].reshape(*lead, count, (b - a) // count)
@@ -378,15 +378,15 @@ def _(
     heads, size, channels = rates.shape[0], norm.shape[0], qkv.shape[2]
     assert isinstance(heads, int) and isinstance(size, int) and isinstance(channels, int)
     keys, side = (channels - heads * size) // 2, max(n, size)  # states are square, zero-padded
-    convolved = activate(_convolved(qkv, conv, None, conv_state, positions, rows), activation)
+    convolved = activate(_convolve(qkv, conv, None, conv_state, positions, rows), activation)
     q, k, v = (convolved[:, :, i:j] for i, j in ((0, keys), (keys, 2 * keys), (2 * keys, channels)))
     decay = _decay(place(read(rates, kind)), log_rates)
     gates = decay * softplus(a + read(step_bias, kind))
     q, k = (_unit_heads(x, n, heads, tiled) for x in (q, k))
     if side != n:
         q = q * math.sqrt(side / n)  # the scan divides by sqrt(side)
-    operands = [_padded(x, side) for x in (q, k)]
-    operands.append(_padded(v.reshape(*lead, heads, size), side))
+    operands = [_pad(x, side) for x in (q, k)]
+    operands.append(_pad(v.reshape(*lead, heads, size), side))
     # no decay and no update at padding, so the state is unchanged
     padded = positions if rows is None else None
     operands.append(_where_present(gates, padded))
@@ -410,7 +410,7 @@ def _unit_heads(x: Value, n: int, heads: int, tiled: bool) -> Value:
     return shared.reshape(*lead, heads, n)
 
 
-def _padded(x: Value, size: int) -> Value:
+def _pad(x: Value, size: int) -> Value:
     """Zero-pads the last axis at its end."""
     last = x.shape[-1]
     if last == size:

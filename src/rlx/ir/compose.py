@@ -36,7 +36,7 @@ def expand_decomposition(
     wanted = result_types(definition, operands, attrs)
     decompose = decompose or definition.decompose
     assert decompose is not None
-    body, results = _built(definition.name, decompose, operands, attrs)
+    body, results = _build(definition.name, decompose, operands, attrs)
     where = f"op {definition.name}: its decomposition"
     if not all(isinstance(v, Value) and v.graph is body for v in results):
         raise LowerError(f"{where} gives {results!r}, wanted values made of its operands", hint=definition.place)
@@ -50,7 +50,7 @@ def expand_decomposition(
     return body.set_outputs(results)
 
 
-def _built(
+def _build(
     name: str, decompose: Callable[..., Any], operands: Sequence[TensorType | None], attrs: Mapping[str, Any]
 ) -> tuple[Graph, tuple[Any, ...]]:
     body = Graph(name)
@@ -68,7 +68,7 @@ def reference_by_parts(name: str, decompose: Callable[..., Any]) -> Callable[...
 
     def reference(*arrays: Any, binding: Mapping[str, int], **attrs: Any) -> Any:
         types = [None if a is None else TensorType(a.shape, dtype(a.dtype)) for a in arrays]
-        body, results = _built(name, decompose, types, attrs)
+        body, results = _build(name, decompose, types, attrs)
         body.set_outputs(results)
         leaves = {f"x{i}": a for i, a in enumerate(arrays) if a is not None}
         try:

@@ -90,10 +90,10 @@ class GraphDiff:
             if not wanted:
                 hidden += 1
                 continue
-            yield from _folded(hidden)
+            yield from _fold(hidden)
             hidden = 0
             yield from entry.lines
-        yield from _folded(hidden)
+        yield from _fold(hidden)
         yield from self.frame
 
     def _near(self, context: int | None) -> list[bool]:
@@ -121,7 +121,7 @@ class GraphDiff:
         return box(self.summary(), marked(self.lines()))
 
 
-def _folded(count: int) -> Iterator[tuple[str, str]]:
+def _fold(count: int) -> Iterator[tuple[str, str]]:
     if count:
         yield SAME, f"... {count} node{'s' if count > 1 else ''} as before"
 
@@ -133,15 +133,15 @@ def diff(before: Any, after: Any) -> GraphDiff:
     if before.level != after.level and not all(isinstance(one, Graph) for one in inputs):
         levels = f"found {before.level.upper()} and {after.level.upper()}"
         raise GraphError(f"diff: takes modules of one level, {levels}", hint="lower a module at HIR first")
-    partner = _matched(before, after)
+    partner = _match_nodes(before, after)
     old = {node: f"%{node.id}" for node in before.nodes}
     fresh = (f"%{i}" for i in range(len(before), len(before) + len(after)))
     new = {node: old[partner[node]] if node in partner else next(fresh) for node in after.nodes}
     entries = tuple(_entries(before, after, partner, old, new))
     heads = [_head(before)], [_head(after)]
     ends = [_end(before, old)], [_end(after, new)]
-    head = _marked(*heads) if heads[0] != heads[1] else []
-    return GraphDiff(before, after, entries, tuple([*head, *_marked(*ends)]))
+    head = _mark_lines(*heads) if heads[0] != heads[1] else []
+    return GraphDiff(before, after, entries, tuple([*head, *_mark_lines(*ends)]))
 
 
 def _graph(source: Any) -> Graph:
@@ -156,7 +156,7 @@ def _graph(source: Any) -> Graph:
 
 
 # -- matching ---------------------------------------------------------------------------------------------------------
-def _matched(before: Graph, after: Graph) -> dict[Node, Node]:
+def _match_nodes(before: Graph, after: Graph) -> dict[Node, Node]:
     """Maps nodes of the new graph to the old nodes they correspond to."""
     matching = _Matching()
     numbers: dict[str, int] = {}
@@ -258,10 +258,10 @@ def _entries(
 
 
 def _entry(a: Node | None, b: Node | None, old: Mapping[Node, str], new: Mapping[Node, str]) -> Entry:
-    return Entry(a, b, tuple(_marked(_node_lines(a, old), _node_lines(b, new))))
+    return Entry(a, b, tuple(_mark_lines(_node_lines(a, old), _node_lines(b, new))))
 
 
-def _marked(before: list[str], after: list[str]) -> list[tuple[str, str]]:
+def _mark_lines(before: list[str], after: list[str]) -> list[tuple[str, str]]:
     """Merges two texts, marking each line."""
     lines: list[tuple[str, str]] = []
     for tag, low, high, first, last in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():

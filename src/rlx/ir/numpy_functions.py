@@ -22,7 +22,7 @@ UFUNCS = {name: name for name in f"{_SAME} logical_and logical_or logical_not".s
 }  # fmt: skip
 
 
-def _instead(name: str) -> str:
+def _alternative(name: str) -> str:
     return f"rlx.{name}(...), if rlx has it, takes graph values"
 
 
@@ -47,11 +47,11 @@ class NumpyFunctions:
             hint = f"rlx.{name}(...) gives a new value; x.astype(...) changes its type"
             raise GraphError(f"numpy.{name}: {', '.join(kwargs)} has no meaning for graph values", hint=hint)
         if name not in UFUNCS:
-            raise GraphError(f"numpy.{name}: is no op of graphs", hint=_instead(name))
+            raise GraphError(f"numpy.{name}: is no op of graphs", hint=_alternative(name))
         return self.graph.one(UFUNCS[name], *inputs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         if function is np.shape:
             return self.shape
         name = function.__name__
-        raise GraphError(f"numpy.{name}: takes numbers, and a graph value has none yet", hint=_instead(name))
+        raise GraphError(f"numpy.{name}: takes numbers, and a graph value has none yet", hint=_alternative(name))

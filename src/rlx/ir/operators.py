@@ -30,8 +30,8 @@ def _binary(python: str, op: str, doc: str) -> tuple[_Binary, _Binary]:
     def reflected(self: Operators, other: Any) -> Any:
         return self.operate(op, other, self)
 
-    plain = _declared(method, f"__{python}__", op, doc)
-    return cast(_Binary, plain), cast(_Binary, _declared(reflected, f"__r{python}__", op, doc, swapped=True))
+    plain = _declare(method, f"__{python}__", op, doc)
+    return cast(_Binary, plain), cast(_Binary, _declare(reflected, f"__r{python}__", op, doc, swapped=True))
 
 
 def _comparison(python: str, op: str, doc: str) -> _Binary:
@@ -40,17 +40,17 @@ def _comparison(python: str, op: str, doc: str) -> _Binary:
     def method(self: Operators, other: Any) -> Any:
         return self.operate(op, self, other)
 
-    return cast(_Binary, _declared(method, f"__{python}__", op, doc))
+    return cast(_Binary, _declare(method, f"__{python}__", op, doc))
 
 
 def _unary(python: str, op: str, doc: str) -> _Unary:
     def method(self: Operators) -> Any:
         return self.operate(op, self)
 
-    return cast(_Unary, _declared(method, f"__{python}__", op, doc))
+    return cast(_Unary, _declare(method, f"__{python}__", op, doc))
 
 
-def _declared(method: Any, name: str, op: str, doc: str, *, swapped: bool = False) -> Any:
+def _declare(method: Any, name: str, op: str, doc: str, *, swapped: bool = False) -> Any:
     OPERATORS[name] = op, swapped
     method.__name__, method.__qualname__, method.__doc__ = name, f"Operators.{name}", doc
     return method

@@ -26,7 +26,7 @@ def verify(graph: Graph, typed: Typed | None = None) -> None:
             _fail(graph, position, f"has number {node.id} at position {position}, or belongs to another graph")
         for operand in node.operands:
             if operand is not None and not _is_defined(graph, operand, position):
-                _fail(graph, position, f"reads {_shown(operand)}, which is not defined before it")
+                _fail(graph, position, f"reads {_value_name(operand)}, which is not defined before it")
         definition = registry.OPS.get(node.op)
         if definition is None:
             _fail(graph, position, "uses an op that is not registered")
@@ -40,7 +40,7 @@ def verify(graph: Graph, typed: Typed | None = None) -> None:
             _check_bodies(graph, node)
     for output in graph.outputs:
         if not _is_defined(graph, output, len(graph.nodes)):
-            raise VerifyError(f"graph {graph.name!r}: output {_shown(output)} is not one of its values")
+            raise VerifyError(f"graph {graph.name!r}: output {_value_name(output)} is not one of its values")
 
 
 def _is_defined(graph: Graph, value: Value, before: int) -> bool:
@@ -49,7 +49,7 @@ def _is_defined(graph: Graph, value: Value, before: int) -> bool:
     return 0 <= node.id < before and graph.nodes[node.id] is node and 0 <= value.index < len(node.types)
 
 
-def _shown(value: Value) -> str:
+def _value_name(value: Value) -> str:
     return f"%{value.node.id}.{value.index} of graph {value.graph.name!r}"
 
 

@@ -56,7 +56,7 @@ class Config(VisionConfig):
         return self.mlp.ffn(self.dim)
 
     def inputs(self, pixels: Array) -> dict[str, Array]:
-        return positioned(self, pixels, bicubic)
+        return positioned_inputs(self, pixels, bicubic)
 
     def omitted_weights(self) -> tuple[str, ...]:
         return self.mlp.omitted_weights(self.qkv_bias)
@@ -76,13 +76,13 @@ class RegisterConfig(VisionConfig):
         return self.mlp.ffn(self.dim)
 
     def inputs(self, pixels: Array) -> dict[str, Array]:
-        return positioned(self, pixels, resampling)  # antialiased
+        return positioned_inputs(self, pixels, resampling)  # antialiased
 
     def omitted_weights(self) -> tuple[str, ...]:
         return self.mlp.omitted_weights(self.qkv_bias)
 
 
-def positioned(c: VisionConfig, pixels: Array, stretch: Callable[[int, int], Array]) -> dict[str, Array]:
+def positioned_inputs(c: VisionConfig, pixels: Array, stretch: Callable[[int, int], Array]) -> dict[str, Array]:
     """Graph inputs for images of any size, with the weights that resample positions to their patches.
 
     Pixels beyond the last full patch are cropped, as by a convolution.

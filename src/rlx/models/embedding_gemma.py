@@ -70,12 +70,12 @@ class EmbeddingGemmaLayer(GemmaDecoder):
         return self.projected(ctx, attended, x.shape[-1])
 
 
-def looks_both_ways(settings: Mapping[str, Any]) -> bool:
+def is_bidirectional(settings: Mapping[str, Any]) -> bool:
     return settings.get("use_bidirectional_attention") is True
 
 
 @family("embeddinggemma", kind="encoder", gguf=["gemma-embedding"], hf=["gemma3_text"], config=Config,
-        weights=gemma.WEIGHTS3, settings=gemma.by_layer_kind, reads=looks_both_ways)  # fmt: skip
+        weights=gemma.WEIGHTS3, settings=gemma.split_rope_parameters, reads=is_bidirectional)  # fmt: skip
 def embeddinggemma(c: Config) -> ModelFlow:
     near, reach = [c.window(i) is not None for i in range(c.layers)], (c.windows.sliding_window or 0) // 2
 

@@ -31,7 +31,7 @@ def embedder(base: Family) -> Family:
     return declared
 
 
-def is_for_vectors(family: Family, folder: Path) -> bool:
+def is_embedding_model(family: Family, folder: Path) -> bool:
     """Whether a Hugging Face folder holds an embedding model: sentence-transformers stores a list of modules there."""
     return family.name + SUFFIX in FAMILIES and (folder / "modules.json").exists()
 

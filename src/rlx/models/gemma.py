@@ -77,14 +77,14 @@ _USUAL = {
 }  # fmt: skip
 
 
-def first_activation(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def rename_activation(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Before version 5, `transformers` ignored Gemma's `hidden_act` and used `hidden_activation`."""
     if "hidden_activation" not in settings and not str(settings.get("transformers_version")).startswith("4."):
         return settings
     return {**settings, "hidden_act": settings.get("hidden_activation") or "gelu_pytorch_tanh"}
 
 
-def by_layer_kind(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def split_rope_parameters(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Moves both kinds of RoPE from `rope_parameters` of newer files to the original names."""
     settings = text_settings(settings, where, _USUAL)
     ropes = settings.get("rope_parameters")
@@ -107,7 +107,7 @@ WEIGHTS3 = WEIGHTS2 | qwen3.NORMS
 
 
 @family(
-    "gemma", kind="decoder", gguf=["gemma"], hf=["gemma"], config=Config, weights=WEIGHTS, settings=first_activation
+    "gemma", kind="decoder", gguf=["gemma"], hf=["gemma"], config=Config, weights=WEIGHTS, settings=rename_activation
 )
 def gemma(c: GemmaConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
     def layer(i: int) -> FlowStage:
@@ -135,5 +135,5 @@ def gemma(c: GemmaConfig, context: int, rope_factors: Array | None = None) -> Mo
 family("gemma2", kind="decoder", gguf=["gemma2"], hf=["gemma2"], config=Config2, weights=WEIGHTS2)(gemma.flow)
 family(
     "gemma3", kind="decoder", gguf=["gemma3"], hf=["gemma3_text", "gemma3"], config=Config3, weights=WEIGHTS3,
-    settings=by_layer_kind, prefixes=TEXT_PREFIXES,
+    settings=split_rope_parameters, prefixes=TEXT_PREFIXES,
 )(gemma.flow)  # fmt: skip

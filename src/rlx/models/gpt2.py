@@ -50,7 +50,7 @@ class Config(DecoderConfig):
         return (self.head_dim**-0.5 if self.scaled else 1.0) / (layer + 1 if self.scaled_by_layer else 1)
 
 
-def filled(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def fill_defaults(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Fills in omitted settings: the feed-forward is four times as wide as the model."""
     width = settings.get("n_embd")
     usual = {"n_inner": 4 * width if type(width) is int else width, "layer_norm_epsilon": 1e-5}
@@ -125,7 +125,7 @@ class Layer(FlowStage):
 
 @family(
     "gpt2", kind="decoder", gguf=["gpt2"], hf=["gpt2"], config=Config, weights=WEIGHTS, prefixes=["transformer."],
-    settings=filled, weight_views=weight_views,
+    settings=fill_defaults, weight_views=weight_views,
 )  # fmt: skip
 def gpt2(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return (

@@ -56,14 +56,14 @@ class ImageSettings:
             if long > MAX_SIDE:
                 raise CapabilityError(f"image: {height} × {width} pixels would become {long} long, at most {MAX_SIDE}")
             image = resize(image, *((self.shorter, long) if height < width else (long, self.shorter)), self.resample)
-        image = image if self.crop is None else middle(image, *self.crop)
+        image = image if self.crop is None else centre_crop(image, *self.crop)
         image = image[:, :, ::-1] if self.reversed else image
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         normalised = (image * np.float32(self.scale) - mean) / std
         return np.ascontiguousarray(normalised.transpose(2, 0, 1), np.float32)
 
 
-def middle(image: Array, height: int, width: int) -> Array:
+def centre_crop(image: Array, height: int, width: int) -> Array:
     """Centre crop; images that are too small are padded with black."""
     for axis, wanted in ((0, height), (1, width)):
         size = image.shape[axis]

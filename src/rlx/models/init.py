@@ -67,18 +67,18 @@ def _siglip(c: Any) -> Table:
 
 def _mamba(c: Any) -> Table:
     """Decay rates 1, 2, 3 ..., and step sizes from 0.001 to 0.1 (Gu and Dao, 2023)."""
-    rates = _counted if c.rates else _log_counted
+    rates = _arange if c.rates else _log_arange
     table: Table = {"*.A_log": rates, "*.dt_proj.bias": _steps, "*.dt_bias": _steps}
     if hasattr(c, "rank"):
         table["*.dt_proj.weight"] = uniform(-(c.rank**-0.5), c.rank**-0.5)
     return table | {"*.conv1d.bias": zeros, "*.conv1d.weight": _by_inputs, "*.out_proj.weight": _by_inputs}
 
 
-def _log_counted(key: Any, shape: Sequence[int]) -> Array:
-    return np.log(-_counted(key, shape))
+def _log_arange(key: Any, shape: Sequence[int]) -> Array:
+    return np.log(-_arange(key, shape))
 
 
-def _counted(key: Any, shape: Sequence[int]) -> Array:
+def _arange(key: Any, shape: Sequence[int]) -> Array:
     return np.broadcast_to(-np.arange(1, shape[-1] + 1, dtype=np.float32), tuple(shape))
 
 

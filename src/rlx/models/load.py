@@ -108,7 +108,7 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
         raise FormatError(f"{path}: the metadata has no general.architecture")
     family = find(architecture, "gguf", metadata)
     rest = embedding_models.without_pooling(family, metadata)
-    known = _known_by_tensors(family, file)
+    known = _infer_from_tensors(family, file)
     config: Any = configs.from_gguf(family.config, rest or metadata, f"{path}: metadata", known)
     weights = weights_of(family, config, file)
     factors = file.dequantised("rope_freqs.weight") if "rope_freqs.weight" in file else None
@@ -119,10 +119,10 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
     model = metadata.get("tokenizer.ggml.model")
     absent = model is None or (isinstance(model, str) and model in ("none", "no_vocab"))
     tokenizer = None if absent else Tokenizer.from_gguf(metadata, source=path)
-    return _checked(Checkpoint(path, file, family, config, weights, tokenizer, factors))
+    return _check(Checkpoint(path, file, family, config, weights, tokenizer, factors))
 
 
-def _known_by_tensors(family: Family, file: TensorFile) -> dict[str, Any]:
+def _infer_from_tensors(family: Family, file: TensorFile) -> dict[str, Any]:
     """Fields that GGUF metadata does not contain, inferred from the tensors."""
     known: dict[str, Any] = {"vocab": _rows(file, "token_embd.weight")}
     if family.kind == "encoder" and not issubclass(family.config, configs.DecoderConfig):
@@ -143,13 +143,13 @@ def _from_hf(
 ) -> Checkpoint:
     family, config = read_config(settings, where, {"pairs": True} if file.format == "llama2c" else {})
     weights = weights_of(family, config, file)
-    if embedding_models.is_for_vectors(family, Path(where).parent):
+    if embedding_models.is_embedding_model(family, Path(where).parent):
         family = FAMILIES[family.name + embedding_models.SUFFIX]
-    notes = _widened(weights.file)
-    return _checked(_with_own_head(Checkpoint(path, weights.file, family, config, weights, tokenizer, notes=notes)))
+    notes = _widening_notes(weights.file)
+    return _check(_untie_head(Checkpoint(path, weights.file, family, config, weights, tokenizer, notes=notes)))
 
 
-def _widened(file: TensorFile) -> tuple[str, ...]:
+def _widening_notes(file: TensorFile) -> tuple[str, ...]:
     """A note for packed weights that have to be read as f32."""
     names = file.widened if isinstance(file, ScaledFile) else ()
     if not names:
@@ -160,7 +160,7 @@ def _widened(file: TensorFile) -> tuple[str, ...]:
     return (f"{len(names)} weights of 8-bit floats take the memory of f32: {why}",)
 
 
-def _with_own_head(checkpoint: Checkpoint) -> Checkpoint:
+def _untie_head(checkpoint: Checkpoint) -> Checkpoint:
     """Untie the head if the file has both a head and a token table that differ: as in `transformers`, the file wins.
 
     If it has only the head, the head is also the token table.
@@ -219,7 +219,7 @@ def read_config(settings: Mapping[str, Any], where: str, known: Mapping[str, Any
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
-def _checked(checkpoint: Checkpoint) -> Checkpoint:
+def _check(checkpoint: Checkpoint) -> Checkpoint:
     _check_tensors(checkpoint)
     tokenizer = checkpoint.tokenizer
     if tokenizer is not None and checkpoint.family.kind != "vision model":

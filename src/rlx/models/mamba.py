@@ -61,7 +61,7 @@ def changes(c: Any, name: str) -> Change | None:
     return Change(lambda x: -np.exp(x), lambda x: np.log(-x)) if name.endswith(".A_log") else None
 
 
-def numbered(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def resolve_auto(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Treats `auto` as absent."""
     return {**settings, "time_step_rank": None} if settings.get("time_step_rank") == "auto" else settings
 
@@ -109,7 +109,7 @@ def decoder(name: str, c: Any, layer: Callable[[int], FlowStage]) -> ModelFlow:
     )  # fmt: skip
 
 
-@family("mamba", kind="decoder", gguf=["mamba"], hf=["mamba"], config=Config, weights=WEIGHTS, settings=numbered,
+@family("mamba", kind="decoder", gguf=["mamba"], hf=["mamba"], config=Config, weights=WEIGHTS, settings=resolve_auto,
         changes=changes)  # fmt: skip
 def mamba(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("mamba", c, lambda i: Mixer(c, i))

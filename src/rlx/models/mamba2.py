@@ -92,15 +92,15 @@ WEIGHTS = mamba.SHARED | {
 def changes(c: Config, name: str) -> Change | None:
     """Changes made by GGUF converters: rates instead of logarithms, and an extra axis for heads and groups."""
     if name.endswith(".A_log"):
-        return _shaped((c.heads, 1), (c.heads,), lambda x: -np.exp(x), lambda x: np.log(-x))
+        return _reshaping((c.heads, 1), (c.heads,), lambda x: -np.exp(x), lambda x: np.log(-x))
     if name.endswith(".mixer.D"):
-        return _shaped((c.heads, 1), (c.heads,))
+        return _reshaping((c.heads, 1), (c.heads,))
     if name.endswith(".mixer.norm.weight"):
-        return _shaped((c.groups, c.inner // c.groups), (c.inner,))
+        return _reshaping((c.groups, c.inner // c.groups), (c.inner,))
     return None
 
 
-def _shaped(
+def _reshaping(
     stored: tuple[int, ...], ours: tuple[int, ...], change: Callable[[Array], Array] = lambda x: x,
     back: Callable[[Array], Array] = lambda x: x,
 ) -> Change:  # fmt: skip

@@ -97,7 +97,7 @@ MIXTRAL_WEIGHTS = {n: g for n, g in llama.WEIGHTS.items() if ".mlp." not in n an
 }  # fmt: skip
 
 
-def counted_experts(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def rename_expert_count(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Puts the number of experts under its original name; `transformers` 5 writes another."""
     count = settings.get("num_experts", settings.get("num_local_experts"))
     return settings if count is None else {**settings, "num_experts": count}
@@ -130,7 +130,7 @@ def mixture(c: Any, layer: int, ffn: int, router: str | None = None) -> MoeFfn |
 
 @family(
     "qwen3moe", kind="decoder", gguf=["qwen3moe"], hf=["qwen3_moe"], config=Config, weights=QWEN_WEIGHTS,
-    settings=counted_experts, weight_views=stacks(OF_QWEN),
+    settings=rename_expert_count, weight_views=stacks(OF_QWEN),
 )  # fmt: skip
 def qwen3moe(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return llama.decoder(

@@ -195,7 +195,7 @@ def _from_folder(folder: Path) -> EmbedSettings:
             raise broken(modules, f"module {i}", expected="an object", actual=quoted(entry))
         module = JsonObject(modules, entry)
         name = module.need("type", str).rpartition(".")[2]
-        place = folder / _inside(modules, module.get("path", str) or "")
+        place = folder / _subfolder(modules, module.get("path", str) or "")
         apply = _MODULES.get(name)
         if apply is None:
             raise CapabilityError(
@@ -302,19 +302,19 @@ def _normalize(settings: EmbedSettings, place: Path) -> EmbedSettings:
     return replace(settings, normalize=True)
 
 
-def _nothing(settings: EmbedSettings, place: Path) -> EmbedSettings:
+def _skip(settings: EmbedSettings, place: Path) -> EmbedSettings:
     return settings
 
 
 _MODULES: Mapping[str, Callable[[EmbedSettings, Path], EmbedSettings]] = {
     "Transformer": _transformer, "Pooling": _pooling, "Dense": _dense, "Normalize": _normalize,
-    "Dropout": _nothing,
+    "Dropout": _skip,
 }  # fmt: skip
 _ORDER = ("", "Transformer", "Pooling", "Dense", "Normalize")
 _HINT = "the order is Transformer, Pooling, Dense, Normalize; there may be several Dense"
 
 
-def _inside(path: Path, name: str) -> PurePosixPath:
+def _subfolder(path: Path, name: str) -> PurePosixPath:
     """A folder named in a file, which must lie below it."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or set(name) & set("\0\\:") or len(name) > 255:

@@ -39,7 +39,7 @@ class Config(DeltaNetConfig):
 
     @classmethod
     def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return super().inferred_from_gguf(file) | known_layers(file)
+        return super().inferred_from_gguf(file) | layer_fields(file)
 
     def gguf_only_settings(self) -> dict[str, Any]:
         return {**super().gguf_only_settings(), **rope_sections(self.rotary)}
@@ -57,13 +57,13 @@ class DenseConfig(DeltaNetConfig):
 
     @classmethod
     def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return super().inferred_from_gguf(file) | known_layers(file)
+        return super().inferred_from_gguf(file) | layer_fields(file)
 
     def gguf_only_settings(self) -> dict[str, Any]:
         return {**super().gguf_only_settings(), **rope_sections(self.rotary)}
 
 
-def known_layers(file: TensorFile) -> dict[str, Any]:
+def layer_fields(file: TensorFile) -> dict[str, Any]:
     """The layer count without multi-token prediction layers, and a dense feed-forward size for models without any."""
     layers, extra = said_in_gguf(file.metadata, "block_count", "nextn_predict_layers")
     ffn, each = said_in_gguf(file.metadata, "feed_forward_length", "expert_feed_forward_length")
@@ -74,7 +74,7 @@ def known_layers(file: TensorFile) -> dict[str, Any]:
     if type(extra) is not int or not 0 <= extra <= limit:
         name = f"{file.metadata.get('general.architecture')}.nextn_predict_layers"
         raise broken(file.path, f"metadata: {name}", expected=f"0 to {limit}", actual=quoted(extra))
-    _check_guessing(file, range(layers - extra, layers))
+    _check_prediction_layers(file, range(layers - extra, layers))
     return known | {"layers": layers - extra, "extra_layers": extra}
 
 
@@ -84,7 +84,7 @@ def rope_sections(rotary: int) -> dict[str, Any]:
     return {"rope.dimension_sections": [(half + 2 - i) // 3 for i in range(3)] + [0]}
 
 
-def _check_guessing(file: TensorFile, layers: range) -> None:
+def _check_prediction_layers(file: TensorFile, layers: range) -> None:
     """Check that the ignored layers are multi-token prediction layers: a wrong count would drop others."""
     named = [match for name in file.names if (match := re.match(r"blk\.([0-9]{1,9})\.(nextn\.)?", name))]
     guessing = {int(match[1]) for match in named if match[2]}

@@ -112,7 +112,7 @@ def decoder(name: str, c: DeltaNetConfig, context: int) -> ModelFlow:
 
 @family(
     "qwen3next", kind="decoder", gguf=["qwen3next"], hf=["qwen3_next"], config=Config, weights=WEIGHTS,
-    settings=moe.counted_experts, weight_views=weight_views, changes=changes,
+    settings=moe.rename_expert_count, weight_views=weight_views, changes=changes,
 )  # fmt: skip
 def qwen3next(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("qwen3next", c, context)

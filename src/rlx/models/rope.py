@@ -273,19 +273,19 @@ def scaling_of_gguf(metadata: Mapping[str, Any], file: TensorFile) -> dict[str, 
     attention, original = number("scaling.attn_factor", 1.0), number("scaling.original_context_length", 0) or None
     blend = metadata.get(f"{prefix}.scaling.yarn_ext_factor", -1)  # negative: determined by the kind
     if not isinstance(kind, str):
-        raise _refused(file, f"{prefix}.scaling.type", kind)
+        raise _unsupported(file, f"{prefix}.scaling.type", kind)
     if not isinstance(blend, (int, float)) or blend not in (-1, 1 if kind == "yarn" else 0):
-        raise _refused(file, f"{prefix}.scaling.yarn_ext_factor", blend)
+        raise _unsupported(file, f"{prefix}.scaling.yarn_ext_factor", blend)
     match kind:
         case "none" | "linear":
             if attention != 1:
-                raise _refused(file, f"{prefix}.scaling.attn_factor", attention)
+                raise _unsupported(file, f"{prefix}.scaling.attn_factor", attention)
             return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
         case "yarn":
             attention *= _mscale(factor, 1.0)
             stated = number("scaling.yarn_attn_factor", attention)
             if abs(stated - attention) > 1e-5:  # transformers would use it, llama.cpp does not
-                raise _refused(file, f"{prefix}.scaling.yarn_attn_factor", stated)
+                raise _unsupported(file, f"{prefix}.scaling.yarn_attn_factor", stated)
             return {
                 "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
                 "attention_factor": attention, "beta_fast": number("scaling.yarn_beta_fast", 32.0),
@@ -293,13 +293,13 @@ def scaling_of_gguf(metadata: Mapping[str, Any], file: TensorFile) -> dict[str, 
             }  # fmt: skip
         case "longrope":
             if factor != 1:
-                raise _refused(file, f"{prefix}.scaling.factor", factor)
+                raise _unsupported(file, f"{prefix}.scaling.factor", factor)
             return {
                 "rope_type": "longrope", "original_max_position_embeddings": original, "attention_factor": attention,
                 **{f"{n}_factor": file.dequantised(f"rope_factors_{n}.weight").tolist() for n in ("short", "long")},
             }  # fmt: skip
-    raise _refused(file, f"{prefix}.scaling.type", kind)
+    raise _unsupported(file, f"{prefix}.scaling.type", kind)
 
 
-def _refused(file: TensorFile, name: str, value: object) -> CapabilityError:
+def _unsupported(file: TensorFile, name: str, value: object) -> CapabilityError:
     return CapabilityError(f"{file.path}: {name} is {quoted(value)}, which is not supported")

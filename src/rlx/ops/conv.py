@@ -126,10 +126,10 @@ def pool2d(
         raise ShapeError(f"pool2d: x is [batch, channels, height, width], found {x}")
     size = pair("pool2d", "kernel", kernel, 1)
     step = size if stride is None else pair("pool2d", "stride", stride, 1)
-    return _pooled("pool2d", x, kind, size, step, pair("pool2d", "padding", padding, 0))
+    return _pool_type("pool2d", x, kind, size, step, pair("pool2d", "padding", padding, 0))
 
 
-def _pooled(where: str, x: TensorType, kind: str, *settings: Sequence[int]) -> TensorType:
+def _pool_type(where: str, x: TensorType, kind: str, *settings: Sequence[int]) -> TensorType:
     """The result type of pooling; kernel, stride and padding have one number per axis after the channels."""
     if kind not in KINDS:
         raise GraphError(f"{where}: kind {kind!r} is not one of {', '.join(KINDS)}")
@@ -142,13 +142,13 @@ def _pooled(where: str, x: TensorType, kind: str, *settings: Sequence[int]) -> T
     return x.with_shape(*x.shape[:2], *(output_size(where, *axis) for axis in axes))
 
 
-def _of_a_row(stride: int, padding: int, dilation: int) -> dict[str, Pair]:
+def _row_settings(stride: int, padding: int, dilation: int) -> dict[str, Pair]:
     """1D settings for an image with one row."""
     return {"stride": (1, stride), "padding": (0, padding), "dilation": (1, dilation)}
 
 
 def _conv1d(x: Any, weight: Any, bias: Any = None, *, stride: int, padding: int, dilation: int, groups: int) -> Any:
-    settings = _of_a_row(stride, padding, dilation)
+    settings = _row_settings(stride, padding, dilation)
     return _conv2d(x[:, :, None], weight[:, :, None], bias, groups=groups, **settings)[:, :, 0]
 
 
@@ -157,7 +157,7 @@ def _decompose_conv1d(
 ) -> Value:
     """A convolution over images with one row."""
     row, taps = (v.reshape(v.shape[0], v.shape[1], 1, v.shape[2]) for v in (x, weight))
-    y = x.graph.one("conv2d", row, taps, bias, groups=groups, **_of_a_row(stride, padding, dilation))
+    y = x.graph.one("conv2d", row, taps, bias, groups=groups, **_row_settings(stride, padding, dilation))
     return y.reshape(y.shape[0], y.shape[1], y.shape[3])
 
 
@@ -179,16 +179,16 @@ def conv1d(
     for name, value, minimum in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if not isinstance(value, int):
             raise GraphError(f"conv1d: {name} is {value!r}, wanted an integer from {minimum}")
-    y = conv2d.rule(rows[0], rows[1], bias, groups=groups, **_of_a_row(stride, padding, dilation))
+    y = conv2d.rule(rows[0], rows[1], bias, groups=groups, **_row_settings(stride, padding, dilation))
     assert isinstance(y, TensorType)
     return y.with_shape(y.shape[0], y.shape[1], y.shape[3])
 
 
 def _pool1d(x: Any, *, kind: str, kernel: int, stride: int | None, padding: int) -> Any:
-    return _pool2d(x[:, :, None], kind=kind, **_window_of_a_row(kernel, stride, padding))[:, :, 0]
+    return _pool2d(x[:, :, None], kind=kind, **_row_window(kernel, stride, padding))[:, :, 0]
 
 
-def _window_of_a_row(kernel: int, stride: int | None, padding: int) -> dict[str, Pair]:
+def _row_window(kernel: int, stride: int | None, padding: int) -> dict[str, Pair]:
     """A 1D window for an image with one row."""
     return {"kernel": (1, kernel), "stride": (1, kernel if stride is None else stride), "padding": (0, padding)}
 
@@ -196,7 +196,7 @@ def _window_of_a_row(kernel: int, stride: int | None, padding: int) -> dict[str,
 def _decompose_pool1d(x: Value, *, kind: str, kernel: int, stride: int | None, padding: int) -> Value:
     """Pooling of images with one row."""
     row = x.reshape(x.shape[0], x.shape[1], 1, x.shape[2])
-    y = x.graph.one("pool2d", row, kind=kind, **_window_of_a_row(kernel, stride, padding))
+    y = x.graph.one("pool2d", row, kind=kind, **_row_window(kernel, stride, padding))
     return y.reshape(y.shape[0], y.shape[1], y.shape[3])
 
 
@@ -215,4 +215,4 @@ def pool1d(x: TensorType, *, kind: str, kernel: int, stride: int | None = None, 
     for name, (value, minimum) in window.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise GraphError(f"pool1d: {name} is {value!r}, wanted an integer from {minimum}")
-    return _pooled("pool1d", x, kind, (kernel,), (kernel if stride is None else stride,), (padding,))
+    return _pool_type("pool1d", x, kind, (kernel,), (kernel if stride is None else stride,), (padding,))

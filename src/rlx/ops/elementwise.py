@@ -259,11 +259,11 @@ def cast_array(x: Any, dtype: DType) -> Any:
     if dtype.is_bool:
         return x != 0
     if dtype is BF16 and x.dtype == np.float64:
-        x = _rounded_to_odd(x)
+        x = _round_to_odd(x)
     return x.astype(dtype.numpy)
 
 
-def _rounded_to_odd(x: Any) -> Any:
+def _round_to_odd(x: Any) -> Any:
     """f64 to f32, rounded to odd, so that a second rounding (ml_dtypes makes bf16 from f32) is correct."""
     near = x.astype(np.float32)
     back = near.astype(np.float64)

@@ -22,7 +22,7 @@ from rlx.ir.rewrite import inline
 from rlx.operand_layouts import Layout, WeightLayout
 from rlx.ops.grouped import check_groups
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
-from rlx.ops.quant import unpacked
+from rlx.ops.quant import unpack_blocks
 from rlx.types import Size, TensorType, broadcast, require_equal
 
 
@@ -84,7 +84,7 @@ def _products(x: Any, ws: Sequence[Any], weights: int, columns: int, layout: Wei
     """x times each weight."""
     if layout is not None:
         return layout.products(x, ws[0], columns, weights)
-    matrices = [unpacked(w).swapaxes(-1, -2) if dtype_of(w.dtype).is_packed else w for w in ws]
+    matrices = [unpack_blocks(w).swapaxes(-1, -2) if dtype_of(w.dtype).is_packed else w for w in ws]
     return [np.matmul(x, w.astype(x.dtype, copy=False)) for w in matrices]
 
 

@@ -12,7 +12,7 @@ from rlx.errors import DTypeError, KernelError, ShapeError
 from rlx.ir.graph import Node
 from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, boolean, f32, i32, op, sample
-from rlx.ops.quant import unpacked
+from rlx.ops.quant import unpack_blocks
 from rlx.types import TensorType, axis_index, require_equal
 
 
@@ -26,10 +26,10 @@ def _gather(table: Any, indices: Any, *, axis: int) -> Any:
     shape = (*table.shape[:at], *indices.shape, *table.shape[at + 1 :])
     if 0 in shape:  # nothing is looked up, whatever the indices
         empty = np.empty(shape, table.dtype)
-        return unpacked(empty) if table.dtype.names else empty
+        return unpack_blocks(empty) if table.dtype.names else empty
     _check_range("gather", indices, table.shape[axis])
     rows = np.take(table, indices, axis=axis)
-    return unpacked(rows) if table.dtype.names else rows
+    return unpack_blocks(rows) if table.dtype.names else rows
 
 
 def _integers(where: str, indices: TensorType) -> None:
@@ -89,7 +89,7 @@ def scatter_add(x: TensorType, indices: TensorType, updates: TensorType) -> Tens
     if x.dtype.is_bool:
         hint = "cast with x.astype('i32'), or write rows with scatter"
         raise DTypeError("scatter_add: takes numbers, found bool", hint=hint)
-    return _scattered("scatter_add", x, indices, updates)
+    return _scatter_type("scatter_add", x, indices, updates)
 
 
 def _scatter(x: Any, indices: Any, updates: Any) -> Any:
@@ -113,10 +113,10 @@ def _scatter(x: Any, indices: Any, updates: Any) -> Any:
 )  # fmt: skip
 def scatter(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
     """`x` with row `indices[i]` of its first axis replaced by row `updates[i]`; of equal indices the last wins."""
-    return _scattered("scatter", x, indices, updates)
+    return _scatter_type("scatter", x, indices, updates)
 
 
-def _scattered(where: str, x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
+def _scatter_type(where: str, x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
     _integers(where, indices)
     if x.rank == 0:
         raise ShapeError(f"{where}: the table needs an axis, found {x}")

@@ -21,7 +21,7 @@ from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, f32, i32, op, packed, sample
 from rlx.ops.attention import split_mask
-from rlx.ops.quant import unpacked
+from rlx.ops.quant import unpack_blocks
 from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, require_equal
 
@@ -69,7 +69,7 @@ def packed_rows(x: Any) -> Any:
     return result
 
 
-def _ordered(pool: Any, axes: str) -> Any:
+def _reorder(pool: Any, axes: str) -> Any:
     """A view of a pool as [pages, kv_heads, page, dim]."""
     return pool.transpose([axes.index(axis) for axis in POOL_AXES])
 
@@ -79,7 +79,7 @@ def _kv_append(pool: Any, new: Any, positions: Any, table: Any, rows: Any = None
         result, new = pool.copy(), packed_rows(new)
     else:
         result = pool.astype(np.result_type(pool, new))  # a copy; wide, so that new numbers are rounded once
-    pages = _ordered(result, axes)
+    pages = _reorder(result, axes)
     for token, row, position in _present("kv_append", positions, rows, table):
         at = _place("kv_append", np.array([position]), table[row], pages, ring)
         pages[at[0][0], :, at[1][0]] = new[token]
@@ -153,8 +153,8 @@ def _cached_attention(
     where, window = "cached_attention", split_mask(mask_kind)[1]
     factor = q.dtype.type(scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
     if keys.dtype == PACKED.numpy:
-        keys, values = unpacked(keys), unpacked(values)
-    keys, values = _ordered(keys, key_axes), _ordered(values, value_axes)
+        keys, values = unpack_blocks(keys), unpack_blocks(values)
+    keys, values = _reorder(keys, key_axes), _reorder(values, value_axes)
     kv_heads, group = keys.shape[1], q.shape[-2] // keys.shape[1]
     capacity = table.shape[1] * keys.shape[2]
     present = _present(where, positions, rows, table)

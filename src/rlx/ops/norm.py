@@ -30,7 +30,7 @@ def check_scale(where: str, x: TensorType, vectors: dict[str, TensorType | None]
         require_equal(have, want, f"{where}: {name} has {have} elements, x has {want}")
 
 
-def _scaled(y: Any, gamma: Any, beta: Any) -> Any:
+def _scale_and_shift(y: Any, gamma: Any, beta: Any) -> Any:
     y = y if gamma is None else y * gamma
     return y if beta is None else y + beta
 
@@ -43,12 +43,12 @@ def _mean(x: Any) -> Any:
 def layer_norm_array(x: Any, gamma: Any = None, beta: Any = None, *, eps: float) -> Any:
     centred = x - _mean(x)
     variance = _mean(centred * centred)
-    return _scaled(centred / np.sqrt(variance + x.dtype.type(eps)), gamma, beta)
+    return _scale_and_shift(centred / np.sqrt(variance + x.dtype.type(eps)), gamma, beta)
 
 
 def rms_norm_array(x: Any, gamma: Any = None, beta: Any = None, *, eps: float) -> Any:
     square = _mean(x * x)
-    return _scaled(x / np.sqrt(square + x.dtype.type(eps)), gamma, beta)
+    return _scale_and_shift(x / np.sqrt(square + x.dtype.type(eps)), gamma, beta)
 
 
 _SAMPLES = [sample(f32(4, 33), f32(33), f32(33)), sample(f32(2, 3, 130), f32(130)), sample(f32(5, 64)),

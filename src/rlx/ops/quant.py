@@ -72,7 +72,7 @@ def check_scales(
         require_shape(where, "zp", zp, wanted)
 
 
-def _not_packed(where: str, scheme: str | None) -> QuantScheme | None:
+def _require_unpacked(where: str, scheme: str | None) -> QuantScheme | None:
     if scheme is None:
         return None
     parsed = QuantScheme(scheme)
@@ -83,7 +83,7 @@ def _not_packed(where: str, scheme: str | None) -> QuantScheme | None:
 
 
 # -- meaning ----------------------------------------------------------------------------------------------------------
-def unpacked(x: Any) -> Any:
+def unpack_blocks(x: Any) -> Any:
     """Dequantises blocks [..., blocks] to float32 [..., elements]."""
     from rlx.formats.gguf_quants import dequantise  # decoders, which only the reference needs
 
@@ -108,7 +108,7 @@ def _dequantise(
     x: Any, scale: Any = None, zp: Any = None, *, axis: int | None = None, scheme: str | None = None
 ) -> Any:
     if x.dtype.fields is not None:
-        return unpacked(x)
+        return unpack_blocks(x)
     parsed = None if scheme is None else QuantScheme(scheme)
     kind = "int8" if parsed is None else parsed.kind
     wide = np.float64 if any(v is not None and v.dtype == np.float64 for v in (scale, zp)) else np.float32
@@ -144,7 +144,7 @@ def _quantise(
         step = broadcast_scales(scale.view(FP8["fp8e4m3"]).astype(x.dtype), x.ndim, None, parsed)
         step = step if zp is None else step * zp.astype(x.dtype)
         with np.errstate(all="ignore"):
-            return _in_bytes(_small(np.where(step == 0, x.dtype.type(0), x / step), parsed.kind))
+            return _pack_nibbles(_small(np.where(step == 0, x.dtype.type(0), x / step), parsed.kind))
     with np.errstate(divide="ignore", invalid="ignore"):
         q = x / broadcast_scales(scale, x.ndim, axis, parsed).astype(x.dtype)
     if parsed is not None and parsed.kind in FP8:
@@ -154,10 +154,10 @@ def _quantise(
         q = q + broadcast_scales(zp, x.ndim, axis, parsed).astype(x.dtype)
     if parsed is None or parsed.kind != "int4":
         return cast_array(q, dtype)
-    return _in_bytes(cast_array(np.clip(q, -8, 7), I8).view(np.uint8) & 15)
+    return _pack_nibbles(cast_array(np.clip(q, -8, 7), I8).view(np.uint8) & 15)
 
 
-def _in_bytes(nibbles: Any) -> Any:
+def _pack_nibbles(nibbles: Any) -> Any:
     """Packs adjacent nibbles into bytes, the first one low."""
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
@@ -285,7 +285,7 @@ def quantise(
     ties to even; numbers beyond the largest, including infinities, are clipped to it, and NaN stays NaN if the format
     has one. Without a scale, one is computed and the result is (q, scale), or (q, scale, zp) for nvfp4.
     """
-    parsed = _not_packed("quantise", scheme)
+    parsed = _require_unpacked("quantise", scheme)
     if not x.dtype.is_float or dtype not in (I8, U8):
         raise DTypeError(f"quantise: makes i8 or u8 of floats, found {dtype} of {x}")
     if parsed is None:
@@ -355,7 +355,7 @@ def quant_scale(x: TensorType, *, axis: int | None = None, scheme: str | None = 
     Per tensor, per index of `axis`, or per block along k with a scheme. Zeros have a scale of 1e-12. 8-bit floats have
     scales per column (the largest magnitude / 448 or 57344); NVFP4 divides by 6.
     """
-    parsed = _not_packed("quant_scale", scheme)
+    parsed = _require_unpacked("quant_scale", scheme)
     if not x.dtype.is_float:
         raise DTypeError(f"quant_scale: takes floats, found {x}")
     shape: tuple[Size, ...]
@@ -370,7 +370,7 @@ def quant_scale(x: TensorType, *, axis: int | None = None, scheme: str | None = 
 
 def _dequant_matmul(x: Any, w: Any, scale: Any = None, zp: Any = None, *, scheme: str) -> Any:
     packed_ = QuantScheme(scheme).packed is not None
-    numbers = unpacked(w).swapaxes(-1, -2) if packed_ else _dequantise(w, scale, zp, scheme=scheme)
+    numbers = unpack_blocks(w).swapaxes(-1, -2) if packed_ else _dequantise(w, scale, zp, scheme=scheme)
     wide = np.promote_types(x.dtype, numbers.dtype)
     return np.matmul(x.astype(wide), numbers.astype(wide))
 

@@ -27,7 +27,7 @@ def normal_axes(axis: Axes, rank: int, where: str) -> tuple[int, ...]:
     return tuple(normal)
 
 
-def _reduced(x: TensorType, axis: Axes, keepdims: bool, where: str) -> tuple[Size, ...]:
+def _reduced_shape(x: TensorType, axis: Axes, keepdims: bool, where: str) -> tuple[Size, ...]:
     axes = normal_axes(axis, x.rank, where)
     return tuple(1 if i in axes else d for i, d in enumerate(x.shape) if keepdims or i not in axes)
 
@@ -62,7 +62,7 @@ def _reduces_others(node: Node, batched: Sequence[bool]) -> bool:
 def sum_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Sum over axes, in the element type of `x`."""
     _number(x, "sum")
-    return x.with_shape(*_reduced(x, axis, keepdims, "sum"))
+    return x.with_shape(*_reduced_shape(x, axis, keepdims, "sum"))
 
 
 def _prod(x: Any, *, axis: Axes, keepdims: bool) -> Any:
@@ -73,7 +73,7 @@ def _prod(x: Any, *, axis: Axes, keepdims: bool) -> Any:
 def prod(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Product over axes."""
     _number(x, "prod")
-    return x.with_shape(*_reduced(x, axis, keepdims, "prod"))
+    return x.with_shape(*_reduced_shape(x, axis, keepdims, "prod"))
 
 
 def _mean(x: Any, *, axis: Axes, keepdims: bool) -> Any:
@@ -87,14 +87,14 @@ def mean(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorT
     """Mean over axes, of floats; NaN over an empty axis."""
     if not x.dtype.is_float:
         raise DTypeError(f"mean: takes floats, found {x.dtype}", hint="cast with x.astype('f32')")
-    return x.with_shape(*_reduced(x, axis, keepdims, "mean"))
+    return x.with_shape(*_reduced_shape(x, axis, keepdims, "mean"))
 
 
 def _extreme(x: TensorType, axis: Axes, keepdims: bool, where: str) -> TensorType:
     _number(x, where)
     if any(x.shape[a] == 0 for a in normal_axes(axis, x.rank, where)):
         raise ShapeError(f"{where}: axis of size 0 in {x} has no {where}")
-    return x.with_shape(*_reduced(x, axis, keepdims, where))
+    return x.with_shape(*_reduced_shape(x, axis, keepdims, where))
 
 
 def _smallest(dtype: np.dtype[Any]) -> Any:
