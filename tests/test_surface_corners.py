@@ -171,7 +171,7 @@ def test_weights_may_come_from_something_that_only_gives(as_pair: bool) -> None:
     np.testing.assert_allclose(built.compile().run({"x": x})[0], wanted @ Taking(False).arrays["w"], rtol=1e-4)
     with pytest.raises(BindError, match="weight 'v' is not among the weights"):
         flow.linear("v").build(Taking(as_pair))
-    with pytest.raises(GraphError, match="weights: a int is no source of weights"):
+    with pytest.raises(GraphError, match="weights: a int is not a weight source"):
         flow.build(3)  # type: ignore[arg-type]
 
 

@@ -259,7 +259,7 @@ def test_ahead_of_time_needs_a_folder_and_machine_code(tmp_path: Path) -> None:
     config.compile(small(), folder=tmp_path / "new" / "er")
     assert len(list((tmp_path / "new" / "er").iterdir())) == 1, "the folder is made"
     (tmp_path / "file").write_text("")
-    with pytest.raises(FormatError, match="is no folder"):
+    with pytest.raises(FormatError, match="the folder cannot be created"):
         config.compile(small(), folder=tmp_path / "file")
 
 

@@ -24,12 +24,12 @@ needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is a
 def test_a_decoder_has_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(STORIES), "--repeat", "1", "--json", "--threads", "1"]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    rows = {row["name"]: row for row in found["rows"]}
+    report = json.loads(out)
+    rows = {row["name"]: row for row in report["rows"]}
     assert list(rows) == ["load", "compile", "pp128", "tg128", "memory"]
     assert "pp512: left out, the context holds 512 tokens" in err
     assert all(row["value"] > 0 for row in rows.values())
-    assert found["threads"] == 1 and found["machine"]["memory_gb_per_second"] > 0
+    assert report["threads"] == 1 and report["machine"]["memory_gb_per_second"] > 0
     assert 0 < rows["pp128"]["fraction"] < 1
 
 
@@ -53,17 +53,17 @@ def test_the_least_time_of_a_prompt_goes_by_what_its_kernels_multiply() -> None:
     product = 2 * 128 * 512 * 256 / 1e9
 
     def least(f32: float, u7: float) -> float:
-        return bench.least_seconds(program, Ceilings({"f32": f32, "dot_u7": u7}, 1.0, 1.0), 1, 128)
+        return bench.min_seconds(program, Ceilings({"f32": f32, "dot_u7": u7}, 1.0, 1.0), 1, 128)
 
     assert least(1.0, 1e9) == pytest.approx(product, rel=0.1)  # and the rounding of activations
     assert least(1e9, 1.0) == pytest.approx(product, rel=0.1)
 
 
 def test_a_share_above_one_is_not_believed() -> None:
-    row = bench._believed(Row("tg128", 100.0, "tok/s", 1.07, "the bandwidth"))
+    row = bench._checked(Row("tg128", 100.0, "tok/s", 1.07, "the bandwidth"))
     assert row.fraction is None and "suspicious: 1.07 of the bandwidth" in row.cells()[3]
     fine = Row("tg128", 100.0, "tok/s", 0.93, "the bandwidth", "1 MB a token")
-    assert bench._believed(fine) is fine
+    assert bench._checked(fine) is fine
     assert fine.cells() == ("tg128", "100", "tok/s", "93% of the bandwidth, 1 MB a token")
 
 

@@ -54,11 +54,11 @@ class Piped:
 
 def test_a_precision_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_bert.write(tmp_path, files={}, hidden_size=96)
-    found = []
+    vectors = []
     for precision in ("f32", "int8"):
         assert main(["embed", "-m", str(tmp_path), "--precision", precision, "fom"]) == 0
-        found.append(np.array(json.loads(capsys.readouterr().out)))
-    assert 1e-6 < np.abs(found[0] - found[1]).max() < 0.1
+        vectors.append(np.array(json.loads(capsys.readouterr().out)))
+    assert 1e-6 < np.abs(vectors[0] - vectors[1]).max() < 0.1
     with pytest.raises(SystemExit):
         main(["embed", "-m", str(tmp_path), "--precision", "int3", "fom"])
     assert "invalid choice: 'int3'" in capsys.readouterr().err
@@ -70,8 +70,8 @@ def test_a_vector_a_line_goes_to_stdout_and_timings_to_stderr(
 ) -> None:
     assert main(["embed", "-m", str(model), *TEXTS[:2]]) == 0
     captured = capsys.readouterr()
-    found = np.array([json.loads(line) for line in captured.out.splitlines()], np.float32)
-    assert np.array_equal(found, wanted[:2])
+    vectors = np.array([json.loads(line) for line in captured.out.splitlines()], np.float32)
+    assert np.array_equal(vectors, wanted[:2])
     assert "2 texts" in captured.err and "mean of 24" in captured.err and "\033" not in captured.err
 
 
@@ -124,9 +124,9 @@ def test_lines_may_come_on_stdin(
 ) -> None:
     monkeypatch.setattr("sys.stdin", Piped("\n".join(TEXTS).encode()))
     assert main(["embed", "-m", str(model), "--json", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["model"], found["texts"], found["dim"]) == ("tiny-bert", 6, 24)
-    assert np.array_equal(np.array(found["vectors"], np.float32), wanted)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["model"], report["texts"], report["dim"]) == ("tiny-bert", 6, 24)
+    assert np.array_equal(np.array(report["vectors"], np.float32), wanted)
 
 
 def test_an_empty_file_gives_no_rows(model: Path, tmp_path: Path) -> None:

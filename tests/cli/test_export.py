@@ -78,6 +78,6 @@ def test_what_cannot_be_meant_is_said(exported: Path, tmp_path: Path, capsys: py
     assert "there is no folder" in capsys.readouterr().err
     assert main(["export", "no-such-model", "-o", str(tmp_path / "x.rlxp")]) == NOT_FOUND
     assert main(["export", str(exported), "-o", str(tmp_path / "x.rlxp")]) == FAILED
-    assert "comes from an export itself" in capsys.readouterr().err
+    assert "is itself an export" in capsys.readouterr().err
     assert main(["run", str(exported), "hello", "--context", "50"]) == FAILED
     assert "context is 50, but exported with 100" in capsys.readouterr().err

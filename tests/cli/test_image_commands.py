@@ -29,9 +29,9 @@ def images(tmp_path: Path) -> list[str]:
 def test_a_vision_model_embeds_image_files(model: Path, images: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["embed", "-m", str(model), *images, "--json"]) == 0
     said = capsys.readouterr()
-    found = json.loads(said.out)
+    report = json.loads(said.out)
     wanted = json.loads((FOLDER / f"{model.name}.json").read_text())["pooled"]
-    assert found["images"] == 3 and np.abs(np.array(found["vectors"][0]) - wanted).max() < 1e-3
+    assert report["images"] == 3 and np.abs(np.array(report["vectors"][0]) - wanted).max() < 1e-3
     assert "3 images" in said.err and "24 numbers" in said.err
 
 

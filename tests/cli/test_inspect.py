@@ -95,8 +95,8 @@ def test_a_stage_is_only_that_stage(capsys: pytest.CaptureFixture[str]) -> None:
     for level in ("hir", "mir", "lir"):
         out = inspect(capsys, STORIES, "--level", level, "--stage", "layers.2")
         assert "layers.2" in out and "layers.3" not in out and "layers.1" not in out
-    whole, part = (inspect(capsys, STORIES, "--level", "llvm", *w) for w in ([], ["--stage", "layers.*.ffn"]))
-    assert "define void @attention" in whole and "define void @attention" not in part and "define void" in part
+    everything, part = (inspect(capsys, STORIES, "--level", "llvm", *w) for w in ([], ["--stage", "layers.*.ffn"]))
+    assert "define void @attention" in everything and "define void @attention" not in part and "define void" in part
 
 
 def test_an_encoder_is_shown_with_its_pooling_and_by_its_profile(

@@ -27,7 +27,7 @@ STORIES = ASSETS / "stories260K"
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubModel:
     """Loading any model gives this one; stdin has nothing."""
     model = StubModel(["Red", " and", " blue."])
-    monkeypatch.setattr(run, "opened", lambda name, arguments: model)
+    monkeypatch.setattr(run, "open_model", lambda name, arguments: model)
     monkeypatch.setattr(sys, "stdin", None)
     return model
 
@@ -108,7 +108,7 @@ def test_without_a_template_the_text_is_continued(
     raw: bool, template: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = StubModel(["..."], template=template)
-    monkeypatch.setattr(run, "opened", lambda name, arguments: model)
+    monkeypatch.setattr(run, "open_model", lambda name, arguments: model)
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "Once upon", *(["--raw"] if raw else [])]) == 0
     assert model.asked == ["Once upon"]
@@ -149,9 +149,9 @@ def test_json_is_one_object(stub: StubModel, capsys: pytest.CaptureFixture[str])
 @pytest.mark.usefixtures("stub")
 def test_json_lines_are_pieces_and_then_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-p", "x", "--json", "--stream"]) == 0
-    *pieces, whole = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    *pieces, completion = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [p["delta"] for p in pieces] == ["Red", " and", " blue."]
-    assert whole["text"] == "Red and blue."
+    assert completion["text"] == "Red and blue."
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -205,7 +205,7 @@ def test_a_real_model_tells_the_published_story(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "-m", str(STORIES / "stories260K.bin"), "-p", "Zoo", "--max-tokens", "60", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    completion = json.loads(capsys.readouterr().out)
     published = (STORIES / "expected_greedy_Zoo_60tok.txt").read_text().strip()  # its 60 tokens hold the prompt
-    assert f"Zoo{found['text']}".startswith(published)
-    assert found["usage"]["completion_tokens"] == 60 and found["finish_reason"] == "length"
+    assert f"Zoo{completion['text']}".startswith(published)
+    assert completion["usage"]["completion_tokens"] == 60 and completion["finish_reason"] == "length"

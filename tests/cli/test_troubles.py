@@ -158,13 +158,13 @@ class Endless(io.RawIOBase):
     """Gives zeros for ever, and counts them."""
 
     def __init__(self) -> None:
-        self.given = 0
+        self.bytes_read = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self.given += len(buffer)
+        self.bytes_read += len(buffer)
         buffer[:] = bytes(len(buffer))
         return len(buffer)
 
@@ -184,7 +184,7 @@ def test_an_endless_stdin_is_read_up_to_a_bound(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(source)))
     assert main(words) == 2
     assert f"stdin has more than {most >> 20} MiB" in said(capsys)
-    assert most < source.given < most + (4 << 20)
+    assert most < source.bytes_read < most + (4 << 20)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="there is no /dev/zero")
@@ -319,7 +319,7 @@ def test_every_error_has_its_code_and_no_traceback(
     def fails(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(run, "opened", fails)
+    monkeypatch.setattr(run, "open_model", fails)
     monkeypatch.setattr("rlx.cli.main._drop_output", lambda: None)
     assert main(["run", "hello there"]) == code
     assert text in said(capsys)
@@ -348,7 +348,7 @@ def test_debug_shows_where_it_happened(words: list[str], monkeypatch: pytest.Mon
     def fails(*arguments: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(run, "opened", fails)
+    monkeypatch.setattr(run, "open_model", fails)
     with pytest.raises(ZeroDivisionError):
         main(words)
 
@@ -372,7 +372,7 @@ def test_controls_of_a_model_do_not_reach_a_terminal(
 def test_without_stderr_nothing_lands_in_the_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "opened", lambda name, arguments: StubModel(["yes"]))
+    monkeypatch.setattr(run, "open_model", lambda name, arguments: StubModel(["yes"]))
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["run", "hello there"]) == 0
     assert capsys.readouterr().out == "yes\n"
@@ -386,5 +386,5 @@ def test_an_output_that_ends_early_and_one_in_ascii() -> None:
         ["bash", "-c", f"{command} | head -c 100; exit ${{PIPESTATUS[0]}}"], env=own, capture_output=True, check=False
     )
     assert (piped.returncode, len(piped.stdout), piped.stderr) == (0, 100, b"")
-    whole = subprocess.run(command.split(), env=own, capture_output=True, check=False)
-    assert whole.returncode == 0 and b"4?64" in whole.stdout  # 4×64
+    complete = subprocess.run(command.split(), env=own, capture_output=True, check=False)
+    assert complete.returncode == 0 and b"4?64" in complete.stdout  # 4×64

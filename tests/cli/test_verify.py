@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rlx.cli.main import main
-from rlx.cli.verify import _decode_is_prefill, _like_exact, answer_of, check_files
+from rlx.cli.verify import _compare_with_f32, _decode_is_prefill, answer_of, check_files
 from rlx.engine.generate import Decoder, Pick
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
@@ -50,7 +50,9 @@ def test_logits_that_rounding_does_not_explain_are_found() -> None:
     with load(STORIES / "stories260K.bin") as model:
         logits = answer_of(model)
     rounded = logits + 0.02 * np.abs(logits).max() * np.random.default_rng(0).uniform(-1, 1, logits.shape)
-    good, wrong = (_like_exact(str(STORIES / "stories260K.bin"), "f32", here) for here in (rounded, logits[:, ::-1]))
+    good, wrong = (
+        _compare_with_f32(str(STORIES / "stories260K.bin"), "f32", here) for here in (rounded, logits[:, ::-1])
+    )
     assert good.ok is True and wrong.ok is False and "(more than 50% must)" in wrong.detail
 
 
@@ -130,6 +132,6 @@ def test_transformers_agrees(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_an_encoder_without_a_tokenizer_is_run_on_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     golden_encoders.write_folder(tmp_path, json.loads((golden_encoders.FOLDER / "bert.json").read_text()))
     assert main(["verify", str(tmp_path)]) == 0
-    found = results(capsys.readouterr().out)
-    assert (found["runs"], found["threads"], found["reference"]) == ("ok",) * 3
-    assert (found["tokenizer"], found["transformers"]) == ("skipped",) * 2
+    outcomes = results(capsys.readouterr().out)
+    assert (outcomes["runs"], outcomes["threads"], outcomes["reference"]) == ("ok",) * 3
+    assert (outcomes["tokenizer"], outcomes["transformers"]) == ("skipped",) * 2

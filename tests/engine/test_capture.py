@@ -18,22 +18,22 @@ TOKENS = np.random.default_rng(0).integers(0, 97, 90).tolist()
 
 def test_stages_have_the_values_of_numpy(tiny: LanguageModel, tmp_path: Path) -> None:
     wanted = tiny_llama.forward(tiny_llama.write(tmp_path), TOKENS)
-    found = tiny.run(TOKENS, capture=["layers.*.attn", "layers.?", "norm", "logits"])
-    assert set(found) == set(wanted)
+    values = tiny.run(TOKENS, capture=["layers.*.attn", "layers.?", "norm", "logits"])
+    assert set(values) == set(wanted)
     for path, value in wanted.items():
-        assert found[path].shape == value.shape, path
-        assert np.abs(found[path] - value).max() / np.abs(value).max() < 2e-5, path
+        assert values[path].shape == value.shape, path
+        assert np.abs(values[path] - value).max() / np.abs(value).max() < 2e-5, path
 
 
 def test_without_capture_it_is_the_output(tiny: LanguageModel) -> None:
-    found = tiny.run(TOKENS)
-    assert list(found) == ["logits"] and found["logits"].tobytes() == tiny.logits(TOKENS).tobytes()
+    values = tiny.run(TOKENS)
+    assert list(values) == ["logits"] and values["logits"].tobytes() == tiny.logits(TOKENS).tobytes()
 
 
 def test_chunks_do_not_show(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tiny.run(TOKENS, capture="layers.*")
+    unchunked = tiny.run(TOKENS, capture="layers.*")
     monkeypatch.setattr("rlx.engine.generate.CHUNK", 7)
-    assert all(v.tobytes() == whole[k].tobytes() for k, v in tiny.run(TOKENS, capture="layers.*").items())
+    assert all(v.tobytes() == unchunked[k].tobytes() for k, v in tiny.run(TOKENS, capture="layers.*").items())
 
 
 def test_a_single_pattern_may_be_a_string(tiny: LanguageModel) -> None:

@@ -49,8 +49,8 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("RLX_CACHE", "off" if request.param == "off" else str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     nothing_loaded(monkeypatch)
-    found: str = request.param
-    return found
+    mode: str = request.param
+    return mode
 
 
 def opened(path: Path, start: str) -> Any:

@@ -26,10 +26,10 @@ def same(value: Array) -> Array:
 def test_identity_edits_leave_every_bit(tiny: LanguageModel) -> None:
     wanted = tiny.run(TOKENS, capture="*")
     for path in stage_values(tiny.built.module):
-        found = tiny.run(TOKENS, capture="*", edit={path: same})
-        assert all(found[name].tobytes() == value.tobytes() for name, value in wanted.items()), path
-    found = tiny.run(TOKENS, edit={"*": same})
-    assert found["logits"].tobytes() == wanted["logits"].tobytes()
+        values = tiny.run(TOKENS, capture="*", edit={path: same})
+        assert all(values[name].tobytes() == value.tobytes() for name, value in wanted.items()), path
+    values = tiny.run(TOKENS, edit={"*": same})
+    assert values["logits"].tobytes() == wanted["logits"].tobytes()
 
 
 @pytest.mark.parametrize("at", ["layers.0", "layers.0.out", "layers.?"])
@@ -46,19 +46,19 @@ def test_the_model_goes_on_with_what_the_function_gave(tiny: LanguageModel, tmp_
     changed: Any = {0: without, 1: without} if "?" in at else {0: without}
     wanted = tiny_llama.forward(weights, TOKENS, after=changed)["logits"]
     seen.clear()
-    found = tiny.run(TOKENS, edit={at: without})["logits"]
+    logits = tiny.run(TOKENS, edit={at: without})["logits"]
     assert seen == [(90, 48)] * len(changed)
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() < 2e-5
-    assert np.abs(found - tiny.logits(TOKENS)).max() / np.abs(wanted).max() > 1e-2
+    assert np.abs(logits - wanted).max() / np.abs(wanted).max() < 2e-5
+    assert np.abs(logits - tiny.logits(TOKENS)).max() / np.abs(wanted).max() > 1e-2
 
 
 def test_chunks_do_not_show(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def turned(value: Array) -> Array:
+    def rotate(value: Array) -> Array:
         return np.ascontiguousarray(value[::-1])  # what a token's value becomes is another's
 
-    whole = tiny.run(TOKENS, edit={"layers.0.attn": turned})["logits"]
+    unchunked = tiny.run(TOKENS, edit={"layers.0.attn": rotate})["logits"]
     monkeypatch.setattr("rlx.engine.generate.CHUNK", 7)
-    assert tiny.run(TOKENS, edit={"layers.0.attn": turned})["logits"].tobytes() == whole.tobytes()
+    assert tiny.run(TOKENS, edit={"layers.0.attn": rotate})["logits"].tobytes() == unchunked.tobytes()
 
 
 def test_later_edits_see_what_earlier_ones_did(tiny: LanguageModel) -> None:
@@ -69,13 +69,13 @@ def test_later_edits_see_what_earlier_ones_did(tiny: LanguageModel) -> None:
         value[:] = 7  # its own copy
         return value
 
-    found = tiny.run(TOKENS, capture=["norm", "layers.1"], edit={"norm": look, "layers.1": zero})
-    assert not found["layers.1"].any() and not seen["norm"].any() and (found["norm"] == 7).all()
+    values = tiny.run(TOKENS, capture=["norm", "layers.1"], edit={"norm": look, "layers.1": zero})
+    assert not values["layers.1"].any() and not seen["norm"].any() and (values["norm"] == 7).all()
 
 
 def test_two_functions_for_one_stage_run_in_the_order_given(tiny: LanguageModel) -> None:
-    found = tiny.run([1, 2], capture="norm", edit={"nor?": np.ones_like, "norm": lambda value: value + 1})
-    assert (found["norm"] == 2).all()
+    values = tiny.run([1, 2], capture="norm", edit={"nor?": np.ones_like, "norm": lambda value: value + 1})
+    assert (values["norm"] == 2).all()
 
 
 def test_the_output_may_be_edited(tiny: LanguageModel) -> None:
@@ -107,11 +107,11 @@ def test_graphs_are_compiled_once_and_few_are_kept(tiny: LanguageModel) -> None:
     tiny.run([1, 2])
     before = tiny.memory()
     tiny.run([1, 2], edit={"norm": same})
-    kept, after = dict(tiny._edits), tiny.memory()
+    cached, after = dict(tiny._edits), tiny.memory()
     # its graphs work in memory of their own, and read the same weights, in the file or packed
     assert after.arena > before.arena and (after.weights, after.mapped) == (before.weights, before.mapped)
     tiny.run([1, 2], edit={"norm": np.ones_like})
-    assert dict(tiny._edits) == kept and tiny.memory() == after
+    assert dict(tiny._edits) == cached and tiny.memory() == after
     for i in range(CAPTURES + 1):
         tiny.run([1], edit={f"{'?' * i}*": same})
     assert len(tiny._edits) == CAPTURES
@@ -125,5 +125,5 @@ def test_a_model_that_speaks(stories: LanguageModel) -> None:
 def test_loading_from_a_start_changes_nothing(tiny_folder: Path) -> None:
     for _ in range(2):
         model = load(tiny_folder)
-        found = model.run(TOKENS, edit={"layers.0": same})["logits"]
-        assert found.tobytes() == model.run(TOKENS)["logits"].tobytes()
+        logits = model.run(TOKENS, edit={"layers.0": same})["logits"]
+        assert logits.tobytes() == model.run(TOKENS)["logits"].tobytes()

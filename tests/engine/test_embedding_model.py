@@ -41,15 +41,15 @@ def encoder(path: Path, **options: Any) -> EmbeddingModel:
 
 
 def unit(x: Array) -> Array:
-    found: Array = x / np.linalg.norm(x, axis=-1, keepdims=True)
-    return found
+    normalised: Array = x / np.linalg.norm(x, axis=-1, keepdims=True)
+    return normalised
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("bert")
-    small_bert.write(found)
-    return found
+    path = tmp_path_factory.mktemp("bert")
+    small_bert.write(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,9 @@ def weights(folder: Path) -> dict[str, Array]:
 # -- what vectors are ------------------------------------------------------------------------------------------------
 def test_vectors_equal_those_of_numpy(model: EmbeddingModel, weights: dict[str, Array]) -> None:
     wanted = unit(np.stack([pooled(hidden_states(weights, tokens_of(text)), "mean") for text in TEXTS]))
-    found = model.embed(TEXTS)
-    assert found.dtype == np.float32 and found.shape == (len(TEXTS), 24)
-    assert np.abs(found - wanted).max() < 2e-6
+    vectors = model.embed(TEXTS)
+    assert vectors.dtype == np.float32 and vectors.shape == (len(TEXTS), 24)
+    assert np.abs(vectors - wanted).max() < 2e-6
     assert (model.pooling, model.normalize, model.limit, model.dim) == ("mean", True, 160, 24)
 
 
@@ -109,9 +109,9 @@ def test_every_kind_of_pooling_equals_numpy(tmp_path: Path, kind: str) -> None:
     model = encoder(tmp_path)
     wanted = np.stack([pooled(hidden_states(weights, tokens_of(text)), kind) for text in TEXTS])
     assert model.pooling == kind and not model.normalize
-    found = model.embed(TEXTS)
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() < 2e-6
-    for text, row in zip(TEXTS, found, strict=True):
+    vectors = model.embed(TEXTS)
+    assert np.abs(vectors - wanted).max() / np.abs(wanted).max() < 2e-6
+    for text, row in zip(TEXTS, vectors, strict=True):
         assert np.array_equal(model.embed(text), row)
 
 
@@ -135,8 +135,8 @@ def test_one_text_gives_one_vector_and_none_give_none(model: EmbeddingModel) -> 
 
 def test_texts_that_differ_only_in_special_tokens_are_texts(model: EmbeddingModel, weights: dict[str, Array]) -> None:
     assert not np.array_equal(model.embed("bal [SEP]"), model.embed("bal"))
-    found = model.embed("[SEP]")
-    assert SEP not in model.tokenizer.encode("[SEP]")[1:-1] and np.isfinite(found).all()
+    vector = model.embed("[SEP]")
+    assert SEP not in model.tokenizer.encode("[SEP]")[1:-1] and np.isfinite(vector).all()
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
@@ -150,16 +150,16 @@ def test_no_bit_depends_on_neighbours_batches_or_threads(folder: Path, model: Em
 
 
 def test_no_bit_depends_on_where_a_window_ends(model: EmbeddingModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = model.embed(TEXTS)
+    together = model.embed(TEXTS)
     monkeypatch.setattr(module, "WINDOW", 3)
-    assert np.array_equal(model.embed(TEXTS), whole)
+    assert np.array_equal(model.embed(TEXTS), together)
 
 
 def test_eight_threads_at_once_get_the_same_bits(model: EmbeddingModel) -> None:
     wanted = model.embed(TEXTS)
     with ThreadPoolExecutor(8) as pool:
-        for found in pool.map(lambda size: model.embed(TEXTS, batch_size=size), [1, 2, 3, 4] * 4):
-            assert np.array_equal(found, wanted)
+        for vectors in pool.map(lambda size: model.embed(TEXTS, batch_size=size), [1, 2, 3, 4] * 4):
+            assert np.array_equal(vectors, wanted)
 
 
 def test_equal_texts_are_computed_once(model: EmbeddingModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +176,10 @@ def test_equal_texts_are_computed_once(model: EmbeddingModel, monkeypatch: pytes
 def test_batches_hold_every_row_once_and_hardly_any_padding(threads: int) -> None:
     rng = np.random.default_rng(0)
     lengths = dict(enumerate(rng.integers(1, 256, 3000).tolist())) | {3000: 4 * TOKENS}
-    found = list(batches(lengths, threads=threads))
-    assert sorted(i for rows in found for i in rows) == sorted(lengths)
+    all_batches = list(batches(lengths, threads=threads))
+    assert sorted(i for rows in all_batches for i in rows) == sorted(lengths)
     computed = 0
-    for rows in found:
+    for rows in all_batches:
         width = max(lengths[i] for i in rows)
         assert len(rows) == 1 or len(rows) * width <= TOKENS * threads
         computed += len(rows) * width
@@ -196,14 +196,14 @@ def test_long_texts_are_cut_but_keep_their_end_and_are_counted(
     assert model.limit == 8
     words = WORDS[:30]
     with caplog.at_level(logging.WARNING, "rlx.embed"):
-        found = model.embed([" ".join(words), "bal", " ".join(words[:7]), " ".join(words[:6])])
+        vectors = model.embed([" ".join(words), "bal", " ".join(words[:7]), " ".join(words[:6])])
     assert [record.getMessage() for record in caplog.records] == [
         "2 of 4 texts were cut to the 8 tokens that the model reads"
     ]
     cut = [CLS, *tokens_of(" ".join(words))[1:7], SEP]
     wanted = unit(pooled(hidden_states(weights, cut), "mean"))
-    assert np.abs(found[0] - wanted).max() < 2e-6
-    assert np.array_equal(found[0], found[2]) and np.array_equal(found[0], found[3])
+    assert np.abs(vectors[0] - wanted).max() < 2e-6
+    assert np.array_equal(vectors[0], vectors[2]) and np.array_equal(vectors[0], vectors[3])
 
 
 def test_of_a_huge_text_only_the_beginning_is_encoded(model: EmbeddingModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +211,9 @@ def test_of_a_huge_text_only_the_beginning_is_encoded(model: EmbeddingModel, mon
     encode = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **o: sizes.append(len(text)) or encode(self, text, **o))
     start = " ".join(MORE[:170])
-    found = model.embed(["bal", f"{start} {' '.join(MORE)}" + " bal" * 1_000_000])
+    vectors = model.embed(["bal", f"{start} {' '.join(MORE)}" + " bal" * 1_000_000])
     assert sizes and sum(sizes) < 20_000
-    assert np.array_equal(found[1], model.embed(start))
+    assert np.array_equal(vectors[1], model.embed(start))
     with pytest.raises(RequestError, match="text 0 has more than 160 tokens, the model reads 160"):
         model.embed(" ".join(MORE) + " bal" * 1_000_000, truncate=False)
 
@@ -384,17 +384,17 @@ WIDE = {"hidden_size": 96, "intermediate_size": 128}  # wide enough for weights 
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("wide")
-    small_bert.write(found, files={}, **WIDE)
-    return found
+    path = tmp_path_factory.mktemp("wide")
+    small_bert.write(path, files={}, **WIDE)
+    return path
 
 
 def test_vectors_of_integers_are_close_to_those_of_numpy(wide_folder: Path) -> None:
     weights = small_bert.random_weights(small_bert.settings(**WIDE))
     wanted = unit(np.stack([pooled(hidden_states(weights, tokens_of(text)), "mean") for text in TEXTS]))
-    found = unit(encoder(wide_folder, precision="int8").embed(TEXTS))
-    assert (found * wanted).sum(1).min() > 0.999
-    assert np.abs(found - wanted).max() > 1e-5, "it is not f32"
+    vectors = unit(encoder(wide_folder, precision="int8").embed(TEXTS))
+    assert (vectors * wanted).sum(1).min() > 0.999
+    assert np.abs(vectors - wanted).max() > 1e-5, "it is not f32"
     assert np.abs(unit(encoder(wide_folder, precision="f32").embed(TEXTS)) - wanted).max() < 2e-6
 
 
@@ -408,14 +408,14 @@ def test_vectors_of_integers_depend_on_their_text_alone(wide_folder: Path) -> No
 
 
 def test_a_precision_overrules_the_profile(wide_folder: Path) -> None:
-    plain, whole = (encoder(wide_folder, precision=p) for p in ("auto", "int8"))
-    assert plain.profile.precision.compute == "f32" and whole.profile.precision.compute == "int8"
-    assert plain.fingerprint(0) != whole.fingerprint(0)
+    plain, integer = (encoder(wide_folder, precision=p) for p in ("auto", "int8"))
+    assert plain.profile.precision.compute == "f32" and integer.profile.precision.compute == "int8"
+    assert plain.fingerprint(0) != integer.fingerprint(0)
     profile = CompileProfile(precision=Precision("int8"))
     assert encoder(wide_folder, profile=profile).profile.precision == Precision("int8", activations="int8")
     exact = encoder(wide_folder, profile=profile, precision="f32").profile
     assert exact.precision == Precision("f32", activations="f32")
-    assert whole.memory().total < plain.memory().total
+    assert integer.memory().total < plain.memory().total
 
 
 def test_what_cannot_be_computed_in_integers_says_so(wide_folder: Path, tmp_path: Path) -> None:
@@ -499,8 +499,8 @@ def test_a_request_that_cannot_be_says_why(
 
 
 def test_numbers_of_numpy_are_fine(model: EmbeddingModel) -> None:
-    found = model.embed(["bal", "dam"], batch_size=np.int64(1), normalize=np.bool_(False))  # type: ignore[arg-type]
-    assert np.array_equal(found, model.embed(["bal", "dam"], normalize=False))
+    vectors = model.embed(["bal", "dam"], batch_size=np.int64(1), normalize=np.bool_(False))  # type: ignore[arg-type]
+    assert np.array_equal(vectors, model.embed(["bal", "dam"], normalize=False))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, DIM + 1), (1, 2, DIM)])

@@ -92,10 +92,10 @@ def test_embedded_weights_are_mapped_and_referred_ones_packed(exported: dict[boo
 
 def test_a_model_without_a_tokenizer_gives_the_logits_of_numpy(tiny_file: Path, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 97, 60).tolist()
-    found = language_model(tiny_file).logits(tokens)
+    logits = language_model(tiny_file).logits(tokens)
     wanted = tiny_llama.forward(tiny_llama.write(tmp_path / "again"), tokens)["logits"]
-    assert (np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-5
-    assert found.tobytes() == language_model(tmp_path / "model").logits(tokens).tobytes()
+    assert (np.abs(logits - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-5
+    assert logits.tobytes() == language_model(tmp_path / "model").logits(tokens).tobytes()
 
 
 @BOTH
@@ -127,14 +127,14 @@ def test_a_profile_comes_along(tiny_folder: Path, tmp_path: Path) -> None:
 
 # -- looking inside --
 def test_stages_are_captured_from_the_weights_of_the_model_file(tiny_file: Path, tmp_path: Path) -> None:
-    found = language_model(tiny_file).run([1, 2, 3], capture="layers.*")
+    values = language_model(tiny_file).run([1, 2, 3], capture="layers.*")
     wanted = language_model(tmp_path / "model").run([1, 2, 3], capture="layers.*")
-    assert found.keys() == wanted.keys() and len(found) >= 2
-    assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    assert values.keys() == wanted.keys() and len(values) >= 2
+    assert all(values[name].tobytes() == wanted[name].tobytes() for name in wanted)
 
 
 def test_packed_weights_say_that_they_cannot_be_looked_into(exported: dict[bool, Path]) -> None:
-    with pytest.raises(CapabilityError, match="weights as kernels read them") as caught:
+    with pytest.raises(CapabilityError, match="weights only in the kernels' layout") as caught:
         language_model(exported[True]).run(PROMPT, capture="layers.0")
     assert "without --weights" in str(caught.value.hint)
 
@@ -149,7 +149,7 @@ def test_a_patch_is_part_of_the_code_but_not_of_the_file(tiny_folder: Path, tmp_
 
 
 # -- the file with the weights --
-def test_a_model_may_move_beside_the_export(tiny_file: Path, tmp_path: Path) -> None:
+def test_a_model_may_move_next_to_the_export(tiny_file: Path, tmp_path: Path) -> None:
     wanted = language_model(tiny_file).logits([1, 2, 3])
     (tmp_path / "elsewhere").mkdir()
     for name in ("model", "tiny.rlxp"):
@@ -272,7 +272,7 @@ def test_a_graph_is_no_model(tmp_path: Path) -> None:
 
 
 def test_an_export_is_not_exported_again(exported: dict[bool, Path], tmp_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="comes from an export"):
+    with pytest.raises(CapabilityError, match="is itself an export"):
         language_model(exported[False]).export(tmp_path / "x.rlxp")
 
 

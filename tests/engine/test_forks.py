@@ -34,8 +34,8 @@ def models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("RLX_CACHE", "off" if request.param == "off" else str(tmp_path / "cache"))
     nothing_loaded(monkeypatch)
     for _ in range(2):
-        found: list[Any] = [load(tmp_path / kind) for kind in ("decoder", "encoder")]
-    return found
+        loaded: list[Any] = [load(tmp_path / kind) for kind in ("decoder", "encoder")]
+    return loaded
 
 
 def test_a_child_uses_models_whose_locks_other_threads_hold(models: list[Any]) -> None:
@@ -74,7 +74,7 @@ def test_caches_that_lost_threads_had_checked_out_do_not_matter(models: list[Any
 
     def work() -> bool:
         store = decoder.caches
-        return decoder.generate(fork_load.TOKENS, max_tokens=8).tokens == wanted and len(store._kept) > 0
+        return decoder.generate(fork_load.TOKENS, max_tokens=8).tokens == wanted and len(store._idle) > 0
 
     with held(decoder.caches._lock):
         assert in_child(work) == 0

@@ -38,9 +38,9 @@ def same(a: Completion, b: Completion) -> bool:
 def test_logits_are_those_of_numpy(tiny: LanguageModel, tiny_folder: Path) -> None:
     tokens = random_tokens(90)
     wanted = tiny_llama.forward(tiny_llama.write(tiny_folder / "again"), tokens)["logits"]
-    found = tiny.logits(tokens)
-    assert found.shape == (90, 97) and found.dtype == np.float32
-    assert (np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-5
+    logits = tiny.logits(tokens)
+    assert logits.shape == (90, 97) and logits.dtype == np.float32
+    assert (np.abs(logits - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-5
 
 
 def test_greedy_text_and_log_probabilities_are_those_of_numpy(tiny: LanguageModel, tiny_folder: Path) -> None:
@@ -90,11 +90,11 @@ def test_a_grammar_says_before_each_step_which_tokens_may_follow(tiny: LanguageM
 def test_an_f16_cache_rounds_before_attending(tiny_folder: Path) -> None:
     tokens = random_tokens(90)
     weights = tiny_llama.write(tiny_folder / "again")
-    found = language_model(tiny_folder, cache="f16").run(tokens, capture=["layers.0.attn"])["layers.0.attn"]
+    attn = language_model(tiny_folder, cache="f16").run(tokens, capture=["layers.0.attn"])["layers.0.attn"]
 
     def error(cache: Any) -> Any:
         wanted = tiny_llama.forward(weights, tokens, cache)["layers.0.attn"]
-        return np.median(np.abs(found - wanted).max(-1)) / np.abs(wanted).max()
+        return np.median(np.abs(attn - wanted).max(-1)) / np.abs(wanted).max()
 
     # The median: some value always lies so close between two f16 numbers that f32 and f64 round it to different ones.
     assert error(np.float16) < 2e-6 < 1e-4 < error(np.float64)
@@ -137,7 +137,7 @@ def test_the_host_does_not_touch_logits_that_nobody_asks_for(
 
 
 # -- the same bits --
-def feed(model: LanguageModel, tokens: list[int], chunk: int) -> Array:
+def last_logits(model: LanguageModel, tokens: list[int], chunk: int) -> Array:
     assert model.built.cache is not None
     decoder = Decoder.start(model.compiled, model.built.cache, 1, model.context)
     parts = [decoder.prefill([tokens[at : at + chunk]], [at])[0].logits for at in range(0, len(tokens), chunk)]
@@ -148,15 +148,15 @@ def feed(model: LanguageModel, tokens: list[int], chunk: int) -> Array:
 def test_bits_do_not_depend_on_chunks(tiny_folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = language_model(tiny_folder, cache=cache)
     tokens = random_tokens(150)
-    whole, every = feed(model, tokens, 150), model.logits(tokens)
-    assert every[-1].tobytes() == whole.tobytes()
+    unchunked, every = last_logits(model, tokens, 150), model.logits(tokens)
+    assert every[-1].tobytes() == unchunked.tobytes()
     for chunk in (1, 7, 64):
-        assert feed(model, tokens, chunk).tobytes() == whole.tobytes()
+        assert last_logits(model, tokens, chunk).tobytes() == unchunked.tobytes()
         monkeypatch.setattr(generation, "CHUNK", chunk)
         assert model.logits(tokens).tobytes() == every.tobytes()
         model.caches.clear()
         told = model.generate(tokens, max_tokens=1, logprobs=97)
-        assert told.logprobs is not None and told.tokens == [int(whole.argmax())]
+        assert told.logprobs is not None and told.tokens == [int(unchunked.argmax())]
 
 
 def test_bits_do_not_depend_on_batch_neighbours(tiny: LanguageModel) -> None:
@@ -188,9 +188,9 @@ def test_prompts_of_a_batch_that_begin_alike_are_read_once(tiny: LanguageModel) 
     prompts = [shared + random_tokens(n + 1, seed=n) for n in range(6)]
     together = tiny.generate(prompts, max_tokens=8, logprobs=2)
     assert sorted(c.usage.cached_tokens for c in together) == [0, *[100] * 5]
-    for prompt, made in zip(prompts, together, strict=True):
+    for prompt, completion in zip(prompts, together, strict=True):
         tiny.caches.clear()
-        assert same(tiny.generate(prompt, max_tokens=8, logprobs=2), made)
+        assert same(tiny.generate(prompt, max_tokens=8, logprobs=2), completion)
 
 
 def test_a_batch_is_known_to_later_prompts(tiny: LanguageModel) -> None:
@@ -232,8 +232,8 @@ def test_eight_threads_at_once_give_the_bits_of_one(name: str, request: pytest.F
         return [model.generate(prompts[(i + n) % 8], **sampling) for n in range(8)]
 
     with ThreadPoolExecutor(8) as pool:
-        for i, found in enumerate(pool.map(work, range(8))):
-            assert all(same(c, serial[(i + n) % 8]) for n, c in enumerate(found))
+        for i, completions in enumerate(pool.map(work, range(8))):
+            assert all(same(c, serial[(i + n) % 8]) for n, c in enumerate(completions))
 
 
 def test_one_and_two_threads_give_the_same_bits(tiny_folder: Path) -> None:
@@ -250,9 +250,9 @@ def test_the_context_ends_a_text(tiny_folder: Path) -> None:
     assert same(told, model.generate(random_tokens(60), max_tokens=None))
 
 
-@pytest.mark.parametrize(("prompt", "made"), [(60, "10 tokens"), (69, "1 token")])
+@pytest.mark.parametrize(("prompt", "length"), [(60, "10 tokens"), (69, "1 token")])
 def test_a_text_that_the_context_cuts_short_is_logged_once(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture, prompt: int, made: str
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture, prompt: int, length: str
 ) -> None:
     model = language_model(tiny_folder, context=70)
     with caplog.at_level(logging.INFO, "rlx"):
@@ -262,7 +262,7 @@ def test_a_text_that_the_context_cuts_short_is_logged_once(
         stream = model.stream(random_tokens(prompt), max_tokens=300)
         list(stream)
         assert stream.completion.finish_reason == stream.completion.finish_reason == "length"
-    assert caplog.messages == [f"the context is full: the text was cut after {made}, max_tokens is 300"]
+    assert caplog.messages == [f"the context is full: the text was cut after {length}, max_tokens is 300"]
 
 
 def test_no_tokens_may_be_asked_for(tiny: LanguageModel) -> None:
@@ -328,12 +328,12 @@ def test_greedy_is_that_of_transformers(tmp_path: Path, penalty: float) -> None:
     assert isinstance(model, LanguageModel)
     for seed in range(5):
         prompt = random_tokens(30, seed=seed, vocab=96)
-        made = reference.generate(
+        expected = reference.generate(
             torch.tensor([prompt]), max_new_tokens=40, do_sample=False, repetition_penalty=penalty,
             return_dict_in_generate=True, output_logits=True, attention_mask=torch.ones(1, 30),
         )  # fmt: skip
         told = model.generate(prompt, max_tokens=40, repetition_penalty=penalty, logprobs=1)
-        assert told.tokens == made.sequences[0, 30:].tolist()
+        assert told.tokens == expected.sequences[0, 30:].tolist()
         assert told.logprobs is not None
-        for record, logits in zip(told.logprobs, made.logits, strict=True):
+        for record, logits in zip(told.logprobs, expected.logits, strict=True):
             assert abs(record.logprob - torch.log_softmax(logits[0].double(), -1)[record.token].item()) < 1e-3

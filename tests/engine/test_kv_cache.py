@@ -141,13 +141,13 @@ def test_pages_of_a_row_that_ends_are_used_again() -> None:
     table = PageTable(2)
     table.grow(3, 5)
     for block in range(3):
-        assert table.own(0, block) is None and table.own(1, block) is None
+        assert table.make_private(0, block) is None and table.make_private(1, block) is None
     assert table.numbers.tolist() == [[0, 1, 2], [5, 6, 7]]
     table.release(0)
     table.share(0, 1, range(3))
-    assert [table.own(0, block) for block in range(2)] == [(5, 0), (6, 1)]
+    assert [table.make_private(0, block) for block in range(2)] == [(5, 0), (6, 1)]
     table.release(1)
-    assert table.own(1, 2) is None and table.numbers[1, 2] == 2, "the other row still has page 7"
+    assert table.make_private(1, 2) is None and table.numbers[1, 2] == 2, "the other row still has page 7"
     assert table.touched == 6
 
 
@@ -205,17 +205,17 @@ def test_only_a_few_are_kept() -> None:
     store = CacheStore(SPEC, 1000)
     for i in range(10):
         store.release(filled(store, [1000 + i] * 10))
-    assert store.nbytes == kv_cache.KEPT * PAGE_BYTES
+    assert store.nbytes == kv_cache.MAX_CACHES * PAGE_BYTES
     assert store.acquire([1009] * 11).tokens[0] == [1009] * 10 and store.acquire([1005] * 11).tokens[0] == []
 
 
 def test_kept_bytes_are_bounded_but_the_last_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "KEPT_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(kv_cache, "MAX_BYTES", PAGE_BYTES)
     store = CacheStore(SPEC, 1000)
     for i in range(5):
         store.release(filled(store, [i] * 10))
     assert store.nbytes == 2 * PAGE_BYTES
-    monkeypatch.setattr(kv_cache, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kv_cache, "MAX_BYTES", 0)
     store.release(filled(store, [9] * 10))
     assert store.nbytes == PAGE_BYTES and store.acquire([9] * 10).tokens[0] == [9] * 9
 
@@ -264,13 +264,13 @@ def test_clearing_gives_the_memory_back() -> None:
 def test_giving_never_waits_for_the_lock() -> None:
     """The garbage collector may end a stream in a thread that has it."""
     store = CacheStore(SPEC, 1000)
-    given = [filled(store, [i] * 10) for i in range(3)]
-    giver = threading.Thread(target=lambda: [store.release(cache) for cache in given], daemon=True)
+    released = [filled(store, [i] * 10) for i in range(3)]
+    giver = threading.Thread(target=lambda: [store.release(cache) for cache in released], daemon=True)
     with store._lock:
         giver.start()
         giver.join(LONGEST_S)
         assert not giver.is_alive()
-    assert store.acquire([1] * 11) is given[1]
+    assert store.acquire([1] * 11) is released[1]
 
 
 def test_a_closed_store_keeps_nothing() -> None:

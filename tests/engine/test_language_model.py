@@ -94,8 +94,8 @@ def test_a_stop_string_is_found_across_tokens_and_never_shown(stories: LanguageM
     stop = told[60:75]  # begins and ends inside words
     pieces = list(stories.stream([1], stop=stop))
     assert "".join(pieces) == told[:60]
-    kept = list(stories.stream([1], max_tokens=30, stop=told[60:70] + "never"))
-    assert "".join(kept) == stories.generate([1], max_tokens=30).text  # what was held back comes in the end
+    pieces = list(stories.stream([1], max_tokens=30, stop=told[60:70] + "never"))
+    assert "".join(pieces) == stories.generate([1], max_tokens=30).text  # what was held back comes in the end
 
 
 # -- streams --
@@ -104,24 +104,24 @@ def test_pieces_join_to_the_text(stories: LanguageModel) -> None:
     with pytest.raises(RequestError, match="has not ended"):
         _ = stream.completion
     pieces = list(stream)
-    whole = stories.generate("Once upon a time", max_tokens=50)
+    completion = stories.generate("Once upon a time", max_tokens=50)
     assert len(pieces) > 20 and all(pieces)
-    assert "".join(pieces) == stream.completion.text == whole.text
-    assert stream.completion.tokens == whole.tokens and stream.completion.finish_reason == "length"
+    assert "".join(pieces) == stream.completion.text == completion.text
+    assert stream.completion.tokens == completion.tokens and stream.completion.finish_reason == "length"
 
 
 def test_closing_a_stream_stops_the_work(stories: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(stories, monkeypatch)
     with stories.stream([1], max_tokens=500) as stream:
         first = [next(stream) for _ in range(3)]
-    made = len(calls)
+    steps = len(calls)
     with pytest.raises(StopIteration):
         next(stream)
     done = stream.completion
     assert done.text == "".join(first) and done.finish_reason == "closed"
-    assert len(calls) == made == len(done.tokens)
+    assert len(calls) == steps == len(done.tokens)
     after = stories.generate([1], max_tokens=40)
-    assert after.text.startswith(done.text) and len(calls) == made + 40
+    assert after.text.startswith(done.text) and len(calls) == steps + 40
 
 
 def test_a_stream_that_is_left_ends_at_once(stories: LanguageModel) -> None:
@@ -341,11 +341,11 @@ def test_a_request_that_cannot_be_says_why(
         stories.generate(prompt, **settings)
 
 
-@pytest.mark.parametrize("given", [5, None, b"abc", {1: 2}, np.array(3), [None], [[1]]])
-def test_what_is_no_tokens_is_refused_by_every_verb(tiny: LanguageModel, given: Any) -> None:
+@pytest.mark.parametrize("tokens", [5, None, b"abc", {1: 2}, np.array(3), [None], [[1]]])
+def test_what_is_no_tokens_is_refused_by_every_verb(tiny: LanguageModel, tokens: Any) -> None:
     for verb in (tiny.stream, tiny.logits, tiny.run):
         with pytest.raises(RequestError, match="expected a text or token ids, found"):
-            verb(given)
+            verb(tokens)
 
 
 def test_numbers_of_numpy_and_no_stop_are_fine(tiny: LanguageModel) -> None:
@@ -493,12 +493,12 @@ def test_a_stream_that_is_closed_while_its_prompt_is_read_has_no_negative_times(
             stream = model.stream([5] * 200, max_tokens=3)
             calls = 0
 
-            def counted(self: Any, *given: Any, stream: Any = stream, limit: int = closed_after, **named: Any) -> Any:
+            def counted(self: Any, *args: Any, stream: Any = stream, limit: int = closed_after, **named: Any) -> Any:
                 nonlocal calls
                 calls += 1
                 if calls == limit:
                     stream._cancel.wanted = True
-                return run(self, *given, **named)
+                return run(self, *args, **named)
 
             if closed_after:
                 with pytest.MonkeyPatch.context() as patch:

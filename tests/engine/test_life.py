@@ -48,11 +48,11 @@ print(used()())
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder and an encoder."""
-    found = tmp_path_factory.mktemp("life")
-    tiny_llama.write(found / "decoder")
-    small_bert.write(found / "encoder", files=small_bert.sentence_transformers("cls"))
+    path = tmp_path_factory.mktemp("life")
+    tiny_llama.write(path / "decoder")
+    small_bert.write(path / "encoder", files=small_bert.sentence_transformers("cls"))
     settle()
-    return found
+    return path
 
 
 @pytest.fixture(params=["cold", "warm", "off"])
@@ -64,8 +64,8 @@ def start(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypa
     if request.param == "warm":
         for kind in ("decoder", "encoder"):
             load(folder / kind)
-    found: str = request.param
-    return found
+    mode: str = request.param
+    return mode
 
 
 @pytest.fixture
@@ -129,8 +129,8 @@ def test_modules_that_a_call_imports_do_not_hold_its_model(folder: Path, tmp_pat
     environment = {**os.environ, "RLX_CACHE": str(tmp_path)}
     child = [sys.executable, "-c", CHILD.format(source=source(), path=str(folder / "decoder"))]
     for _ in range(2):  # the second has its model before it imports what builds graphs
-        found = subprocess.run(child, env=environment, text=True, capture_output=True, timeout=LONGEST_S)
-        assert found.stdout == "None\n", found.stderr
+        result = subprocess.run(child, env=environment, text=True, capture_output=True, timeout=LONGEST_S)
+        assert result.stdout == "None\n", result.stderr
 
 
 @pytest.mark.parametrize("start", ["warm"], indirect=True)
@@ -172,9 +172,9 @@ def test_closing_while_a_graph_is_compiled_lets_the_call_end(
     model = language_model(folder / "decoder")
     graph = weakref.ref(model.compiled)
     close_in_compile(model, monkeypatch, after=after)
-    found = model.run(TOKENS, capture=["layers.*"])
-    assert found.keys() == wanted.keys()
-    assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    values = model.run(TOKENS, capture=["layers.*"])
+    assert values.keys() == wanted.keys()
+    assert all(values[name].tobytes() == wanted[name].tobytes() for name in wanted)
     assert graph() is None and not model._captures and not model._arrays and not model._builds
     with pytest.raises(RequestError, match="the model is closed"):
         model.run(TOKENS, capture=["layers.*"])

@@ -48,11 +48,11 @@ import json, sys
 sys.path.insert(0, {source!r})
 import rlx
 model = rlx.load({path!r}, threads=2)
-made = model.generate({prompt!r}, max_tokens=12, temperature=0.0)
+completion = model.generate({prompt!r}, max_tokens=12, temperature=0.0)
 modules = sorted(m for m in sys.modules if m.startswith("rlx.") or m == "llvmlite")
 from rlx.backends.base import kernels_compiled
 print(json.dumps({{
-    "tokens": made.tokens, "text": made.text, "kept": "rlx.models.load" not in modules, "modules": modules,
+    "tokens": completion.tokens, "text": completion.text, "kept": "rlx.models.load" not in modules, "modules": modules,
     "compiled": kernels_compiled(), "logits": model.logits({prompt!r}).tobytes().hex()[-4096:],
 }}))
 """
@@ -73,12 +73,12 @@ def child(path: Path, prompt: Any, setting: str, **environment: str) -> subproce
 def said(process: subprocess.Popen[str]) -> dict[str, Any]:
     out, err = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
+    report: dict[str, Any] = json.loads(out)
+    return report
 
 
-def answer(found: dict[str, Any]) -> tuple[Any, ...]:
-    return found["tokens"], found["text"], found["logits"]
+def answer(report: dict[str, Any]) -> tuple[Any, ...]:
+    return report["tokens"], report["text"], report["logits"]
 
 
 def settle() -> None:
@@ -101,17 +101,17 @@ def tiny_path(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def kept(folder: Path) -> list[Path]:
+def stored_files(folder: Path) -> list[Path]:
     return sorted((folder / cache_folder.SNAPSHOTS).glob("*")) if (folder / cache_folder.SNAPSHOTS).exists() else []
 
 
-made: weakref.WeakSet[Session] = weakref.WeakSet()  # in which a model was made from its files
+built_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # in which a model was made from its files
 
 
 @pytest.fixture(autouse=True)
 def noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def notice(path: Path, name: str | None, session: Session, settings: Any) -> Any:
-        made.add(session)
+        built_sessions.add(session)
         return make(path, name, session, settings)
 
     make = load_module.open_model
@@ -120,7 +120,7 @@ def noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_kept(model: LanguageModel | EmbeddingModel) -> bool:
     """Whether it is from a snapshot of an earlier load."""
-    return isinstance(model._checkpoint, SnapshotCheckpoint) and model._session not in made
+    return isinstance(model._checkpoint, SnapshotCheckpoint) and model._session not in built_sessions
 
 
 def unkept(path: Path) -> LanguageModel | EmbeddingModel:
@@ -164,13 +164,13 @@ def test_the_second_process_needs_no_compiler_and_says_the_same(tmp_path: Path) 
 
 def test_processes_that_start_at_once_keep_one_start(tiny_path: Path, tmp_path: Path) -> None:
     setting = str(tmp_path / "cache")
-    found = [said(p) for p in [child(tiny_path, TOKENS, setting) for _ in range(2)]]
-    assert len({json.dumps(answer(f)) for f in found}) == 1
-    assert len(kept(Path(setting))) == 1  # and nothing that was left half-way
+    reports = [said(p) for p in [child(tiny_path, TOKENS, setting) for _ in range(2)]]
+    assert len({json.dumps(answer(f)) for f in reports}) == 1
+    assert len(stored_files(Path(setting))) == 1  # and nothing that was left half-way
     for path in (Path(setting), *Path(setting).rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
     last = said(child(tiny_path, TOKENS, setting))
-    assert last["kept"] and answer(last) == answer(found[0])
+    assert last["kept"] and answer(last) == answer(reports[0])
     for path in (Path(setting) / "objects").iterdir():
         path.unlink()
     without_code = said(child(tiny_path, TOKENS, setting))
@@ -249,12 +249,12 @@ def test_each_load_says_once_what_files_leave_open(
     for wanted in (1, 2):
         load(tmp_path / "bert").close()
         assert caplog.text.count("no file says how to pool") == wanted
-    assert len(kept(folder)) == 1
+    assert len(stored_files(folder)) == 1
 
 
 def test_weights_that_are_read_as_they_are_stay_in_the_model_s_file(folder: Path, tiny_path: Path) -> None:
     first = language_model(tiny_path)
-    (path,) = kept(folder)
+    (path,) = stored_files(folder)
     manifest = model_snapshot.container.read(path).manifest
     names = {name for name, *_ in manifest["sections"]["weights"]["arrays"]}
     assert "model.embed_tokens.weight" in manifest["in_place"] and names.isdisjoint(manifest["in_place"])
@@ -274,7 +274,7 @@ def test_the_tables_of_a_tokenizer_are_mapped(folder: Path) -> None:
 @needs_stories
 def test_a_tokenizer_whose_tables_are_damaged_is_made_again(folder: Path) -> None:
     expected = language_model(STORIES).token_ids("Once upon a time")
-    (path,) = kept(folder)
+    (path,) = stored_files(folder)
     data, file = path.read_bytes(), model_snapshot.container.read(path)
     at = len(data) - len(file.data) + file.manifest["sections"][model_snapshot.TABLES]["at"]
     path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -297,7 +297,7 @@ def flipped_head(data: bytes) -> bytes:
 )  # fmt: skip
 def test_a_damaged_snapshot_is_made_again(folder: Path, tiny_path: Path, damage: Callable[[bytes], bytes]) -> None:
     expected = bits(language_model(tiny_path))
-    (path,) = kept(folder)
+    (path,) = stored_files(folder)
     path.write_bytes(damage(path.read_bytes()))
     model = language_model(tiny_path)
     assert not is_kept(model) and bits(model) == expected
@@ -309,9 +309,9 @@ def test_the_start_of_another_model_is_refused(folder: Path, tiny_path: Path, tm
     tiny_llama.write(tmp_path / "other", seed=1)
     settle()
     language_model(tiny_path)
-    (one,) = kept(folder)
+    (one,) = stored_files(folder)
     expected = bits(language_model(tmp_path / "other"))
-    (other,) = set(kept(folder)) - {one}
+    (other,) = set(stored_files(folder)) - {one}
     shutil.copy(one, other)
     model = language_model(tmp_path / "other")
     assert not is_kept(model) and bits(model) == expected
@@ -325,7 +325,7 @@ def test_a_snapshot_made_by_another_llvm_is_not_used(
     monkeypatch.setattr("rlx.backends.cpu.toolchain.llvm_identity", lambda: "another")
     other = language_model(tiny_path)
     assert not is_kept(other) and bits(other) == expected
-    assert is_kept(language_model(tiny_path)) and len(kept(folder)) == 1  # that of the LLVM before is gone
+    assert is_kept(language_model(tiny_path)) and len(stored_files(folder)) == 1  # that of the LLVM before is gone
 
 
 def test_other_instructions_have_a_start_of_their_own(folder: Path, tiny_path: Path) -> None:
@@ -333,8 +333,8 @@ def test_other_instructions_have_a_start_of_their_own(folder: Path, tiny_path: P
     session = Session()
     (here,) = model_snapshot.find(tiny_path, session, settings).values()
     session.target = replace(host(), features=f"{host().features},+other")
-    (there,) = model_snapshot.find(tiny_path, session, settings).values()
-    assert here.key != there.key
+    (elsewhere,) = model_snapshot.find(tiny_path, session, settings).values()
+    assert here.key != elsewhere.key
 
 
 def test_pipes_are_not_waited_for_and_folders_behind_links_count(tmp_path: Path) -> None:
@@ -346,9 +346,9 @@ def test_pipes_are_not_waited_for_and_folders_behind_links_count(tmp_path: Path)
     before = model_snapshot._state(tuple(model_snapshot._files(model)))
     (elsewhere / "config.json").write_text("last")
     assert model_snapshot._state(tuple(model_snapshot._files(model))) != before
-    for i in range(model_snapshot.MOST_FILES):
+    for i in range(model_snapshot.MAX_FILES):
         (model / str(i)).touch()
-    assert len(tuple(model_snapshot._files(model))) > model_snapshot.MOST_FILES
+    assert len(tuple(model_snapshot._files(model))) > model_snapshot.MAX_FILES
 
 
 def test_a_model_that_changes_is_loaded_anew(folder: Path, tiny_path: Path) -> None:
@@ -363,11 +363,11 @@ def test_a_model_that_changes_is_loaded_anew(folder: Path, tiny_path: Path) -> N
     assert not is_kept(model) and bits(model) != before
     after = language_model(tiny_path)
     assert is_kept(after) and bits(after) == bits(model)
-    assert len(kept(folder)) == 1  # the start of what it was is gone
+    assert len(stored_files(folder)) == 1  # the start of what it was is gone
 
 
 @pytest.mark.parametrize("name", ["config.json", "profile.toml", "tokenizer.json"])
-def test_files_beside_the_weights_count(folder: Path, tiny_path: Path, name: str) -> None:
+def test_files_next_to_the_weights_count(folder: Path, tiny_path: Path, name: str) -> None:
     language_model(tiny_path)
     path = tiny_path / name
     path.write_text(path.read_text() + "\n" if path.exists() else '[fusion]\npolicy = "direct"\n' * (name[0] == "p"))
@@ -393,7 +393,7 @@ def test_a_patched_model_and_families_of_others_are_not_kept(
     folder: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     language_model(tiny_path, patch=lambda flow: flow)
-    assert kept(folder) == []
+    assert stored_files(folder) == []
     language_model(tiny_path)
     foreign = family.Family("own", "decoder", (), ("own",), object, {}, lambda *_: None)  # type: ignore[arg-type,return-value]
     monkeypatch.setitem(family.FAMILIES, "own", foreign)
@@ -405,7 +405,7 @@ def test_a_file_that_has_just_changed_is_not_trusted_yet(
 ) -> None:
     monkeypatch.setattr(model_snapshot, "SETTLED_NS", 10**12)
     tiny_llama.write(tmp_path / "new")
-    assert not is_kept(language_model(tmp_path / "new")) and kept(folder) == []
+    assert not is_kept(language_model(tmp_path / "new")) and stored_files(folder) == []
 
 
 # -- where it may not be ------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ def test_readonly_uses_what_is_there_and_writes_nothing(
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
     model = language_model(tiny_path)
     assert is_kept(model) and bits(model) == expected
-    (path,) = kept(folder)
+    (path,) = stored_files(folder)
     path.write_bytes(cut(path.read_bytes()))
     assert not is_kept(language_model(tiny_path))
     assert before.keys() == {p: 0 for p in folder.rglob("*")}.keys()
@@ -462,7 +462,7 @@ def test_snapshots_have_a_limit_and_the_oldest_go_first(folder: Path, monkeypatc
     store.used(path)
     monkeypatch.setenv("RLX_CACHE_LIMIT", "0.0000031")
     assert store.room("d", 1500) is not None
-    assert [p.name for p in kept(folder)] == ["a"]
+    assert [p.name for p in stored_files(folder)] == ["a"]
     assert store.room("e", 4000) is None and store.snapshot("a") is not None
     assert dict((k, (n, size)) for k, n, size in store.kinds())[cache_folder.SNAPSHOTS] == (1, 1000)
     monkeypatch.setenv("RLX_CACHE_LIMIT", "0")
@@ -477,7 +477,7 @@ def test_room_is_made_of_other_states_alone(folder: Path) -> None:
         path.write_bytes(bytes(10))
         assert store.room(key, 10) == path and path.exists()  # another process may have written it
     assert store.room("a-2", 10) is not None
-    assert [p.name for p in kept(folder)] == ["b-1"]
+    assert [p.name for p in stored_files(folder)] == ["b-1"]
 
 
 # -- several processes --------------------------------------------------------------------------------------------
@@ -485,43 +485,43 @@ def test_a_start_that_another_process_has_written_meanwhile_is_used(
     folder: Path, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bits(language_model(tiny_path))
-    (path,) = kept(folder)
-    theirs, keep = path.rename(tmp_path / "theirs"), model_snapshot.keep
+    (path,) = stored_files(folder)
+    theirs, keep = path.rename(tmp_path / "theirs"), model_snapshot.write
 
     def late(model: Any, start: model_snapshot.ModelSnapshot) -> bool:
         path.hardlink_to(theirs)
         return keep(model, start)
 
-    monkeypatch.setattr(model_snapshot, "keep", late)
+    monkeypatch.setattr(model_snapshot, "write", late)
     model = language_model(tiny_path)
     assert isinstance(model._checkpoint, SnapshotCheckpoint) and not is_kept(model) and bits(model) == expected
-    assert kept(folder) == [path] and path.samefile(theirs)
+    assert stored_files(folder) == [path] and path.samefile(theirs)
     assert is_kept(language_model(tiny_path))
 
 
 def test_a_damaged_start_that_cannot_be_removed_is_not_waited_for(
     folder: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, made = bits(language_model(tiny_path)), []
-    (path,) = kept(folder)
+    expected, opened = bits(language_model(tiny_path)), []
+    (path,) = stored_files(folder)
     path.write_bytes(cut(path.read_bytes()))
     build = load_module.open_model
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(load_module, "open_model", lambda *given: made.append(given) or build(*given))
+    monkeypatch.setattr(load_module, "open_model", lambda *args: opened.append(args) or build(*args))
     monkeypatch.setattr(Path, "unlink", refuse)
     monkeypatch.setattr(model_snapshot.container, "write", refuse)
     model = language_model(tiny_path)
-    assert len(made) == 1 and bits(model) == expected
+    assert len(opened) == 1 and bits(model) == expected
 
 
 def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
     folder: Path, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bits(language_model(tiny_path))
-    (path,) = kept(folder)
+    (path,) = stored_files(folder)
     theirs, read = Path(shutil.copy(path, tmp_path / "theirs")), model_snapshot.container.read
     path.write_bytes(cut(path.read_bytes()))
     arriving = [theirs]

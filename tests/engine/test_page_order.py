@@ -24,7 +24,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 8, "logprobs": 4, "temperature": 0.9, 
 class ShuffledTable(PageTable):
     """Hands out free pages at random."""
 
-    def own(self, row: int, block: int) -> tuple[int, int] | None:
+    def make_private(self, row: int, block: int) -> tuple[int, int] | None:
         page = self.page(row, block)
         if page != -1 and self._users[page] == 1:
             return None
@@ -55,14 +55,14 @@ def test_bits_depend_on_neither_the_order_of_pages_nor_on_chunks(
     config |= {"model_type": "mistral", "sliding_window": window} if window else {"model_type": "llama"}
     weights = tiny_llama.write(tmp_path, **config)
     model = language_model(tmp_path, context=2048, cache=cache)
-    found = told(model)
+    expected = told(model)
     monkeypatch.setattr(kv_cache, "PageTable", ShuffledTable)
     monkeypatch.setattr(generation, "CHUNK", 50)
-    assert told(model) == found
+    assert told(model) == expected
     cache_of_model = model.caches.acquire([*prompt(LENGTH), 1])
     (table,) = (x for name, x in cache_of_model.rows(0, 1).items() if name.startswith("table"))
     assert cache_of_model.tokens[0] and (np.diff(table[0]) != 1).any(), "pages were in another order"
     if cache == "f32":
-        logits = np.frombuffer(found[0], np.float32).reshape(LENGTH, -1)
+        logits = np.frombuffer(expected[0], np.float32).reshape(LENGTH, -1)
         wanted = tiny_llama.forward(weights, prompt(LENGTH), **config)["logits"]
         assert (np.abs(logits - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 1e-4

@@ -40,12 +40,12 @@ def write_hybrid(folder: Path) -> None:
 
 @pytest.fixture(scope="module", params=["mamba", "hybrid"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    made = tmp_path_factory.mktemp(request.param)
+    path = tmp_path_factory.mktemp(request.param)
     if request.param == "mamba":
-        tiny_mamba.write(made)
+        tiny_mamba.write(path)
     else:
-        write_hybrid(made)
-    return made
+        write_hybrid(path)
+    return path
 
 
 @pytest.fixture
@@ -78,16 +78,16 @@ def told(model: LanguageModel, tokens: list[int]) -> Completion:
 def test_logits_are_those_of_numpy(tmp_path: Path) -> None:
     tokens = prompt(300)
     wanted = tiny_mamba.forward(tiny_mamba.write(tmp_path), tokens)
-    found = language_model(tmp_path).logits(tokens)
-    assert (np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 1e-4
+    logits = language_model(tmp_path).logits(tokens)
+    assert (np.abs(logits - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 1e-4
 
 
 def test_long_prompts_in_any_chunks_give_the_same_text(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, found = prompt(LONG), []
+    tokens, completions = prompt(LONG), []
     for chunk in (64, 500, 256):
         monkeypatch.setattr(generation, "CHUNK", chunk)
-        found.append(told(model, tokens))
-    assert same(model, found[0], found[1]) and same(model, found[0], found[2])
+        completions.append(told(model, tokens))
+    assert same(model, completions[0], completions[1]) and same(model, completions[0], completions[2])
 
 
 def test_memory_does_not_grow_with_the_text(model: LanguageModel) -> None:
@@ -105,7 +105,9 @@ def test_a_sequence_does_not_notice_its_neighbours(model: LanguageModel) -> None
     prompts = [prompt(n, seed=n) for n in (300, 1, 40, 41, 7, 260, 3, 90, 2, 33, 150)]
     model.caches.clear()
     together = model.generate(prompts, **SAMPLING)
-    assert all(same(model, found, told(model, tokens)) for found, tokens in zip(together, prompts, strict=True))
+    assert all(
+        same(model, completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True)
+    )
 
 
 def test_a_prompt_goes_on_only_from_all_of_a_state(model: LanguageModel) -> None:
@@ -137,7 +139,9 @@ def test_rows_of_a_batch_take_over_whole_beginnings_only(model: LanguageModel) -
     prompts = [shared, shared + prompt(50, 1), shared + prompt(50, 2), shared[:100] + prompt(5, 3)]
     model.caches.clear()
     together = model.generate(prompts, **SAMPLING)
-    assert all(same(model, found, told(model, tokens)) for found, tokens in zip(together, prompts, strict=True))
+    assert all(
+        same(model, completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True)
+    )
 
 
 def test_a_call_that_broke_off_leaves_no_state_behind(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +153,10 @@ def test_a_call_that_broke_off_leaves_no_state_behind(model: LanguageModel, monk
 
     def breaking(graph: CompiledGraph, inputs: Any) -> Any:
         calls.append(0)
-        found = run(graph, inputs)
+        outputs = run(graph, inputs)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return found
+        return outputs
 
     with monkeypatch.context() as patched:
         patched.setattr(type(model.compiled), "run", breaking)
@@ -177,11 +181,11 @@ def test_an_export_keeps_its_states(model: LanguageModel, tmp_path: Path) -> Non
         assert same(model, exported.generate(tokens, **SAMPLING), told(model, tokens))
 
 
-def test_keys_may_be_small_beside_a_state(tmp_path: Path) -> None:
+def test_keys_may_be_small_next_to_a_state(tmp_path: Path) -> None:
     write_hybrid(tmp_path)
     wanted = language_model(tmp_path).logits(prompt(70))
-    found = language_model(tmp_path, cache="f16").logits(prompt(70))
-    assert 0 < np.abs(found - wanted).max() / np.abs(wanted).max() < 1e-2
+    logits = language_model(tmp_path, cache="f16").logits(prompt(70))
+    assert 0 < np.abs(logits - wanted).max() / np.abs(wanted).max() < 1e-2
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -189,13 +193,13 @@ def test_other_ways_of_compiling_keep_states_too(folder: Path, profile: str) -> 
     """Narrow floats between ops, and no kernels but the ones that write states."""
     tokens = prompt(60)
     wanted, model = language_model(folder).logits(tokens), language_model(folder, profile=PROFILES[profile])
-    whole = model.logits(tokens)
-    assert np.median(np.abs(whole - wanted)) / np.abs(wanted).max() < 2e-2
+    unchunked = model.logits(tokens)
+    assert np.median(np.abs(unchunked - wanted)) / np.abs(wanted).max() < 2e-2
     for chunk in (60, 7, 1):
         decoder, every = generation.Decoder(model.compiled, model.caches.new(1)), np.arange(chunk, dtype=np.int32)
         pieces = [(at, tokens[at : at + chunk]) for at in range(0, len(tokens), chunk)]
-        found = np.concatenate([decoder.run([piece], [at], every[: len(piece)])[0] for at, piece in pieces])
+        chunked = np.concatenate([decoder.run([piece], [at], every[: len(piece)])[0] for at, piece in pieces])
         if model.facts.family == "mamba" or profile == "bf16":
-            np.testing.assert_array_equal(found, whole)
+            np.testing.assert_array_equal(chunked, unchunked)
         else:  # the delta rule rounds otherwise where it computes tokens together
-            assert np.abs(found - whole).max() / np.abs(wanted).max() < 1e-4
+            assert np.abs(chunked - unchunked).max() / np.abs(wanted).max() < 1e-4

@@ -26,9 +26,9 @@ SAMPLING: dict[str, Any] = {"max_tokens": 5, "logprobs": 4, "temperature": 0.9, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("window")
-    tiny_llama.write(made, **CONFIG)
-    return made
+    path = tmp_path_factory.mktemp("window")
+    tiny_llama.write(path, **CONFIG)
+    return path
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def told(model: LanguageModel, tokens: list[int]) -> Completion:
     return model.generate(tokens, **SAMPLING)
 
 
-def whole(folder: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Completion:
+def told_by_full_cache(folder: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Completion:
     """What a cache of all positions gives."""
     with monkeypatch.context() as patched:
         patched.setattr(kv_cache, "SPARE", 4 * LONG)
@@ -62,8 +62,8 @@ def whole(folder: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> C
 def test_logits_over_a_ring_are_those_of_numpy(model: LanguageModel, tmp_path: Path) -> None:
     tokens = prompt(900)  # the ring has 576 positions
     wanted = tiny_llama.forward(tiny_llama.write(tmp_path, **CONFIG), tokens, **CONFIG)["logits"]
-    found = model.logits(tokens)
-    assert (np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-5
+    logits = model.logits(tokens)
+    assert (np.abs(logits - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-5
 
 
 @pytest.mark.parity
@@ -73,21 +73,21 @@ def test_logits_over_a_ring_are_those_of_transformers(model: LanguageModel, fold
     tokens = prompt(640, seed=1)  # its RoPE is f32: angles of more tokens are no longer exact
     with torch.no_grad():
         wanted = theirs(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
-    found = model.logits(tokens)
-    assert (np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-4
+    logits = model.logits(tokens)
+    assert (np.abs(logits - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-4
 
 
 @pytest.mark.parametrize("cache", ["f32", "q8_0"])
 def test_long_prompts_in_any_chunks_give_the_text_of_a_whole_cache(
     folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, found = prompt(LONG), []
+    tokens, completions = prompt(LONG), []
     for chunk, spare in ((64, 512), (500, 512), (256, 4 * LONG)):
         with monkeypatch.context() as patched:
             patched.setattr(generation, "CHUNK", chunk)
             patched.setattr(kv_cache, "SPARE", spare)
-            found.append(language_model(folder, context=2 * LONG, cache=cache).generate(tokens, **SAMPLING))
-    assert same(found[0], found[2]) and same(found[1], found[2])
+            completions.append(language_model(folder, context=2 * LONG, cache=cache).generate(tokens, **SAMPLING))
+    assert same(completions[0], completions[2]) and same(completions[1], completions[2])
 
 
 def test_memory_does_not_grow_with_the_text(model: LanguageModel) -> None:
@@ -110,7 +110,7 @@ def test_a_prompt_goes_on_in_a_ring_if_what_it_needs_is_there(
         other = first[:shared] + prompt(100, seed=shared)
         again = model.generate(other, **SAMPLING)
         assert again.usage.cached_tokens == cached
-        assert same(again, whole(folder, other, monkeypatch))
+        assert same(again, told_by_full_cache(folder, other, monkeypatch))
 
 
 def test_going_back_twice_counts_from_the_newest_position(
@@ -122,8 +122,8 @@ def test_going_back_twice_counts_from_the_newest_position(
     second = first[:1000] + prompt(20, seed=1)
     assert model.generate(second, **SAMPLING).usage.cached_tokens == 1000
     third = first[:900] + prompt(20, seed=2)
-    found = model.generate(third, **SAMPLING)
-    assert found.usage.cached_tokens == 0 and same(found, whole(folder, third, monkeypatch))
+    completion = model.generate(third, **SAMPLING)
+    assert completion.usage.cached_tokens == 0 and same(completion, told_by_full_cache(folder, third, monkeypatch))
 
 
 def test_unequal_batches_have_the_text_of_each_alone(model: LanguageModel) -> None:
@@ -136,7 +136,7 @@ def test_unequal_batches_have_the_text_of_each_alone(model: LanguageModel) -> No
     more = [tokens + prompt(30, seed=1) for tokens in prompts]  # from the rows that were kept
     again = model.generate(more, **SAMPLING)
     assert any(c.usage.cached_tokens for c in again)
-    assert all(same(found, told(model, tokens)) for found, tokens in zip(again, more, strict=True))
+    assert all(same(completion, told(model, tokens)) for completion, tokens in zip(again, more, strict=True))
 
 
 def test_the_window_of_a_layer_says_what_it_keeps(model: LanguageModel) -> None:
@@ -154,8 +154,8 @@ def test_a_packed_cache_takes_a_quarter_and_says_nearly_the_same(folder: Path, t
     weights = tiny_llama.write(tmp_path, **CONFIG)
     wanted = tiny_llama.forward(weights, tokens, **CONFIG)["layers.0.attn"]
     model, wide = (language_model(folder, context=512, cache=kind) for kind in ("q8_0", "f32"))
-    found = model.run(tokens, capture=["layers.0.attn"])["layers.0.attn"]
-    error = np.abs(found - wanted).max(-1) / np.abs(wanted).max()
+    attn = model.run(tokens, capture=["layers.0.attn"])["layers.0.attn"]
+    error = np.abs(attn - wanted).max(-1) / np.abs(wanted).max()
     assert np.median(error) > 1e-4 and error.max() < 0.03
     for m in (model, wide):
         m.generate(tokens, max_tokens=1)
@@ -165,5 +165,5 @@ def test_a_packed_cache_takes_a_quarter_and_says_nearly_the_same(folder: Path, t
 
 def test_heads_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path)
-    with pytest.raises(CapabilityError, match=r"(?s)q8_0 packs 32 numbers a block, heads of 12 are not .*f16"):
+    with pytest.raises(CapabilityError, match=r"(?s)q8_0 packs 32 numbers per block, heads of 12 do not fit.*f16"):
         language_model(tmp_path, cache="q8_0")

@@ -28,13 +28,13 @@ def oracle(logits: Array, *, temperature: float = 1.0, top_k: int = 0, top_p: fl
         order = [i for i in order if wide[i] >= wide[order[min(top_k, len(order)) - 1]]]
     weight = {i: math.exp(wide[i] - wide[order[0]]) for i in order}
     if top_p < 1:
-        total, above, kept = sum(weight.values()), 0.0, []
+        total, above, nucleus = sum(weight.values()), 0.0, []
         for i in order:
             if above >= top_p * total:
                 break
-            kept.append(i)
+            nucleus.append(i)
             above += weight[i]
-        order = kept
+        order = nucleus
     order = [i for i in order if weight[i] >= min_p * weight[order[0]]]
     total = sum(weight[i] for i in order)
     return {i: weight[i] / total for i in order}
@@ -44,7 +44,7 @@ def filtered(logits: Array, s: Sampling) -> tuple[Array | None, Array]:
     return candidates(logits, temperature=s.temperature or 0.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
 
-def found(logits: Array, **settings: Any) -> dict[int, float]:
+def sampled(logits: Array, **settings: Any) -> dict[int, float]:
     tokens, weights = filtered(logits, Sampling(**settings))
     ids = range(len(logits)) if tokens is None else tokens.tolist()
     total = float(weights.sum(dtype=np.float64))
@@ -66,19 +66,19 @@ SETTINGS: list[dict[str, Any]] = [
 def test_candidates_are_those_of_the_oracle(asked: dict[str, Any], vocab: int) -> None:
     for seed in range(5):
         logits = np.random.default_rng(seed).normal(0, 3, vocab).astype(np.float32)
-        wanted, have = oracle(logits, **asked), found(logits, **asked)
+        wanted, have = oracle(logits, **asked), sampled(logits, **asked)
         assert set(have) == set(wanted)
         assert max(abs(have[i] - wanted[i]) for i in wanted) < 1e-6
 
 
 def test_of_equals_at_the_edge_of_top_p_the_lower_ids_stay() -> None:
     logits = np.array([0, 1, 1, 1, 1, -9], np.float32)
-    assert set(found(logits, temperature=1.0, top_p=0.5)) == set(oracle(logits, top_p=0.5)) == {1, 2, 3}
+    assert set(sampled(logits, temperature=1.0, top_p=0.5)) == set(oracle(logits, top_p=0.5)) == {1, 2, 3}
 
 
 def test_equals_of_the_last_of_top_k_stay() -> None:
     logits = np.array([0, 2, 1, 1, 1, -9], np.float32)
-    assert set(found(logits, temperature=1.0, top_k=2)) == {1, 2, 3, 4}
+    assert set(sampled(logits, temperature=1.0, top_k=2)) == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("asked", SETTINGS)
@@ -218,7 +218,7 @@ def test_settings_that_would_do_nothing_are_refused(asked: dict[str, Any]) -> No
 def test_whole_numbers_of_any_type_are_numbers_of_candidates() -> None:
     logits = np.array([0, 3, 2, 1], np.float32)
     for two in (2, 2.0, np.int64(2), np.float32(2)):
-        assert set(found(logits, temperature=1.0, top_k=two)) == {1, 2}
+        assert set(sampled(logits, temperature=1.0, top_k=two)) == {1, 2}
 
 
 def test_the_extremes_that_are_allowed_give_numbers() -> None:

@@ -48,23 +48,23 @@ def plain(fp8: tuple[Path, dict[str, Array]]) -> dict[str, Array]:
 
 @pytest.fixture
 def model(folder: Path) -> Iterator[LanguageModel]:
-    with language_model(folder) as found:
-        yield found
+    with language_model(folder) as loaded:
+        yield loaded
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
 
 
 def stored(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Type, shape and bytes of each tensor."""
-    found = deserialize((folder / "model.safetensors").read_bytes())
-    return {name: (of["dtype"], of["shape"], bytes(of["data"])) for name, of in found}
+    tensors = deserialize((folder / "model.safetensors").read_bytes())
+    return {name: (of["dtype"], of["shape"], bytes(of["data"])) for name, of in tensors}
 
 
-def close(found: Array, weights: dict[str, Array]) -> bool:
-    return small_llama.difference(found, small_llama.forward(SETTINGS, weights, TOKENS)) < 1e-5
+def close(logits: Array, weights: dict[str, Array]) -> bool:
+    return small_llama.difference(logits, small_llama.forward(SETTINGS, weights, TOKENS)) < 1e-5
 
 
 def test_a_loaded_model_computes_in_f32(model: LanguageModel, plain: dict[str, Array]) -> None:
@@ -81,17 +81,17 @@ def test_weights_are_in_memory_once_and_in_8_bits(model: LanguageModel, plain: d
     assert max(a.size for a in bound if a.dtype == np.float32) < plain[UP].size  # none of them is there in f32 too
 
 
-def test_a_second_load_starts_from_what_the_first_kept(
+def test_a_second_load_uses_the_snapshot_of_the_first(
     folder: Path, plain: dict[str, Array], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
     time.sleep(0.1)  # files that changed just now are not trusted to stay as they are
-    found = []
+    logits = []
     for _ in range(3):
         with language_model(folder) as model:
-            found.append(model.logits(TOKENS))
+            logits.append(model.logits(TOKENS))
             assert model.params[UP].dtype.names == ("d", "codes")
-    assert close(found[0], plain) and found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
+    assert close(logits[0], plain) and logits[0].tobytes() == logits[1].tobytes() == logits[2].tobytes()
 
 
 @pytest.mark.parametrize("embed", [False, True])
@@ -101,9 +101,9 @@ def test_an_export_says_the_same(model: LanguageModel, tmp_path: Path, embed: bo
 
 
 def test_stages_are_captured_and_edited(model: LanguageModel, plain: dict[str, Array]) -> None:
-    found = model.run(TOKENS, capture="layers.0")
+    values = model.run(TOKENS, capture="layers.0")
     wanted = small_llama.values(SETTINGS, plain, TOKENS)
-    assert small_llama.difference(np.asarray(found["layers.0"]).reshape(30, -1), wanted["layers.0"]) < 1e-5
+    assert small_llama.difference(np.asarray(values["layers.0"]).reshape(30, -1), wanted["layers.0"]) < 1e-5
     edited = model.run(TOKENS, edit={"layers.0": lambda x: x * 2})
     wanted = small_llama.values(SETTINGS, plain, TOKENS, after={0: lambda x: x * 2})
     assert small_llama.difference(np.asarray(edited["logits"]).reshape(30, -1)[-1:], wanted["logits"][-1:]) < 1e-5
@@ -131,20 +131,20 @@ def test_another_type_has_neither_scales_nor_their_configuration(
 ) -> None:
     saved = model.save(tmp_path / "saved", dtype=kind)
     assert "quantization_config" not in settings_of(saved)
-    found = load_file(saved / "model.safetensors")
+    weights = load_file(saved / "model.safetensors")
     wanted = np.dtype(ml_dtypes.bfloat16 if kind == "bf16" else np.float32)
-    assert found.keys() == plain.keys()
+    assert weights.keys() == plain.keys()
     for name, weight in plain.items():
-        np.testing.assert_array_equal(found[name], weight.astype(wanted))
+        np.testing.assert_array_equal(weights[name], weight.astype(wanted))
 
 
 def test_a_weight_that_is_replaced_loses_its_scales_and_is_named(
     model: LanguageModel, plain: dict[str, Array], folder: Path, tmp_path: Path
 ) -> None:
     saved = model.save(tmp_path / "saved", {UP: plain[UP] * 2})
-    found, before = stored(saved), stored(folder)
+    after, before = stored(saved), stored(folder)
     del before[f"{UP}_scale_inv"]
-    assert found == before | {UP: ("F32", [256, 128], (plain[UP] * 2).tobytes())}
+    assert after == before | {UP: ("F32", [256, 128], (plain[UP] * 2).tobytes())}
     said = settings_of(saved)["quantization_config"]
     assert said["modules_to_not_convert"] == ["lm_head", UP.removesuffix(".weight")]
     with language_model(saved) as again:
@@ -182,8 +182,8 @@ def test_mxfp4_is_saved_as_it_is_and_stays_packed_in_gguf(tmp_path: Path) -> Non
         assert small_llama.difference(model.logits(TOKENS), wanted) < 1e-5
         folder, file = model.save(tmp_path / "saved"), model.save(tmp_path / "saved.gguf")
     assert stored(folder) == stored(tmp_path / "packed")
-    with open_gguf(file) as found:
-        assert str(found.entry("blk.0.ffn_gate_exps.weight").storage) == "mxfp4"
+    with open_gguf(file) as tensors:
+        assert str(tensors.entry("blk.0.ffn_gate_exps.weight").storage) == "mxfp4"
     for path in (folder, file):
         with language_model(path, precision="f32") as again:
             assert small_llama.difference(again.logits(TOKENS), wanted) < 1e-5

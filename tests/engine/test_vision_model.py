@@ -31,9 +31,9 @@ def write(folder: Path, name: str, **processor: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("vit")
-    write(made, "vit")
-    return made
+    path = tmp_path_factory.mktemp("vit")
+    write(path, "vit")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_images_of_many_shapes_go_through_one_graph(tmp_path: Path) -> None:
 
 # -- what is refused -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("given", "error", "match"),
+    ("image", "error", "match"),
     [
         (3, RequestError, "image 0: expected a path or an array, found int"),
         (b"bytes", RequestError, "image 0: expected a path or an array, found bytes"),
@@ -108,9 +108,9 @@ def test_images_of_many_shapes_go_through_one_graph(tmp_path: Path) -> None:
         ("nowhere.png", FormatError, r"nowhere\.png': cannot be opened"),
     ],
 )
-def test_what_is_no_image_is_named(model: VisionModel, given: Any, error: Any, match: str) -> None:
+def test_what_is_no_image_is_named(model: VisionModel, image: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
-        model.encode_image(given)
+        model.encode_image(image)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
@@ -136,7 +136,7 @@ def test_without_its_file_a_model_loads_and_says_what_is_missing(tmp_path: Path)
     write(tmp_path, "vit")
     (tmp_path / "preprocessor_config.json").unlink()
     model = vision(tmp_path)
-    with pytest.raises(FormatError, match=r"no preprocessor_config\.json says how images are made ready"):
+    with pytest.raises(FormatError, match=r"no preprocessor_config\.json says how images are preprocessed"):
         model.encode_image(picture())
 
 
@@ -144,9 +144,9 @@ def test_without_its_file_a_model_loads_and_says_what_is_missing(tmp_path: Path)
 def test_values_inside_are_captured_by_path(model: VisionModel) -> None:
     plain = model.run(picture())
     assert set(plain) == {"pooled", "states"} and np.array_equal(plain["pooled"], model.encode_image(picture()))
-    found = model.run(picture(), capture=["layers.*", "layers.*.attn", "embed"])
-    assert {"layers.0", "layers.1", "layers.0.attn", "layers.1.attn", "embed"} <= set(found)
-    assert all(value.shape == (10, 24) for value in found.values())
+    values = model.run(picture(), capture=["layers.*", "layers.*.attn", "embed"])
+    assert {"layers.0", "layers.1", "layers.0.attn", "layers.1.attn", "embed"} <= set(values)
+    assert all(value.shape == (10, 24) for value in values.values())
 
 
 def test_an_export_gives_the_same_vectors(folder: Path, model: VisionModel, tmp_path: Path) -> None:

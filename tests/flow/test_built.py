@@ -84,10 +84,10 @@ def test_extensions_build_on_after_the_last_stage() -> None:
 
     built = flow().with_extensions(total, lambda emit, output: None).build({"w": W})
     assert built.output_names == ["output", "total", "input"]
-    found = run(built, x=X)
-    np.testing.assert_allclose(found[1], (X @ W.T).sum(-1), rtol=1e-5)
-    assert np.array_equal(found[2], X)
-    with pytest.raises(GraphError, match="an extension gave a int, expected outputs by name"):
+    outputs = run(built, x=X)
+    np.testing.assert_allclose(outputs[1], (X @ W.T).sum(-1), rtol=1e-5)
+    assert np.array_equal(outputs[2], X)
+    with pytest.raises(GraphError, match="an extension returned a int, expected outputs by name"):
         flow().with_extensions(lambda emit, output: 3).build({"w": W})  # type: ignore[arg-type, return-value]
 
 
@@ -98,8 +98,8 @@ def test_a_cut_has_what_comes_after_it() -> None:
     part = built.cut({"middle": middle}, {"end": built.module.outputs[0]})
     assert part.output_names == ["end"] and not part.module.params
     assert [node.attrs["name"] for node in part.module.inputs] == ["x", "middle"]
-    given = np.arange(6, dtype=np.float32).reshape(2, 3)
-    assert np.array_equal(run(part, x=X, middle=given)[0], 2 * given)
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert np.array_equal(run(part, x=X, middle=array)[0], 2 * array)
 
 
 def test_a_layer_of_small_stages_is_the_layer() -> None:
@@ -109,14 +109,14 @@ def test_a_layer_of_small_stages_is_the_layer() -> None:
     x = np.random.default_rng(5).normal(size=(1, 5, c["hidden_size"])).astype(np.float32)
     base = ModelFlow("f").input("x", (1, 5, c["hidden_size"])).rope_tables(np.cos(table), np.sin(table))
     heads = c["num_attention_heads"], c["num_key_value_heads"], c["hidden_size"] // c["num_attention_heads"]
-    found = []
+    results = []
     for mask in (rlx.MaskKind.CAUSAL, rlx.MaskKind.sliding(2)):
         for method in ("llama_prefill_layer", "llama_prefill_layer_composed"):
             built = getattr(base, method)(0, *heads, 1e-5, mask=mask).build(weights)
-            found += run(built, x=x)
-    for whole, composed in (found[:2], found[2:]):
-        np.testing.assert_allclose(composed, whole, rtol=1e-5, atol=1e-5)
-    assert np.abs(found[0] - found[2]).max() > 1e-3
+            results += run(built, x=x)
+    for single, composed in (results[:2], results[2:]):
+        np.testing.assert_allclose(composed, single, rtol=1e-5, atol=1e-5)
+    assert np.abs(results[0] - results[2]).max() > 1e-3
 
 
 def test_a_model_of_small_stages_takes_part_in_a_cache() -> None:
@@ -134,8 +134,8 @@ def test_a_model_of_small_stages_takes_part_in_a_cache() -> None:
     driver = small_llama.Driver(flow.build(weights), MapWeights(weights), 1, 32)
     tokens = [7, 1, 42, 63, 0, 9, 5]
     for chunk in (7, 3, 1):
-        found = driver.by_chunks(tokens, chunk)
-        assert small_llama.difference(found, small_llama.forward(c, weights, tokens)) < 1e-4
-    with pytest.raises(GraphError, match="SelfAttnPrefill: reads a cache, and layer_idx is not given"):
+        logits = driver.by_chunks(tokens, chunk)
+        assert small_llama.difference(logits, small_llama.forward(c, weights, tokens)) < 1e-4
+    with pytest.raises(GraphError, match="SelfAttnPrefill: reads a cache, but layer_idx is not set"):
         plain = ModelFlow("f").input("x", ("batch", "seq", 8)).kv_cache(1, 2, 4)
         plain.self_attn_prefill("q", "k", "v", 2, 2, 4, rope=None).build({n: np.ones((8, 8)) for n in "qkv"})

@@ -60,5 +60,5 @@ def test_a_layer_attends_once_and_has_to_be_there() -> None:
 
 
 def test_packed_heads_are_whole_blocks() -> None:
-    with pytest.raises(CapabilityError, match="q8_0 packs 32 numbers a block, heads of 80 are not whole blocks"):
+    with pytest.raises(CapabilityError, match="q8_0 packs 32 numbers per block, heads of 80 do not fit"):
         KvCacheSpec(2, 2, 80, "q8_0")

@@ -45,17 +45,17 @@ def draws(seed: int, *shape: int) -> Array:
 
 def weights(*, norm: bool = False, bias: bool = False, gate: bool = False, post: bool = False) -> dict[str, Array]:
     rows = {"q": HEADS * HEAD * (1 + gate), "k": KV * HEAD, "v": KV * HEAD}
-    found = {f"l.self_attn.{n}_proj.weight": draws(i, r, HIDDEN) / 2 for i, (n, r) in enumerate(rows.items())}
-    found["l.self_attn.o_proj.weight"] = draws(4, HIDDEN, HEADS * HEAD) / 2
-    found |= {f"l.mlp.{n}_proj.weight": draws(5 + i, FFN, HIDDEN) / 2 for i, n in enumerate(("gate", "up"))}
-    found["l.mlp.down_proj.weight"] = draws(7, HIDDEN, FFN) / 2
+    arrays = {f"l.self_attn.{n}_proj.weight": draws(i, r, HIDDEN) / 2 for i, (n, r) in enumerate(rows.items())}
+    arrays["l.self_attn.o_proj.weight"] = draws(4, HIDDEN, HEADS * HEAD) / 2
+    arrays |= {f"l.mlp.{n}_proj.weight": draws(5 + i, FFN, HIDDEN) / 2 for i, n in enumerate(("gate", "up"))}
+    arrays["l.mlp.down_proj.weight"] = draws(7, HIDDEN, FFN) / 2
     names = ["input", "post_attention", *(["pre_feedforward", "post_feedforward"] if post else [])]
-    found |= {f"l.{n}_layernorm.weight": 1 + draws(10 + i, HIDDEN) / 3 for i, n in enumerate(names)}
+    arrays |= {f"l.{n}_layernorm.weight": 1 + draws(10 + i, HIDDEN) / 3 for i, n in enumerate(names)}
     if norm:
-        found |= {f"l.self_attn.{n}_norm.weight": 1 + draws(20 + i, HEAD) / 3 for i, n in enumerate("qk")}
+        arrays |= {f"l.self_attn.{n}_norm.weight": 1 + draws(20 + i, HEAD) / 3 for i, n in enumerate("qk")}
     if bias:
-        found |= {f"l.self_attn.{n}_proj.bias": draws(30 + i, r) for i, (n, r) in enumerate(rows.items())}
-    return found
+        arrays |= {f"l.self_attn.{n}_proj.bias": draws(30 + i, r) for i, (n, r) in enumerate(rows.items())}
+    return arrays
 
 
 def table(base: float, rows: int = 16) -> tuple[Array, Array]:
@@ -122,8 +122,9 @@ class Oracle:
         return x + (self.norm(out, "post_feedforward_layernorm") if self.gemma else out)
 
 
-def close(found: Array, wanted: Array, most: float = 3e-5) -> None:
-    np.testing.assert_allclose(found, wanted.reshape(found.shape), rtol=0, atol=most * max(1.0, np.abs(wanted).max()))
+def close(actual: Array, wanted: Array, tolerance: float = 3e-5) -> None:
+    atol = tolerance * max(1.0, np.abs(wanted).max())
+    np.testing.assert_allclose(actual, wanted.reshape(actual.shape), rtol=0, atol=atol)
 
 
 # -- picking tokens --------------------------------------------------------------------------------------------------
@@ -137,8 +138,8 @@ def test_a_last_token_is_one_of_its_own_row(device: str, shape: Any) -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3, 1)
     f = last_tokens(shape, 2).compile(device)
     for index in ([2, 0], [0, 2]):
-        found = f.run({"x": x, "last_token_idx": np.array(index, np.int32)})[0]
-        np.testing.assert_array_equal(found, x[[0, 1], index])
+        rows = f.run({"x": x, "last_token_idx": np.array(index, np.int32)})[0]
+        np.testing.assert_array_equal(rows, x[[0, 1], index])
     for index in ([3, 0], [0, -1], [0, 3]):  # of the next row, of the one before, of none
         with pytest.raises(RlxError):
             f.run({"x": x, "last_token_idx": np.array(index, np.int32)})
@@ -159,9 +160,9 @@ def test_a_tap_gives_the_keys_that_its_layer_sees(rope: str) -> None:
     side, x = SideOutputs(), draws(40, 2, 5, HIDDEN)
     tap = GemmaKvTap("l", HEAD, side, EPS, rope=rope)
     flow = ModelFlow("f").input("x", x.shape).sequence(*BOTH, GemmaRmsNorm("l.input_layernorm.weight", EPS), tap)
-    _, *found = flow.with_extra_outputs(side).build(w).compile("reference").run({"x": x})
+    _, *tapped = flow.with_extra_outputs(side).build(w).compile("reference").run({"x": x})
     oracle = Oracle(w, LOCAL if rope == "rope.local" else GLOBAL, gemma=True)
-    for mine, wanted in zip(found, oracle.kv(x.astype(np.float64), np.arange(5)[None]), strict=True):
+    for mine, wanted in zip(tapped, oracle.kv(x.astype(np.float64), np.arange(5)[None]), strict=True):
         close(mine, wanted)
 
 
@@ -169,9 +170,9 @@ def test_a_tap_gives_the_keys_that_its_layer_sees(rope: str) -> None:
 def test_a_llama_tap_norms_keys_by_its_eps_and_adds_biases(norm: bool, bias: bool, eps: float) -> None:
     w, side, x = weights(norm=norm, bias=bias), SideOutputs(), draws(41, 2, 5, HIDDEN) / 10
     flow = ModelFlow("f").input("x", x.shape).rope_tables(*GLOBAL).stage(LlamaKvTap("l", HEAD, eps, side))
-    _, *found = flow.with_extra_outputs(side).build(w).compile("reference").run({"x": x})
+    _, *tapped = flow.with_extra_outputs(side).build(w).compile("reference").run({"x": x})
     oracle = Oracle(w, GLOBAL, eps=eps)
-    for mine, wanted in zip(found, oracle.kv(x.astype(np.float64), np.arange(5)[None]), strict=True):
+    for mine, wanted in zip(tapped, oracle.kv(x.astype(np.float64), np.arange(5)[None]), strict=True):
         close(mine, wanted)
 
 
@@ -183,8 +184,8 @@ def step(
     new: int = 2, **inputs: Array,
 ) -> tuple[ModelFlow, dict[str, Array]]:  # fmt: skip
     """A flow of one step after three tokens whose keys and values the caller keeps, and its inputs."""
-    given = {"x": draws(44, 2, new, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1], **inputs}
-    flow = ModelFlow("step").input("x", ("batch", "seq", HIDDEN) if symbolic else given["x"].shape)
+    feeds = {"x": draws(44, 2, new, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1], **inputs}
+    flow = ModelFlow("step").input("x", ("batch", "seq", HIDDEN) if symbolic else feeds["x"].shape)
     for name in ("past_k_0", "past_v_0"):
         flow = flow.input(name, ("batch", "past", KV * HEAD) if symbolic else PAST[0].shape)
     for name, array in inputs.items():
@@ -192,7 +193,7 @@ def step(
         flow = flow.input(
             name, ("batch", "seq") if open_sizes else array.shape, "f32" if array.dtype.kind == "f" else "i32"
         )
-    return flow.sequence(*before).bind_decode_inputs(1).sequence(*after, stage), given
+    return flow.sequence(*before).bind_decode_inputs(1).sequence(*after, stage), feeds
 
 
 ROWS = slice(3, 5)
@@ -208,29 +209,29 @@ def test_a_step_turns_by_the_tables_that_it_names(rope: str, how: str, symbolic:
     global_rows = {"rope_cos": GLOBAL[0][ROWS], "rope_sin": GLOBAL[1][ROWS]}
     match how:
         case "tables before":
-            flow, given = step(stage, BOTH, symbolic=symbolic)
+            flow, feeds = step(stage, BOTH, symbolic=symbolic)
         case "tables after":  # rows of the global tables are bound, others flow as whole tables
-            flow, given = step(stage, (), BOTH, symbolic, **global_rows)
+            flow, feeds = step(stage, (), BOTH, symbolic, **global_rows)
         case "positions":
             at = np.array([[7, 8], [1, 2]])
-            flow, given = step(stage, BOTH, (), symbolic, positions=at.astype(np.int32))
+            flow, feeds = step(stage, BOTH, (), symbolic, positions=at.astype(np.int32))
         case _:
             local_rows = {"rope.local_cos": LOCAL[0][ROWS], "rope.local_sin": LOCAL[1][ROWS]}
-            flow, given = step(stage, (), (), symbolic, **global_rows, **local_rows)
+            flow, feeds = step(stage, (), (), symbolic, **global_rows, **local_rows)
     oracle = Oracle(w, LOCAL if rope == "rope.local" else GLOBAL, gemma=True)
-    wanted = oracle(given["x"].astype(np.float64), at, PAST)
-    close(flow.build(w).compile("reference").run(given)[0], wanted)
+    wanted = oracle(feeds["x"].astype(np.float64), at, PAST)
+    close(flow.build(w).compile("reference").run(feeds)[0], wanted)
     if symbolic:
-        close(flow.build(w).compile("cpu").run(given)[0], wanted)
+        close(flow.build(w).compile("cpu").run(feeds)[0], wanted)
 
 
 def test_rows_of_one_step_are_not_tables() -> None:
     w = weights()
     stage = LlamaDecodeLayer(**SIZES, layer_idx=0)
-    flow, given = step(stage, (DecodeRopeParams(GLOBAL[0][ROWS], GLOBAL[1][ROWS]),))
+    flow, feeds = step(stage, (DecodeRopeParams(GLOBAL[0][ROWS], GLOBAL[1][ROWS]),))
     close(
-        flow.build(w).compile("reference").run(given)[0],
-        Oracle(w, GLOBAL)(given["x"].astype(np.float64), np.arange(3, 5)[None], PAST),
+        flow.build(w).compile("reference").run(feeds)[0],
+        Oracle(w, GLOBAL)(feeds["x"].astype(np.float64), np.arange(3, 5)[None], PAST),
     )
 
 
@@ -238,21 +239,21 @@ def test_rows_of_one_step_are_not_tables() -> None:
 def test_a_step_has_one_row_per_new_token(symbolic: bool) -> None:
     """A whole table in place of the rows of a step would turn new tokens as the first ones."""
     stage = LlamaDecodeLayer(**SIZES, layer_idx=0)
-    whole = {"rope_cos": GLOBAL[0], "rope_sin": GLOBAL[1]}
+    tables = {"rope_cos": GLOBAL[0], "rope_sin": GLOBAL[1]}
     if not symbolic:
         with pytest.raises(ShapeError, match="stage LlamaDecodeLayer: a step of 2 tokens has 16 rows of RoPE tables"):
-            step(stage, **whole)[0].build(weights())
+            step(stage, **tables)[0].build(weights())
         return
     flow = ModelFlow("step").input("x", ("batch", "seq", HIDDEN))
     for name in ("past_k_0", "past_v_0"):
         flow = flow.input(name, ("batch", "past", KV * HEAD))
     flow = flow.input("rope_cos", ("rows", HEAD // 2)).input("rope_sin", ("rows", HEAD // 2))
     run = flow.bind_decode_inputs(1).stage(stage).build(weights()).compile("cpu")
-    given = {"x": draws(44, 2, 2, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1]}
-    found = run.run({**given, "rope_cos": GLOBAL[0][ROWS], "rope_sin": GLOBAL[1][ROWS]})[0]
-    close(found, Oracle(weights(), GLOBAL)(given["x"].astype(np.float64), np.arange(3, 5)[None], PAST))
+    feeds = {"x": draws(44, 2, 2, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1]}
+    result = run.run({**feeds, "rope_cos": GLOBAL[0][ROWS], "rope_sin": GLOBAL[1][ROWS]})[0]
+    close(result, Oracle(weights(), GLOBAL)(feeds["x"].astype(np.float64), np.arange(3, 5)[None], PAST))
     with pytest.raises(RlxError):
-        run.run({**given, **whole})
+        run.run({**feeds, **tables})
 
 
 def pairs_of_halves(w: dict[str, Array]) -> dict[str, Array]:
@@ -274,17 +275,17 @@ def test_rows_of_a_step_turn_in_their_own_style(how: str) -> None:
     match how:
         case "fixed rows":  # after tables of the other style
             before = (RopeTables(*LOCAL), DecodeRopeParams(GLOBAL[0][ROWS], GLOBAL[1][ROWS], "pairs"))
-            flow, given = step(LlamaDecodeLayer(**SIZES, layer_idx=0), before)
+            flow, feeds = step(LlamaDecodeLayer(**SIZES, layer_idx=0), before)
             w, wanted_past = pairs_of_halves(w), (past[0], PAST[1])
         case "rows of the main tables":  # which are halves, whatever was made last
-            flow, given = step(LlamaDecodeLayer(**SIZES, layer_idx=0), (RopeTables(*GLOBAL), pairs), **rows)
+            flow, feeds = step(LlamaDecodeLayer(**SIZES, layer_idx=0), (RopeTables(*GLOBAL), pairs), **rows)
             wanted_past = PAST
         case _:
             stage = LlamaDecodeLayer(**SIZES, layer_idx=0, rope="rope.local")
-            flow, given = step(stage, (pairs, RopeTables(*GLOBAL)), **rows, **other)
+            flow, feeds = step(stage, (pairs, RopeTables(*GLOBAL)), **rows, **other)
             w, wanted_past = pairs_of_halves(w), (past[0], PAST[1])
-    wanted = Oracle(weights(), GLOBAL)(given["x"].astype(np.float64), np.arange(3, 5)[None], wanted_past)
-    close(flow.build(w).compile("reference").run(given)[0], wanted)
+    wanted = Oracle(weights(), GLOBAL)(feeds["x"].astype(np.float64), np.arange(3, 5)[None], wanted_past)
+    close(flow.build(w).compile("reference").run(feeds)[0], wanted)
 
 
 def test_rows_of_a_step_do_not_change_the_style_of_tables() -> None:
@@ -298,11 +299,11 @@ def test_rows_of_a_step_do_not_change_the_style_of_tables() -> None:
 
 def test_a_step_of_layers_that_do_not_turn_needs_no_rows() -> None:
     w, still = weights(), (np.ones_like(GLOBAL[0]), np.zeros_like(GLOBAL[1]))
-    given = {"x": draws(44, 2, 2, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1]}
+    feeds = {"x": draws(44, 2, 2, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1]}
     flow = ModelFlow("step").input("x", (2, 2, HIDDEN)).input("past_k_0", PAST[0].shape)
     flow = flow.input("past_v_0", PAST[1].shape).bind_decode_inputs(1, rope=False)
-    found = flow.stage(LlamaDecodeLayer(**SIZES, layer_idx=0, rope=None)).build(w).compile("reference").run(given)[0]
-    close(found, Oracle(w, still)(given["x"].astype(np.float64), np.arange(3, 5)[None], PAST))
+    result = flow.stage(LlamaDecodeLayer(**SIZES, layer_idx=0, rope=None)).build(w).compile("reference").run(feeds)[0]
+    close(result, Oracle(w, still)(feeds["x"].astype(np.float64), np.arange(3, 5)[None], PAST))
     with pytest.raises(GraphError, match="stage LlamaDecodeLayer: no RoPE tables flow here"):
         flow.stage(LlamaDecodeLayer(**SIZES, layer_idx=0)).build(w)
 
@@ -375,7 +376,7 @@ def test_options_are_given_by_name(stage: Any) -> None:
 
 def test_a_layer_over_a_cache_says_which_one_it_is() -> None:
     flow = ModelFlow("f").input("x", ("batch", "seq", HIDDEN)).kv_cache(2, KV, HEAD).sequence(*BOTH)
-    with pytest.raises(GraphError, match="stage LlamaDecoder: reads a cache, and layer_idx is not given"):
+    with pytest.raises(GraphError, match="stage LlamaDecoder: reads a cache, but layer_idx is not set"):
         flow.stage(LlamaDecoder(**SIZES)).build(weights())
 
 
@@ -452,5 +453,5 @@ def test_a_gemma_3_with_the_callers_cache_is_what_transformers_computes() -> Non
     for i, rope in enumerate(ropes):
         step = step.stage(GemmaDecodeLayer(f"model.layers.{i}", rope=rope, layer_idx=i, **sizes))
     names = [f"past_{n}_{i}" for i in range(3) for n in "kv"]
-    found = ends(step).build(w).compile("cpu").run({"tokens": tokens[:, 6:], **dict(zip(names, cached, strict=True))})
-    close(found[0], wanted.logits[:, 6:].numpy(), 1e-4)
+    outputs = ends(step).build(w).compile("cpu").run({"tokens": tokens[:, 6:], **dict(zip(names, cached, strict=True))})
+    close(outputs[0], wanted.logits[:, 6:].numpy(), 1e-4)

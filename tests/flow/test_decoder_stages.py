@@ -58,11 +58,11 @@ def layer_weights() -> dict[str, Array]:
         "self_attn.v_proj": (KV * HEAD, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
         "mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN),
     }  # fmt: skip
-    found = {f"{P}.{n}.weight": draws(i, *s) / s[1] ** 0.5 for i, (n, s) in enumerate(sizes.items())}
-    found |= {f"{P}.{n}.bias": draws(20 + i, sizes[n][0]) for i, n in enumerate(list(sizes)[:3])}
+    arrays = {f"{P}.{n}.weight": draws(i, *s) / s[1] ** 0.5 for i, (n, s) in enumerate(sizes.items())}
+    arrays |= {f"{P}.{n}.bias": draws(20 + i, sizes[n][0]) for i, n in enumerate(list(sizes)[:3])}
     norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    found |= {f"{P}.{n}_layernorm.weight": 1 + 0.3 * draws(30 + i, HIDDEN) for i, n in enumerate(norms)}
-    return found | {f"{P}.self_attn.{n}_norm.weight": 1 + 0.3 * draws(40 + i, HEAD) for i, n in enumerate("qk")}
+    arrays |= {f"{P}.{n}_layernorm.weight": 1 + 0.3 * draws(30 + i, HIDDEN) for i, n in enumerate(norms)}
+    return arrays | {f"{P}.self_attn.{n}_norm.weight": 1 + 0.3 * draws(40 + i, HEAD) for i, n in enumerate("qk")}
 
 
 W = layer_weights()
@@ -77,7 +77,7 @@ class Case:
     stage: FlowStage
     new: int
     past: bool = False
-    kept: bool = False  # with a custom mask
+    masked: bool = False  # with a custom mask
     window: int | None = None
     scale: float | None = None
     cap: float | None = None
@@ -94,7 +94,7 @@ class Case:
         keys = self.new + (PAST if self.past else 0)
         back = (np.arange(self.new)[:, None] + keys - self.new) - np.arange(keys)
         seen = (back >= 0) & (back < (self.window or keys))
-        return seen & (KEPT[:, :keys] > 0.5)[:, None] if self.kept else np.repeat(seen[None], BATCH, 0)
+        return seen & (KEPT[:, :keys] > 0.5)[:, None] if self.masked else np.repeat(seen[None], BATCH, 0)
 
 
 KEPT = np.array([[1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1]], np.float32)
@@ -102,7 +102,7 @@ KEPT = np.array([[1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 1, 
 
 def cases() -> dict[str, Case]:
     heads: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV, "head_dim": HEAD, "eps": EPS, "layer_prefix": P}
-    found = {
+    table = {
         "llama": Case(LlamaDecoder(**heads), 7),
         "llama, window": Case(LlamaDecoder(**heads, mask=MaskKind.sliding(3)), 7, window=3),
         "qwen3": Case(Qwen3Decoder(**heads), 7, qk_norm=True),
@@ -114,24 +114,24 @@ def cases() -> dict[str, Case]:
     for style, has in styles.items():
         has = {**has, "one": 1.0, "gelu": True}
         layer = GemmaDecoder(**heads, style=style, score_scale=0.3, attn_logit_softcap=2.0)
-        found[style] = Case(layer, 6, scale=0.3, cap=2.0, **has)
+        table[style] = Case(layer, 6, scale=0.3, cap=2.0, **has)
         for new in (1, 3):
-            for kept in (False, True):
+            for masked in (False, True):
                 for window in (None, 4):
                     step = GemmaDecodeLayer(
                         **heads, layer_idx=1, style=style, mask=MaskKind.sliding(window) if window else MaskKind.CAUSAL,
-                        score_scale=0.3, attn_logit_softcap=2.0, use_custom_mask=kept,
+                        score_scale=0.3, attn_logit_softcap=2.0, use_custom_mask=masked,
                     )  # fmt: skip
-                    name = f"{style} step, {new} new{', mask' if kept else ''}{', window' if window else ''}"
-                    found[name] = Case(step, new, True, kept, window, 0.3, 2.0, **has)
+                    name = f"{style} step, {new} new{', mask' if masked else ''}{', window' if window else ''}"
+                    table[name] = Case(step, new, True, masked, window, 0.3, 2.0, **has)
     for new in (1, 3):
-        for kept in (False, True):
-            name = f"step, {new} new{', mask' if kept else ''}"
-            made = LlamaDecodeLayer(**heads, layer_idx=1, use_custom_mask=kept)
-            found[f"llama {name}"] = Case(made, new, True, kept)
-            made = Qwen3DecodeLayer(**heads, layer_idx=1, use_custom_mask=kept)
-            found[f"qwen3 {name}"] = Case(made, new, True, kept, qk_norm=True)
-    return found
+        for masked in (False, True):
+            name = f"step, {new} new{', mask' if masked else ''}"
+            stage = LlamaDecodeLayer(**heads, layer_idx=1, use_custom_mask=masked)
+            table[f"llama {name}"] = Case(stage, new, True, masked)
+            stage = Qwen3DecodeLayer(**heads, layer_idx=1, use_custom_mask=masked)
+            table[f"qwen3 {name}"] = Case(stage, new, True, masked, qk_norm=True)
+    return table
 
 
 CASES = cases()
@@ -142,22 +142,22 @@ PASTS = draws(61, BATCH, PAST, KV * HEAD), draws(62, BATCH, PAST, KV * HEAD)
 def flow_of(case: Case, policy: str, stage: FlowStage | None = None) -> tuple[ModelFlow, dict[str, Array]]:
     """A flow with the layer, and the inputs of a run."""
     flow = ModelFlow("layer").profile(POLICIES[policy]).input("x", ("batch", case.new, HIDDEN))
-    given = {"x": X[:, : case.new]}
+    feeds = {"x": X[:, : case.new]}
     if case.past:
         for i in range(2):
             for name, value in zip("kv", PASTS, strict=True):
                 flow = flow.input(f"past_{name}_{i}", ("batch", "past", KV * HEAD))
-                given[f"past_{name}_{i}"] = value if i == 1 else np.zeros_like(value)
+                feeds[f"past_{name}_{i}"] = value if i == 1 else np.zeros_like(value)
         rows = slice(PAST, PAST + case.new)
         flow = flow.input("rope_cos", (case.new, HEAD // 2)).input("rope_sin", (case.new, HEAD // 2))
-        given |= {"rope_cos": COS[rows], "rope_sin": SIN[rows]}
-        if case.kept:
+        feeds |= {"rope_cos": COS[rows], "rope_sin": SIN[rows]}
+        if case.masked:
             flow = flow.input("mask", ("batch", "keys"))
-            given["mask"] = KEPT[:, : PAST + case.new]
-        flow = flow.stage(BindDecodeInputs(2, case.kept))
+            feeds["mask"] = KEPT[:, : PAST + case.new]
+        flow = flow.stage(BindDecodeInputs(2, case.masked))
     else:
         flow = flow.stage(RopeTables(COS, SIN))
-    return flow.stage(stage or case.stage), given
+    return flow.stage(stage or case.stage), feeds
 
 
 def numpy_layer(case: Case) -> tuple[Array, Array, Array]:
@@ -252,39 +252,39 @@ def torch_layer(case: Case) -> Array:
     return (x + (norm(out, "post_feedforward_layernorm") if case.post else out)).numpy()
 
 
-def close(found: Array, wanted: Array, most: float = 2e-5) -> None:
-    assert found.shape == wanted.shape
-    assert np.abs(found - wanted).max() <= most * max(1.0, float(np.abs(wanted).max()))
+def close(actual: Array, wanted: Array, tolerance: float = 2e-5) -> None:
+    assert actual.shape == wanted.shape
+    assert np.abs(actual - wanted).max() <= tolerance * max(1.0, float(np.abs(wanted).max()))
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_what_numpy_computes(name: str, policy: str) -> None:
-    flow, given = flow_of(CASES[name], policy)
+    flow, feeds = flow_of(CASES[name], policy)
     built, wanted = flow.build(W), numpy_layer(CASES[name])[0]
     assert built.module.level == "hir" and built.into_hir().fusion_policy is not None
-    close(built.compile("reference").run(given)[0], wanted)
+    close(built.compile("reference").run(feeds)[0], wanted)
     if policy == "fusable" or "step" not in name:  # every step once on the CPU; compiling is what takes the time
-        close(built.compile("cpu").run(given)[0], wanted)
+        close(built.compile("cpu").run(feeds)[0], wanted)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_what_torch_computes(name: str) -> None:
     pytest.importorskip("torch")
-    flow, given = flow_of(CASES[name], "fusable")
-    close(flow.build(W).compile("cpu").run(given)[0], torch_layer(CASES[name]))
+    flow, feeds = flow_of(CASES[name], "fusable")
+    close(flow.build(W).compile("cpu").run(feeds)[0], torch_layer(CASES[name]))
 
 
 @pytest.mark.parametrize("name", ["llama step, 3 new", "qwen3 step, 1 new", "gemma3 step, 3 new"])
 def test_a_step_gives_back_all_keys_and_values(name: str) -> None:
     side, case = SideOutputs(), CASES[name]
-    flow, given = flow_of(case, "fusable", replace(case.stage, kv_out=side))  # type: ignore[type-var]
+    flow, feeds = flow_of(case, "fusable", replace(case.stage, kv_out=side))  # type: ignore[type-var]
     built = flow.with_extra_outputs(side).build(W)
     assert built.output_names == ["output", f"{P}.k", f"{P}.v"]
-    for found, wanted in zip(built.compile("cpu").run(given), numpy_layer(case), strict=True):
-        close(found, wanted.reshape(found.shape))
+    for result, wanted in zip(built.compile("cpu").run(feeds), numpy_layer(case), strict=True):
+        close(result, wanted.reshape(result.shape))
 
 
 @pytest.mark.parametrize(
@@ -300,24 +300,24 @@ def test_keys_after_rope_and_values_are_side_outputs(name: str, tap: Any) -> Non
     side, case = SideOutputs(), CASES[name]
     norms = {n for n in W if n.endswith(("q_norm.weight", "k_norm.weight"))}  # a tap takes what the weights have
     weights = {n: w for n, w in W.items() if (case.qk_norm or n not in norms) and (case.bias or "bias" not in n)}
-    flow, given = flow_of(case, "direct", tap(side))
+    flow, feeds = flow_of(case, "direct", tap(side))
     _, *wanted = numpy_layer(case)
-    _, *found = flow.with_extra_outputs(side).build(weights).compile("reference").run(given)
-    for mine, theirs in zip(found, wanted, strict=True):
+    _, *tapped = flow.with_extra_outputs(side).build(weights).compile("reference").run(feeds)
+    for mine, theirs in zip(tapped, wanted, strict=True):
         close(mine, theirs.reshape(mine.shape))
 
 
 def test_a_tap_lets_the_value_pass() -> None:
-    flow, given = flow_of(CASES["llama"], "direct", LlamaKvTap(P, HEAD, EPS, SideOutputs()))
-    close(flow.build(W).compile("reference").run(given)[0], given["x"])
+    flow, feeds = flow_of(CASES["llama"], "direct", LlamaKvTap(P, HEAD, EPS, SideOutputs()))
+    close(flow.build(W).compile("reference").run(feeds)[0], feeds["x"])
 
 
 def test_a_prefill_and_its_steps_agree() -> None:
     """Keys and values that a prefill gives are the past of the next step: the layer's own outputs go round."""
     side, case = SideOutputs(), replace(CASES["llama"], new=7)
     layer = LlamaDecoder(P, HEADS, KV, HEAD, EPS, kv_sink=side)
-    flow, given = flow_of(replace(case, new=6), "fusable", layer)
-    _, k, v = flow.with_extra_outputs(side).build(W).compile("cpu").run(given)
+    flow, feeds = flow_of(replace(case, new=6), "fusable", layer)
+    _, k, v = flow.with_extra_outputs(side).build(W).compile("cpu").run(feeds)
     step, more = flow_of(CASES["llama step, 1 new"], "fusable")
     more |= {"x": X[:, 6:7], "past_k_1": k, "past_v_1": v, "rope_cos": COS[6:7], "rope_sin": SIN[6:7]}
     more |= {"past_k_0": np.zeros_like(k), "past_v_0": np.zeros_like(v)}
@@ -331,19 +331,19 @@ def test_a_step_without_a_past_says_so() -> None:
     with pytest.raises(GraphError, match="stage GemmaDecodeLayer: style 'gemma9' is not known"):
         GemmaDecodeLayer(P, HEADS, KV, HEAD, EPS, layer_idx=0, style="gemma9")
     case = CASES["llama step, 1 new"]
-    with pytest.raises(GraphError, match="use_custom_mask, and no mask flows here"):
+    with pytest.raises(GraphError, match="use_custom_mask, but no mask is bound"):
         flow_of(case, "direct", replace(case.stage, use_custom_mask=True))[0].build(W)  # type: ignore[type-var]
     with pytest.raises(GraphError, match="layer 2 has no past, 2 are bound"):
         flow_of(case, "direct", replace(case.stage, layer_idx=2))[0].build(W)  # type: ignore[type-var]
-    with pytest.raises(ShapeError, match=r"has 16 rows, no multiple of heads of 7"):
+    with pytest.raises(ShapeError, match=r"has 16 rows, not a multiple of head_dim 7"):
         flow_of(CASES["llama"], "direct", LlamaKvTap(P, 7, EPS, SideOutputs()))[0].build(W)
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
 def run(stage: FlowStage, weights: dict[str, Array], device: str, **inputs: Array) -> Array:
     flow = ModelFlow("part").input("x", X.shape).stage(RopeTables(COS, SIN)).stage(stage)
-    found: Array = flow.build(weights).compile(device).run({"x": X, **inputs})[0]
-    return found
+    result: Array = flow.build(weights).compile(device).run({"x": X, **inputs})[0]
+    return result
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
@@ -424,17 +424,17 @@ def test_experts_stay_as_they_are_stored(kind: str) -> None:
     }  # fmt: skip
     wide = {n: ORACLES["dequantise"](w) if storage.is_packed else w.astype(np.float32) for n, w in stored.items()}
     x, router = draws(82, 1, 9, hidden), {"m.gate.weight": draws(83, experts, hidden)}
-    found, bytes_bound = [], []
+    results, bytes_bound = [], []
     for weights in (stored, wide):
         named = {f"m.experts.{n}_proj.weight": w for n, w in weights.items()}
         flow = ModelFlow("part").input("x", ("batch", 9, hidden)).stage(MoeFfn("m", experts, chosen, True, inner))
         f = flow.build(router | named).compile("cpu")
-        found.append(f.run({"x": x})[0])
+        results.append(f.run({"x": x})[0])
         main = f.plan.main  # type: ignore[attr-defined]
         bytes_bound.append(sum(main.buffers[name].type.bytes for name in main.weights))
         grouped = [launch for launch in main.launches if "matmul" in launch.kernel.kind and launch.kernel.grouped]
         assert [launch.kernel.weights for launch in grouped] == [2, 1]
-    close(found[0], found[1], 1e-4)
+    close(results[0], results[1], 1e-4)
     small = sum(w.nbytes for w in (*router.values(), *stored.values()))
     if storage.is_packed:
         assert bytes_bound[0] <= small + 64 * hidden * 4  # the router's panel is padded

@@ -117,16 +117,16 @@ class Oracle:
 
 
 def dense(out: int, inside: int, *, bias: bool = True, name: str) -> dict[str, Array]:
-    made = {f"{name}.weight": (RNG.standard_normal((out, inside)) * inside**-0.5).astype(np.float32)}
-    return made | ({f"{name}.bias": RNG.standard_normal(out).astype(np.float32)} if bias else {})
+    arrays = {f"{name}.weight": (RNG.standard_normal((out, inside)) * inside**-0.5).astype(np.float32)}
+    return arrays | ({f"{name}.bias": RNG.standard_normal(out).astype(np.float32)} if bias else {})
 
 
 def vectors(*names: str, size: int = HIDDEN) -> dict[str, Array]:
-    made = {}
+    arrays = {}
     for name in names:
-        made[f"{name}.weight"] = (1 + 0.3 * RNG.standard_normal(size)).astype(np.float32)
-        made[f"{name}.bias"] = RNG.standard_normal(size).astype(np.float32)
-    return made
+        arrays[f"{name}.weight"] = (1 + 0.3 * RNG.standard_normal(size)).astype(np.float32)
+        arrays[f"{name}.bias"] = RNG.standard_normal(size).astype(np.float32)
+    return arrays
 
 
 # -- the stages and what they should give ----------------------------------------------------------------------------
@@ -248,7 +248,7 @@ CASES: dict[str, tuple[list[FlowStage], dict[str, Array], Callable[..., Any]]] =
 INPUTS = {"x": X, "attention_mask": MASK, "positions": POSITIONS, "rows": ROWS}
 
 
-def found(stages: list[FlowStage], weights: dict[str, Array], policy: str, device: str = "cpu") -> Array:
+def results_of(stages: list[FlowStage], weights: dict[str, Array], policy: str, device: str = "cpu") -> Array:
     profile = rlx.CompileProfile(fusion=Fusion(policy=rlx.FusionPolicy(policy)))
     flow = ModelFlow("f").input("x", X.shape).with_stages(stages).profile(profile)
     f = flow.build(weights).compile(device)
@@ -256,8 +256,8 @@ def found(stages: list[FlowStage], weights: dict[str, Array], policy: str, devic
 
 
 def wanted(functions: Any, weights: dict[str, Array], oracle: Callable[..., Any]) -> Array:
-    given = functions.array(X), functions.array(MASK)
-    return np.asarray(functions.numpy(oracle(Oracle(functions, weights), *given)))
+    inputs = functions.array(X), functions.array(MASK)
+    return np.asarray(functions.numpy(oracle(Oracle(functions, weights), *inputs)))
 
 
 def close(have: Array, want: Array, name: str) -> None:
@@ -271,15 +271,15 @@ def close(have: Array, want: Array, name: str) -> None:
 def test_a_stage_gives_what_numpy_gives(name: str, policy: str) -> None:
     stages, weights, oracle = CASES[name]
     want = wanted(numpy_functions(), weights, oracle)
-    close(found(stages, weights, policy), want, name)
-    close(found(stages, weights, policy, "reference"), want, name)
+    close(results_of(stages, weights, policy), want, name)
+    close(results_of(stages, weights, policy, "reference"), want, name)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CASES)
 def test_a_stage_gives_what_torch_gives(name: str) -> None:
     stages, weights, oracle = CASES[name]
-    close(found(stages, weights, "fusable"), wanted(torch_functions(), weights, oracle), name)
+    close(results_of(stages, weights, "fusable"), wanted(torch_functions(), weights, oracle), name)
 
 
 # -- whole layers ----------------------------------------------------------------------------------------------------
@@ -326,14 +326,14 @@ def nomic_layers(o: Oracle, x: Any, mask: Any) -> Any:
 
 
 _FLOW = ModelFlow("f")
-_TURNED = _FLOW.rope_tables(np.cos(ANGLES), np.sin(ANGLES))
+_ROTATED = _FLOW.rope_tables(np.cos(ANGLES), np.sin(ANGLES))
 LAYERS: dict[str, tuple[list[FlowStage], dict[str, Array], Callable[..., Any]]] = {
     "DINOv2": (list(_FLOW.repeat_dinov2_layers(2, "blocks", HEADS, HEAD, EPS).stages), DINO_LAYERS, dino_layers),
     "NomicVision": (
         list(_FLOW.repeat_vision_layers(2, "blocks", HEADS, HEAD, EPS).stages), VISION_LAYERS, vision_layers,
     ),
     "NomicBERT": (
-        list(_TURNED.repeat_nomic_layers(2, "blocks", HIDDEN, HEADS, EPS).stages),
+        list(_ROTATED.repeat_nomic_layers(2, "blocks", HIDDEN, HEADS, EPS).stages),
         NOMIC_LAYERS, nomic_layers,
     ),
 }  # fmt: skip
@@ -343,14 +343,14 @@ LAYERS: dict[str, tuple[list[FlowStage], dict[str, Array], Callable[..., Any]]] 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_give_what_numpy_gives(name: str, policy: str) -> None:
     stages, weights, oracle = LAYERS[name]
-    close(found(stages, weights, policy), wanted(numpy_functions(), weights, oracle), name)
+    close(results_of(stages, weights, policy), wanted(numpy_functions(), weights, oracle), name)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_give_what_torch_gives(name: str) -> None:
     stages, weights, oracle = LAYERS[name]
-    close(found(stages, weights, "fusable"), wanted(torch_functions(), weights, oracle), name)
+    close(results_of(stages, weights, "fusable"), wanted(torch_functions(), weights, oracle), name)
 
 
 # -- an image and a text side by side --------------------------------------------------------------------------------
@@ -365,14 +365,14 @@ for _layer in range(2):
 SIDE = {"img": X[:, :IMG], "txt": X[:, IMG - 1 : IMG - 1 + TXT], "cond": X[:, 0]}
 
 
-def joint_oracle(o: Oracle, given: dict[str, Any]) -> tuple[Any, Any]:
+def joint_oracle(o: Oracle, inputs: dict[str, Any]) -> tuple[Any, Any]:
     """Two blocks of SD3's MMDiT: each stream is modulated by the condition; both attend over the tokens of both."""
-    x = {name: given[name] for name in ("txt", "img")}
+    x = {name: inputs[name] for name in ("txt", "img")}
     for layer in range(2):
         mods, heads = {}, []
         for name in x:
             at = f"{layer}.{name}"
-            mods[name] = [m[:, None] for m in o.f.split(o.linear(o.f.silu(given["cond"]), f"{at}.mod"), 6, -1)]
+            mods[name] = [m[:, None] for m in o.f.split(o.linear(o.f.silu(inputs["cond"]), f"{at}.mod"), 6, -1)]
             shift, scale = mods[name][:2]
             heads.append(o.f.split(o.linear(o.f.norm(x[name]) * (1 + scale) + shift, f"{at}.qkv"), 3, -1))
         seen = o.attention(*(o.f.join([h[i] for h in heads], 1) for i in range(3)))
@@ -429,8 +429,8 @@ def joint_found(policy: str, device: str = "cpu") -> list[Array]:
 
 
 def joint_wanted(functions: Any) -> list[Array]:
-    given = {name: functions.array(array) for name, array in SIDE.items()}
-    return [np.asarray(functions.numpy(x)) for x in joint_oracle(Oracle(functions, STREAMS), given)]
+    inputs = {name: functions.array(array) for name, array in SIDE.items()}
+    return [np.asarray(functions.numpy(x)) for x in joint_oracle(Oracle(functions, STREAMS), inputs)]
 
 
 @pytest.mark.parametrize("policy", ["direct", "fusable"])
@@ -466,13 +466,13 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("stage", SIGNATURES, ids=lambda stage: stage.__name__)
 def test_constructors_are_those_that_were_promised(stage: type[FlowStage]) -> None:
-    given = [p.strip() for p in SIGNATURES[stage].split(",") if p]
+    parameters = [p.strip() for p in SIGNATURES[stage].split(",") if p]
     has = [
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in inspect.signature(stage).parameters.values()
     ]
-    assert has[: len(given)] == given
-    assert all("=" in extra for extra in has[len(given) :])
+    assert has[: len(parameters)] == parameters
+    assert all("=" in extra for extra in has[len(parameters) :])
 
 
 @pytest.mark.parametrize(
@@ -493,16 +493,16 @@ def test_mistakes_are_named() -> None:
         BertEncoderLayer(**_LAYER, qkv_style="mpent")
     assert caught.value.hint == "did you mean 'mpnet'?"
     with pytest.raises(GraphError, match="NomicEncoderLayer: no RoPE tables flow here"):
-        found([NomicEncoderLayer(**_LAYER)], NOMIC, "direct")
+        results_of([NomicEncoderLayer(**_LAYER)], NOMIC, "direct")
     with pytest.raises(GraphError, match="both one key, or both three"):
         VitSelfAttn("qkv", ("a", "b", "c"), "o", "b", 3, 8)
     with pytest.raises(GraphError, match="has no qkv_weight"):
         VitSelfAttn(None, None, "o", "b", 3, 8)
     with pytest.raises(GraphError, match=r"takes \[batch, seq, hidden\]"):
-        found([ClsTokenPool(), VitSelfAttn("qkv", None, "o", "b", 3, 8)], {}, "direct")
+        results_of([ClsTokenPool(), VitSelfAttn("qkv", None, "o", "b", 3, 8)], {}, "direct")
     short = {**VIT, "qkv.weight": VIT["qkv.weight"][:-1]}
     with pytest.raises(GraphError, match=r"weight 'qkv.weight': shape is \[71, 24\], wanted \[72, 24\]"):
-        found([VitSelfAttn("qkv.weight", "qkv.bias", "out.weight", "out.bias", HEADS, HEAD)], short, "direct")
+        results_of([VitSelfAttn("qkv.weight", "qkv.bias", "out.weight", "out.bias", HEADS, HEAD)], short, "direct")
 
 
 @dataclass(frozen=True)
@@ -526,11 +526,11 @@ def test_a_named_bias_is_added_to_the_scores_whatever_an_encoder_sees(kind: str,
     bias = RNG.standard_normal((BATCH, 1, SEQ, SEQ)).astype(np.float32)
     bias[:, :, :, 5] = -np.inf  # as at padding
     flow = ModelFlow("biased").input("x", X.shape).input("bias", bias.shape).stage(BiasedAttention(kind))
-    (found,) = rlx.compile(flow.build().module).run({"x": X, "bias": bias})
+    (attended,) = rlx.compile(flow.build().module).run({"x": X, "bias": bias})
     back = np.arange(SEQ)[:, None] - np.arange(SEQ)
     x = X.astype(np.float64)
     scores = np.einsum("bqd,bkd->bqk", x, x) / np.sqrt(HIDDEN) + bias[:, 0]
     scores = np.where((back <= behind) & (back >= -ahead), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    np.testing.assert_allclose(found, weights @ x, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(attended, weights @ x, rtol=2e-5, atol=2e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import rlx
 from rlx.errors import BindError, CapabilityError, GraphError, ShapeError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.flow.layers import StageList
 from rlx.flow.stages import (
     Embed,
     FlowStage,
@@ -88,9 +90,9 @@ def test_heads_of_qwen3_are_normed_before_they_turn() -> None:
     flow = flow.token_embed().stage(Qwen3Decoder("model.layers.0", 4, 2, 8, 1e-5, layer_idx=0)).final_norm(1e-5)
     flow = flow.gather_last_token().lm_head(64, 32, tied=False)
     weights = MapWeights(plain | norms)
-    found = Driver(flow.build(weights), weights, 1, 64).forward([TOKENS], [0])[0]
-    assert difference(found, forward(c, plain | norms, TOKENS)) < 1e-5
-    assert difference(found, forward(c, plain, TOKENS)) > 0.01  # the norms matter
+    logits = Driver(flow.build(weights), weights, 1, 64).forward([TOKENS], [0])[0]
+    assert difference(logits, forward(c, plain | norms, TOKENS)) < 1e-5
+    assert difference(logits, forward(c, plain, TOKENS)) > 0.01  # the norms matter
 
 
 def tables(head_dim: int) -> tuple[Array, Array]:
@@ -242,7 +244,7 @@ def test_a_flow_without_an_input_cannot_be_built() -> None:
 def test_what_is_built_knows_its_outputs_and_what_stages_made() -> None:
     c = settings()
     model = built(c, random_weights(c), context=40)
-    assert model.output_names == ["logits"] and set(model.params.made) == {"rope.cos", "rope.sin"}
+    assert model.output_names == ["logits"] and set(model.params.computed) == {"rope.cos", "rope.sin"}
     assert set(model.params) == {*random_weights(c), "rope.cos", "rope.sin"} and len(model.params) == 23
     assert model.params["rope.cos"].shape == (40, 4)
     assert model.cache is not None and (model.cache.layers, model.cache.kv_heads, model.cache.head_dim) == (2, 2, 8)
@@ -250,8 +252,8 @@ def test_what_is_built_knows_its_outputs_and_what_stages_made() -> None:
 
 def test_two_stages_that_load_one_key_share_one_param() -> None:
     ctx = FlowCtx(Graph("g", level=HIR), weights=MapWeights({"w": np.zeros((4, 6), np.float32)}))
-    first, again, turned = ctx.load_param("w"), ctx.load_param("w"), ctx.load_param("w", transpose=True)
-    assert first is again and turned.shape == (6, 4)
+    first, again, transposed = ctx.load_param("w"), ctx.load_param("w"), ctx.load_param("w", transpose=True)
+    assert first is again and transposed.shape == (6, 4)
     assert [node.op for node in ctx.module.nodes].count("param") == 1
 
 
@@ -287,3 +289,9 @@ def test_weights_of_a_dictionary_say_the_nearest_name() -> None:
     with pytest.raises(BindError, match=r"no tensor is called 'norm\.wieght'") as caught:
         weights.array("norm.wieght")
     assert caught.value.hint == "did you mean 'norm.weight'?"
+
+
+def test_help_explains_every_method_of_a_flow() -> None:
+    methods = [name for name in dir(StageList) if not name.startswith("_") and callable(getattr(StageList, name))]
+    assert len(methods) > 60
+    assert [name for name in methods if not inspect.getdoc(getattr(StageList, name))] == []

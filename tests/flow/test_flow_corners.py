@@ -52,16 +52,16 @@ def test_only_scales_of_norms_begin_as_one() -> None:
         value = value * emit.load_param("gate", shape=(6,)) + emit.load_param("shift.bias", shape=(6,))
         return value * emit.load_param("half", shape=(6,), init=0.5) + emit.load_param("by", shape=(6,), init=ramp)
 
-    made = flow().rms_norm("n", 1e-5).layer_norm("l", 1e-5).gemma_rms_norm("g", 1e-5).layer_scale("s").custom(gates)
-    weights = made.init(KEY)
+    model = flow().rms_norm("n", 1e-5).layer_norm("l", 1e-5).gemma_rms_norm("g", 1e-5).layer_scale("s").custom(gates)
+    weights = model.init(KEY)
     assert (weights["n"] == 1).all() and (weights["l.weight"] == 1).all() and (weights["s"] == 1).all()
     assert (weights["l.bias"] == 0).all() and (weights["g"] == 0).all() and (weights["shift.bias"] == 0).all()
     assert 0 < np.abs(weights["gate"]).max() < 0.1 and np.unique(weights["gate"]).size == 6
     assert (weights["half"] == 0.5).all() and weights["by"].tolist() == [0, 1, 2, 3, 4, 5]
-    other = made.initialised({"gate": 2.0, "half": lambda key, shape: np.zeros(shape)}).init(KEY)
+    other = model.initialised({"gate": 2.0, "half": lambda key, shape: np.zeros(shape)}).init(KEY)
     assert (other["gate"] == 2).all() and (other["half"] == 0).all(), "rules come before what stages say"
     with pytest.raises(GraphError, match="init: 'one' is neither a number nor a function"):
-        made.initialised({"gate": "one"})  # type: ignore[dict-item]
+        model.initialised({"gate": "one"})  # type: ignore[dict-item]
 
 
 def test_stages_that_know_their_sizes_need_no_shapes() -> None:
@@ -81,7 +81,7 @@ def test_stages_that_know_their_sizes_need_no_shapes() -> None:
 def test_shapes_of_weights_that_nobody_asks_for_are_an_error() -> None:
     linear = flow().linear("weight")
     assert linear.init(KEY, shapes={"weight": (3, 6)})["weight"].shape == (3, 6)
-    with pytest.raises(BindError, match="init: shapes has 'wieght', and no stage asks for it") as caught:
+    with pytest.raises(BindError, match="init: shapes has 'wieght', but no stage asks for it") as caught:
         linear.init(KEY, shapes={"weight": (3, 6), "wieght": (3, 6)})
     assert "'weight'" in (caught.value.hint or "")
 
@@ -170,15 +170,15 @@ def test_a_captured_stage_is_what_it_gave_whatever_it_built_besides() -> None:
         return twice
 
     taps = Sequence([Custom(doubled, "a"), Custom(lambda e, v: side.push(v - 5.0, "tap"), "tap")])
-    made = flow().repeat_layers(1, lambda i: taps).logit_softcap(9.0).with_extra_outputs(side)
+    tapped = flow().repeat_layers(1, lambda i: taps).logit_softcap(9.0).with_extra_outputs(side)
     names = ["output", "aside", "tap", "layers.0", "layers.0.a"]
-    built = made.build(capture=["layers.0", "layers.0.a"])
+    built = tapped.build(capture=["layers.0", "layers.0.a"])
     assert built.output_names == names
     for model in (built, built.with_extra_outputs(rlx.SideOutputs())):
-        found = dict(zip(names, model.compile("reference").run({"x": X}), strict=True))
-        np.testing.assert_array_equal(found["layers.0"], 2 * X)
-        np.testing.assert_array_equal(found["layers.0.a"], 2 * X)
-        np.testing.assert_array_equal(found["tap"], 2 * X - 5)
+        outputs = dict(zip(names, model.compile("reference").run({"x": X}), strict=True))
+        np.testing.assert_array_equal(outputs["layers.0"], 2 * X)
+        np.testing.assert_array_equal(outputs["layers.0.a"], 2 * X)
+        np.testing.assert_array_equal(outputs["tap"], 2 * X - 5)
         assert stage_values(model.module)["layers.0"].graph is model.module
 
 
@@ -193,9 +193,9 @@ def test_a_captured_stage_does_not_take_the_place_of_an_output() -> None:
     named = (
         flow().rms_norm("n", 1e-5).custom(lambda e, v: e.set_named("norm", v * 2.0)).linear("w").outputs("y", "norm")
     )
-    _, found = named.build(weights, ["norm"]).compile("reference").run({"x": X})
+    _, captured = named.build(weights, ["norm"]).compile("reference").run({"x": X})
     wanted = X / np.sqrt((X.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(found, 2 * wanted, rtol=1e-5)
+    np.testing.assert_allclose(captured, 2 * wanted, rtol=1e-5)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -204,10 +204,10 @@ def test_tables_of_a_flow_are_not_trained_unless_they_are_named() -> None:
         return (value * emit.synth_param("table", np.ones(6))).sum(axis=0).sum(axis=0)
 
     module = flow().linear("w").custom(loss).build({"w": np.eye(6, dtype=np.float32)}).module
-    given = {"w": np.eye(6, dtype=np.float32), "table": np.ones(6, np.float32)}
+    arrays = {"w": np.eye(6, dtype=np.float32), "table": np.ones(6, np.float32)}
     for wrt, trained in ((None, {"w"}), (["table"], {"table"}), (["w", "table"], {"w", "table"})):
         step = rlx.train.step(module, rlx.train.sgd(0.5), wrt, device="reference")
-        step.set_params(given)
+        step.set_params(arrays)
         step.run({"x": X})
         assert set(step.params) == trained
     again = rlx.train.step(module.copy(), rlx.train.sgd(0.5), device="reference")
@@ -236,15 +236,15 @@ def test_tables_of_a_flow_stay_fixed_in_text_transforms_and_exports(tmp_path: An
     def loss(emit: Any, value: Any) -> Any:
         return (value * emit.synth_param("table", np.ones(6))).sum(axis=0).sum(axis=0)
 
-    given = {"w": np.eye(6, dtype=np.float32), "table": np.ones(6, np.float32)}
-    module = flow().linear("w").custom(loss).build({"w": given["w"]}).module
+    arrays = {"w": np.eye(6, dtype=np.float32), "table": np.ones(6, np.float32)}
+    module = flow().linear("w").custom(loss).build({"w": arrays["w"]}).module
     text = module.text()
     assert text.startswith('graph @f hir fixed("table") {')
     parsed = rlx.Graph.parse(text)
     assert parsed.fixed == {"table"} and parsed == module and parsed.text() == text
     assert pickle.loads(pickle.dumps(module)).fixed == {"table"}
     compiled = rlx.compile(module)
-    compiled.set_params(given)
+    compiled.set_params(arrays)
     exported: Any = rlx.load_exported(compiled.export(tmp_path / "f.rlxp"))
     assert rlx.transforms.vmap(module).fixed == {"table"}
     for graph in (parsed, exported.graph, rlx.transforms.value_and_grad(module)):
@@ -298,8 +298,8 @@ def test_the_standard_library_and_numpy_are_not_users() -> None:
 
     assert Lazy().value.node.origin.file == __file__
     at = line() + 1
-    made = functools.reduce(g.add, [x, x])
-    assert (made.node.origin.file, made.node.origin.line) == (__file__, at)
+    total = functools.reduce(g.add, [x, x])
+    assert (total.node.origin.file, total.node.origin.line) == (__file__, at)
     at = line() + 1
     applied = np.vectorize(functools.partial(g.mul, x), otypes=[object])([1.0, 2.0])
     assert {(v.node.origin.file, v.node.origin.line) for v in applied} == {(__file__, at)}
@@ -317,9 +317,9 @@ def test_plain_errors_say_which_stage_they_are_of() -> None:
 
 
 def test_functions_of_numpy_take_what_flows() -> None:
-    made = flow().custom(lambda e, v: np.maximum(np.tanh(v), np.float32(0.1)) + np.ones(6, np.float32) * np.exp(v))
-    found = made.build().compile("reference").run({"x": X})[0]
-    np.testing.assert_allclose(found, np.maximum(np.tanh(X), 0.1) + np.exp(X), rtol=1e-6)
+    custom = flow().custom(lambda e, v: np.maximum(np.tanh(v), np.float32(0.1)) + np.ones(6, np.float32) * np.exp(v))
+    result = custom.build().compile("reference").run({"x": X})[0]
+    np.testing.assert_allclose(result, np.maximum(np.tanh(X), 0.1) + np.exp(X), rtol=1e-6)
     with pytest.raises(GraphError, match=r"numpy\.median: takes numbers, and a graph value has none yet"):
         flow().custom(lambda e, v: np.median(v)).build()
 
@@ -367,30 +367,30 @@ def conv(g: Any, x: Any, w: Any, v: Any) -> Any:
 @pytest.mark.parametrize(
     ("build", "what", "why"),
     [
-        (lambda g, x, w, v: x.softmax(axis=-1) * 2.0 + v, "softmax -> mul + add", "softmax takes in no elementwise"),
-        (lambda g, x, w, v: x.tanh().softmax(axis=-1), "tanh -> softmax", "softmax takes in no elementwise"),
-        (lambda g, x, w, v: x.sum(axis=-1).tanh(), "sum -> tanh", "sum takes in no elementwise"),
-        (lambda g, x, w, v: (x @ w).mT.gelu(), "matmul -> gelu", "a transpose lies between"),
-        (lambda g, x, w, v: x.tanh() @ w, "tanh -> matmul", "matmul takes in no elementwise"),
-        (conv, "depthwise_conv1d_causal -> silu", "takes in no elementwise"),
+        (lambda g, x, w, v: x.softmax(axis=-1) * 2.0 + v, "softmax -> mul + add", "softmax does not fuse elementwise"),
+        (lambda g, x, w, v: x.tanh().softmax(axis=-1), "tanh -> softmax", "softmax does not fuse elementwise"),
+        (lambda g, x, w, v: x.sum(axis=-1).tanh(), "sum -> tanh", "sum does not fuse elementwise"),
+        (lambda g, x, w, v: (x @ w).mT.gelu(), "matmul -> gelu", "there is a transpose in between"),
+        (lambda g, x, w, v: x.tanh() @ w, "tanh -> matmul", "matmul does not fuse elementwise"),
+        (conv, "depthwise_conv1d_causal -> silu", "does not fuse elementwise"),
     ],
 )
 def test_what_did_not_fuse_is_named_with_its_reason(build: Any, what: str, why: str) -> None:
-    found, launches = report(build)
+    fusion, launches = report(build)
     assert launches > 1
-    missed = {m.op: m.why for m in found.missed}
-    assert what in missed and re.search(why, missed[what]), str(found)
+    missed = {m.op: m.why for m in fusion.missed}
+    assert what in missed and re.search(why, missed[what]), str(fusion)
 
 
 def test_a_norm_after_a_matmul_is_said_to_be_apart() -> None:
-    found, launches = report(lambda g, x, w, v: (x @ w).rms_norm(v))
-    assert launches == 2 and not found.missed
-    assert [(m.op, m.why) for m in found.apart] == [
-        ("matmul -> rms_norm", "rms_norm goes over whole rows, and no kernel computes both")
+    fusion, launches = report(lambda g, x, w, v: (x @ w).rms_norm(v))
+    assert launches == 2 and not fusion.missed
+    assert [(m.op, m.why) for m in fusion.separate] == [
+        ("matmul -> rms_norm", "rms_norm needs complete rows, and no kernel computes both")
     ]
-    assert "apart 1" in str(found)
+    assert "separate 1" in str(fusion)
 
 
 def test_what_fuses_is_neither_missed_nor_apart() -> None:
-    found, launches = report(lambda g, x, w, v: (x @ w + v).gelu())
-    assert launches == 1 and not found.missed and not found.apart
+    fusion, launches = report(lambda g, x, w, v: (x @ w + v).gelu())
+    assert launches == 1 and not fusion.missed and not fusion.separate

@@ -36,12 +36,12 @@ X = DRAWS.standard_normal((2, 6, 8)).astype(np.float32)
 @pytest.mark.parametrize("name", STAGES)
 def test_lengths_come_from_masks_of_any_type(name: str) -> None:
     mask = np.array([[1] * 6, [1, 1, 1, 0, 0, 0]])
-    found = []
+    results = []
     for kind, dtype in (("f32", np.float32), ("bool", np.bool_), ("i32", np.int32)):
         flow = ModelFlow("f").input("x", (2, 6, 8)).input("attention_mask", (2, 6), kind)
         run = flow.stage(STAGES[name]).stage(ATTENTION).build(W).compile()
-        found.append(np.asarray(run(x=X, attention_mask=mask.astype(dtype))))
-    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+        results.append(np.asarray(run(x=X, attention_mask=mask.astype(dtype))))
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -64,11 +64,11 @@ def attended(x: Array, angles: Array) -> Array:
     q, k, v = (t.reshape(*x.shape[:2], 2, 4) for t in (q, k, v))
     cos, sin = np.cos(angles)[:, :, None], np.sin(angles)[:, :, None]
 
-    def turned(t: Array) -> Array:
+    def rotated(t: Array) -> Array:
         a, b = t[..., :2], t[..., 2:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    scores = np.einsum("bqhd,bkhd->bhqk", turned(q), turned(k)) / 2
+    scores = np.einsum("bqhd,bkhd->bhqk", rotated(q), rotated(k)) / 2
     odds = np.exp(np.where(np.tri(x.shape[1], dtype=bool), scores, -np.inf))
     return np.einsum("bhqk,bkhd->bqhd", odds / odds.sum(-1, keepdims=True), v).reshape(x.shape)
 
@@ -91,9 +91,9 @@ def test_each_row_goes_by_its_own_length(name: str, device: str) -> None:
     x = DRAWS.standard_normal((3, 6, 8)).astype(np.float32)
     flow = ModelFlow("f").input("x", ("batch", "seq", 8)).input("attention_mask", ("batch", "seq"), "i64")
     run = flow.stage(stage).stage(ATTENTION).build(W).compile(device)
-    (found,) = run(x=x, attention_mask=mask.astype(np.int64))
+    (result,) = run(x=x, attention_mask=mask.astype(np.int64))
     wanted = attended(x, np.stack([angles_of(np.arange(6), length) for length in lengths]))
-    np.testing.assert_allclose(found[mask], wanted[mask], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(result[mask], wanted[mask], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
@@ -104,9 +104,9 @@ def test_a_sequence_is_as_long_as_its_last_position_says(name: str, device: str)
     x, at = X[:, :3], np.array([[3, 4, 5], [0, 1, 2]])
     flow = ModelFlow("f").input("x", (2, 3, 8)).input("attention_mask", (2, 3)).input("positions", (2, 3), "i32")
     run = flow.stage(stage).stage(ATTENTION).build(W).compile(device)
-    (found,) = run(x=x, attention_mask=np.ones((2, 3), np.float32), positions=at.astype(np.int32))
+    (result,) = run(x=x, attention_mask=np.ones((2, 3), np.float32), positions=at.astype(np.int32))
     wanted = attended(x, np.stack([angles_of(row, row.max() + 1) for row in at]))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
@@ -134,8 +134,8 @@ def test_later_tables_of_the_same_name_take_their_place() -> None:
     plain = ModelFlow("f").input("x", (2, 6, 8)).stage(RopeTables(COS, SIN)).stage(ATTENTION)
     both = plain.with_stages((STAGES["growth"], *plain.stages))
     mask = np.ones((2, 6), np.float32)
-    found = both.build(W).compile()(x=X, attention_mask=mask)
-    assert np.array_equal(np.asarray(found), np.asarray(plain.build(W).compile()(x=X)))
+    result = both.build(W).compile()(x=X, attention_mask=mask)
+    assert np.array_equal(np.asarray(result), np.asarray(plain.build(W).compile()(x=X)))
 
 
 def test_styles_and_shapes_are_checked() -> None:
@@ -145,7 +145,7 @@ def test_styles_and_shapes_are_checked() -> None:
         RopeGrowth(FREQUENCIES, 4, style="halfs")
     with pytest.raises(ShapeError, match="stage RopeSwitch: cos and sin"):
         RopeSwitch(COS, SIN[:3], 4)
-    with pytest.raises(ShapeError, match="stage RopeSwitch: limit is 16, and tables have 16 rows in all"):
+    with pytest.raises(ShapeError, match="stage RopeSwitch: limit is 16, but tables have only 16 rows"):
         RopeSwitch(COS, SIN, 16)
     with pytest.raises(GraphError, match="stage RopeSwitch: limit is 0"):
         RopeSwitch(COS, SIN, 0)

@@ -41,14 +41,14 @@ def draws(seed: int, *shape: int) -> Array:
 X = draws(0, BATCH, SEQ, HIDDEN)
 
 
-def close(found: Array, wanted: Array) -> None:
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+def close(actual: Array, wanted: Array) -> None:
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-5)
 
 
 # -- residuals, graphs, made params ----------------------------------------------------------------------------------
 def test_a_residual_of_another_shape_is_refused() -> None:
     square = ModelFlow("f").input("x", (3, 3, 4)).residual_save().cls_token_pool().residual_add()
-    with pytest.raises(ShapeError, match=r"ResidualAdd: the value is f32\[3, 4\], what was saved is f32\[3, 3, 4\]"):
+    with pytest.raises(ShapeError, match=r"ResidualAdd: the value is f32\[3, 4\], the saved one is f32\[3, 3, 4\]"):
         square.build()
     open_sizes = ModelFlow("f").input("x", ("batch", "seq", 4)).residual_save().custom(lambda e, v: v[:, 0:1])
     with pytest.raises(ShapeError, match="stage ResidualAdd"):
@@ -104,16 +104,16 @@ def test_encoder_layers_take_the_masks_of_tokenizers(stage: Any, kind: str) -> N
     """A mask of integers is the same as one of floats, which other tests compare with NumPy and torch."""
     angles = np.outer(np.arange(SEQ), [1.0, 0.1])
     layer = stage("p", HIDDEN, HEADS, HEAD, 1e-5, intermediate_size=6)
-    found = []
+    results = []
     for kind_, mask in (("f32", MASK.astype(np.float32)), (kind, MASK.astype(rlx.dtype(kind).numpy))):
         flow = ModelFlow("f").input("x", X.shape).input("attention_mask", MASK.shape, kind_)
         flow = flow.rope_tables(np.cos(angles), np.sin(angles)).stage(layer)
         f = flow.build(flow.init(rlx.random.key(0))).compile("reference")
         assert set(f.input_types) == {"x", "attention_mask"}  # positions are counted
-        found.append(f.run({"x": X, "attention_mask": mask})[0])
-    np.testing.assert_array_equal(*found)
+        results.append(f.run({"x": X, "attention_mask": mask})[0])
+    np.testing.assert_array_equal(*results)
     everything = f.run({"x": X, "attention_mask": np.ones_like(mask)})[0]
-    assert np.abs(everything - found[0]).max() > 1e-4
+    assert np.abs(everything - results[0]).max() > 1e-4
 
 
 def seen_tokens(mask: Any, dtype: str, kind: str) -> Any:
@@ -126,8 +126,8 @@ def seen_tokens(mask: Any, dtype: str, kind: str) -> Any:
         return attend(ctx, zeros, zeros, own, "attention_mask", kind)
 
     flow = ModelFlow("f").input("x", (len(mask), SEQ, HIDDEN)).input("attention_mask", mask.shape, dtype).custom(sums)
-    found = flow.build().compile("reference").run({"x": X[: len(mask)], "attention_mask": mask})[0]
-    return found[..., :SEQ] > 0
+    output = flow.build().compile("reference").run({"x": X[: len(mask)], "attention_mask": mask})[0]
+    return output[..., :SEQ] > 0
 
 
 @pytest.mark.parametrize("dtype", ["f32", "i64", "i32", "u8", "bool"])

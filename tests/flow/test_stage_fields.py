@@ -77,8 +77,8 @@ MASKED = (("attention_mask", (2, 3), "f32"), ("other", (2, 3), "f32"))
 QKV = {"qkv": (24, H), "other": (24, H), "o": (H, H), "o2": (H, H), "b": (24,), "b2": (24,), "c": (H,), "c2": (H,)}
 
 
-def without(given: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in names}
+def without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 DECODER = layer(layer_idx=1)
@@ -260,9 +260,9 @@ def built(case: Case, stage: FlowStage) -> str:
     shapes = dict(case.shapes) | {k: s for k, s in _MLP.items() if not isinstance(case.stage, st.MoeFfn)}
     model = flow.build(WantedWeights(shapes))
     side = [(name, value.node.id) for name, value in SIDE.drain()]
-    made = {name: array.tobytes() for name, array in model.params.made.items()}
+    params = {name: array.tobytes() for name, array in model.params.computed.items()}
     stages = [(node.op, node.origin.stage, sorted(node.attrs.items(), key=str)) for node in model.module.nodes]
-    return repr((model.module.text(full=True), stages, side, made, model.output_names))
+    return repr((model.module.text(full=True), stages, side, params, model.output_names))
 
 
 # Layers that are not told the size of their feed-forward have it from here.

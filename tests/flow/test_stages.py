@@ -91,15 +91,15 @@ class Remember(FlowStage):
         ctx.state.named["remembered"] = ctx.need(value, "Remember")
 
 
-def close(found: Array, wanted: Array, most: float = 1e-6) -> None:
-    assert found.shape == wanted.shape
-    assert np.abs(found - wanted).max() <= most * max(1.0, float(np.abs(wanted).max()))
+def close(actual: Array, wanted: Array, tolerance: float = 1e-6) -> None:
+    assert actual.shape == wanted.shape
+    assert np.abs(actual - wanted).max() <= tolerance * max(1.0, float(np.abs(wanted).max()))
 
 
 # -- order -----------------------------------------------------------------------------------------------------------
 def test_a_sequence_is_its_stages_in_order(device: str) -> None:
-    found = run(flow(Sequence([Times(2), Remember(), Custom(lambda emit, v: v.id + 1.0), Times(3)])), device)
-    close(found[0], (X * 2 + 1) * 3)
+    result = run(flow(Sequence([Times(2), Remember(), Custom(lambda emit, v: v.id + 1.0), Times(3)])), device)
+    close(result[0], (X * 2 + 1) * 3)
 
 
 def test_an_empty_sequence_lets_the_value_pass(device: str) -> None:
@@ -108,8 +108,8 @@ def test_an_empty_sequence_lets_the_value_pass(device: str) -> None:
 
 def test_residuals_nest(device: str) -> None:
     inner = [ResidualSave(), Times(5), ResidualAdd()]
-    found = run(flow(ResidualSave(), Times(2), *inner, Times(3), ResidualAdd()), device)
-    close(found[0], X + 3 * (2 * X + 5 * 2 * X))
+    result = run(flow(ResidualSave(), Times(2), *inner, Times(3), ResidualAdd()), device)
+    close(result[0], X + 3 * (2 * X + 5 * 2 * X))
 
 
 def test_the_state_shows_the_top_of_the_stack() -> None:
@@ -139,8 +139,8 @@ def test_a_named_stage_is_found_by_its_name(device: str) -> None:
     close(run(named, device)[0], X * 6 + X * 2)
     built = named.outputs("sum", "doubled").build()
     assert built.output_names == ["sum", "doubled"]
-    for found, wanted in zip(built.compile(device).run({"x": X}), (X * 8, X * 2), strict=True):
-        close(found, wanted)
+    for result, wanted in zip(built.compile(device).run({"x": X}), (X * 8, X * 2), strict=True):
+        close(result, wanted)
     assert {"doubled"} <= {node.origin.stage for node in built.module.nodes}
 
 
@@ -150,7 +150,7 @@ def test_a_stage_that_gives_no_flow_value_is_named() -> None:
         def emit(self, ctx: FlowCtx, value: FlowValue | None) -> Any:
             return ctx.need(value, "Wrong") + 1.0
 
-    with pytest.raises(GraphError, match="stage Wrong: gave a Value, expected a FlowValue"):
+    with pytest.raises(GraphError, match="stage Wrong: returned a Value, expected a FlowValue"):
         flow(Wrong()).build()
 
 
@@ -208,8 +208,8 @@ def test_errors_inside_a_function_name_its_stage(f: Any, error: str) -> None:
 def test_streams_are_stored_and_loaded(device: str) -> None:
     stages = (Times(2), StoreStream("kept"), Times(10), StoreStream("other"), LoadStream("kept"), Times(3))
     built = flow(*stages).outputs("main", "other").build()
-    for found, wanted in zip(built.compile(device).run({"x": X}), (X * 6, X * 20), strict=True):
-        close(found, wanted)
+    for result, wanted in zip(built.compile(device).run({"x": X}), (X * 6, X * 20), strict=True):
+        close(result, wanted)
 
 
 def test_two_streams_go_through_one_stage(device: str) -> None:
@@ -219,8 +219,8 @@ def test_two_streams_go_through_one_stage(device: str) -> None:
     two = flow().input("txt", (3, 6)).bind_inputs_to_streams([("x", "img"), ("txt", "txt")]).stage(Times(7))
     built = two.dual_stream("mix", "img", "txt", mix).outputs("main", "img", "txt").build()
     other = RNG.standard_normal((3, 6)).astype(np.float32)
-    found = built.compile(device).run({"x": X, "txt": other})
-    for a, wanted in zip(found, (X * 7, X + other, other * 2), strict=True):
+    outputs = built.compile(device).run({"x": X, "txt": other})
+    for a, wanted in zip(outputs, (X * 7, X + other, other * 2), strict=True):
         close(a, wanted)
     assert any(node.origin.stage == "mix" for node in built.module.nodes)
 
@@ -267,8 +267,8 @@ def test_a_function_may_use_other_stages_and_give_nothing(device: str) -> None:
 
     built = flow(Custom(tap), Times(-1)).with_extra_outputs(side).build()
     assert built.output_names == ["output", "six"] and len(side) == 0
-    for found, wanted in zip(built.compile(device).run({"x": X}), (-X, 6 * X), strict=True):
-        close(found, wanted)
+    for result, wanted in zip(built.compile(device).run({"x": X}), (-X, 6 * X), strict=True):
+        close(result, wanted)
 
 
 @pytest.mark.parametrize(
@@ -293,8 +293,8 @@ def test_what_flows_has_the_operators_and_ops_of_a_value(device: str, f: Any, wa
 def test_what_operators_give_flows_too() -> None:
     ctx = context()
     x = ctx.wrap(ctx.input("x", (2, 3)))
-    for found in (x + 1, 1 - x, -x, x < 0, x[0], x.mT, x.exp(), x.astype("f16")):
-        assert isinstance(found, FlowValue) and found.shape == found.id.shape and found.id.graph is ctx.hir()
+    for result in (x + 1, 1 - x, -x, x < 0, x[0], x.mT, x.exp(), x.astype("f16")):
+        assert isinstance(result, FlowValue) and result.shape == result.id.shape and result.id.graph is ctx.hir()
     assert (str(x.dtype), x.rank, x == ctx.wrap(x), {x: 1}[x]) == ("f32", 2, True, 1)
     with pytest.raises(AttributeError, match=r"no op 'tahn'.*'tanh'"):
         x.tahn()
@@ -314,14 +314,14 @@ def test_what_flows_belongs_to_one_build() -> None:
 
 def test_a_named_function_is_found_by_its_name(device: str) -> None:
     named = flow().custom_named("a", lambda e, v: v * 2).custom_named("b", lambda e, v: None).stage(Times(3))
-    for found, factor in zip(run(named.outputs("main", "a", "b"), device), (6, 2, 2), strict=True):
-        close(found, X * factor)
+    for result, factor in zip(run(named.outputs("main", "a", "b"), device), (6, 2, 2), strict=True):
+        close(result, X * factor)
     own = flow().custom_named("a", lambda e, v: e.set_named("a", v + 1)).outputs("main", "a")
     close(run(own, device)[1], X + 1)  # the function's own word stays
 
 
 def test_what_a_function_gives_must_be_a_value() -> None:
-    with pytest.raises(GraphError, match="stage Custom 'odd': its function gave a int, expected a value"):
+    with pytest.raises(GraphError, match="stage Custom 'odd': its function returned a int, expected a value"):
         flow(Custom(lambda emit, v: 3, "odd")).build()
 
 
@@ -341,8 +341,8 @@ def test_plugins_are_stages_or_registered_names(device: str) -> None:
     try:
         assert rlx.flow.register_stage(name)(Times) is Times
         assert rlx.flow.register_stage(name)(Times) is Times  # a module that is loaded again
-        found = run(flow().plugin(name, factor=3.0).plugin(Times(2.0)).plugin_named("last", name, factor=5.0), device)
-        close(found[0], X * 30)
+        result = run(flow().plugin(name, factor=3.0).plugin(Times(2.0)).plugin_named("last", name, factor=5.0), device)
+        close(result[0], X * 30)
         with pytest.raises(GraphError, match=r"register_stage .* is the name of .*Times"):
             rlx.flow.register_stage(name)(Remember)
         with pytest.raises(GraphError, match=r"plugin 'test_stages.times': .*facto"):
@@ -351,7 +351,7 @@ def test_plugins_are_stages_or_registered_names(device: str) -> None:
         PLUGINS.pop(name, None)
     with pytest.raises(GraphError, match=r"no stage is registered as 'test_stages.times'"):
         flow().plugin(name)
-    with pytest.raises(GraphError, match="factor come too late"):
+    with pytest.raises(GraphError, match="takes no settings, found factor"):
         flow().plugin(Times(2.0), factor=3.0)
     with pytest.raises(GraphError, match="is not a class of stages"):
         rlx.flow.register_stage("number")(3)  # type: ignore[type-var]
@@ -368,13 +368,13 @@ def test_a_layer_is_a_stack_of_stages_under_one_name(device: str) -> None:
     layered = flow().layer("block", build).outputs("out", "block")
     x = X.astype(np.float64)
     wanted = x + (x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * gamma) @ weight.T
-    for found in run(layered, device, {"g": gamma, "w": weight}):
-        close(found, wanted)
+    for result in run(layered, device, {"g": gamma, "w": weight}):
+        close(result, wanted)
     assert {n.origin.stage for n in layered.build({"g": gamma, "w": weight}).module.nodes} >= {"block", "block.norm"}
 
 
 def test_a_layer_without_a_stack_is_an_error() -> None:
-    with pytest.raises(GraphError, match="layer 'block': its function gave a NoneType"):
+    with pytest.raises(GraphError, match="layer 'block': its function returned a NoneType"):
         flow().layer("block", lambda stack: None)  # type: ignore[arg-type, return-value]
 
 
@@ -395,7 +395,7 @@ def test_recipes_keep_their_patches_to_themselves(device: str) -> None:
     ):  # fmt: skip
         close(recipe.assemble(factor).build().compile(device).run({"x": X})[0], wanted)
     close(both.build(None, 1.0).compile(device).run({"x": X})[0], np.tanh(X * 2) * 5)
-    with pytest.raises(GraphError, match="recipe 'scaled': a patch gave a NoneType"):
+    with pytest.raises(GraphError, match="recipe 'scaled': a patch returned a NoneType"):
         plain.patch(lambda f: None).assemble()  # type: ignore[arg-type, return-value]
 
 
@@ -473,7 +473,7 @@ def test_a_star_of_an_edit_stops_at_dots() -> None:
 
 
 def test_an_edit_must_give_a_stage() -> None:
-    with pytest.raises(GraphError, match=r"edit 'layers\.0': its function gave a int, expected a stage or None"):
+    with pytest.raises(GraphError, match=r"edit 'layers\.0': its function returned a int, expected a stage or None"):
         line().edit("layers.0", lambda s: 3)  # type: ignore[arg-type, return-value]
 
 
@@ -496,8 +496,8 @@ def test_side_outputs_come_after_the_main_one(device: str) -> None:
     more = built.with_extra_outputs(side)
     assert more.output_names == ["logits", "k0", "side.1", "k1", "side.3"] and built.output_names == ["logits"]
     assert len(built.module.outputs) == 1 and len(side) == 0
-    for found, factor in zip(more.compile(device).run({"x": X}), (4, 4, 2, 8, 4), strict=True):
-        close(found, X * factor)
+    for result, factor in zip(more.compile(device).run({"x": X}), (4, 4, 2, 8, 4), strict=True):
+        close(result, X * factor)
 
 
 def test_a_build_that_was_thrown_away_leaves_nothing_behind() -> None:
@@ -541,14 +541,14 @@ def test_the_main_output_is_not_called_like_another_value(make: Any) -> None:
 # -- parts -----------------------------------------------------------------------------------------------------------
 def test_linear_in_both_layouts_with_a_bias(device: str) -> None:
     weights = {n: RNG.standard_normal(s).astype(np.float32) for n, s in {"w": (4, 6), "b": (4,), "v": (4, 5)}.items()}
-    found = run(flow(Linear("w", bias_key="b"), Linear("v", transpose=False)), device, weights)
-    close(found[0], (X.astype(np.float64) @ weights["w"].T + weights["b"]) @ weights["v"])
+    result = run(flow(Linear("w", bias_key="b"), Linear("v", transpose=False)), device, weights)
+    close(result[0], (X.astype(np.float64) @ weights["w"].T + weights["b"]) @ weights["v"])
 
 
 def test_scales_and_caps(device: str) -> None:
     gamma = RNG.standard_normal(6).astype(np.float32)
-    found = run(flow(EmbedScale(10), LayerScale("g"), LogitSoftcap(3.0)), device, {"g": gamma})
-    close(found[0], 3 * np.tanh(X.astype(np.float64) * math.sqrt(10) * gamma / 3))
+    result = run(flow(EmbedScale(10), LayerScale("g"), LogitSoftcap(3.0)), device, {"g": gamma})
+    close(result[0], 3 * np.tanh(X.astype(np.float64) * math.sqrt(10) * gamma / 3))
 
 
 def test_rows_by_an_input_take_the_place_of_the_value(device: str) -> None:
@@ -595,26 +595,26 @@ def test_the_inputs_of_a_decode_step(device: str, tables: bool) -> None:
     def attend(emit: Emit, value: FlowValue) -> rlx.Value:
         step = emit.state.decode
         assert step is not None and step.mask is not None
-        turned = [
+        rotated = [
             emit.rope(x, step.cos, step.sin, emit.constant([[0]])) for x in (value, emit.flow_input("k"))
         ]  # fmt: skip
         keys, values = (
             emit.concatenate([before, now], axis=1)
-            for before, now in ((step.past_k[0], turned[1]), (step.past_v[0], emit.flow_input("v")))
+            for before, now in ((step.past_k[0], rotated[1]), (step.past_v[0], emit.flow_input("v")))
         )
-        return emit.attention(turned[0], keys, values, step.mask, mask_kind="custom")  # type: ignore[no-any-return]
+        return emit.attention(rotated[0], keys, values, step.mask, mask_kind="custom")  # type: ignore[no-any-return]
 
     shape = (1, 1, heads, 4)
     step = (
         ModelFlow("step").input("q", shape).input("k", shape).input("v", shape).input("mask", (1, rlx.dim("past") + 1))
     )
     step = step.input("past_k_0", (1, "past", heads, 4)).input("past_v_0", (1, "past", heads, 4))
-    given = {"q": q, "k": k, "v": v, "mask": mask, "past_k_0": past_k, "past_v_0": past_v}
+    feeds = {"q": q, "k": k, "v": v, "mask": mask, "past_k_0": past_k, "past_v_0": past_v}
     if tables:
         step = step.stage(DecodeRopeParams(cos, sin))
     else:
         step = step.input("rope_cos", (1, half)).input("rope_sin", (1, half))
-        given |= {"rope_cos": cos, "rope_sin": sin}
+        feeds |= {"rope_cos": cos, "rope_sin": sin}
     built = step.bind_decode_inputs(1, use_custom_mask=True).custom(attend).build()
 
     def turn(x: Array) -> Array:
@@ -625,7 +625,7 @@ def test_the_inputs_of_a_decode_step(device: str, tables: bool) -> None:
     scores = np.einsum("bqhd,bkhd->bhqk", turn(q), keys) / 2
     scores = np.exp(np.where(mask[:, None, None] > 0.5, scores, -np.inf))
     wanted = np.einsum("bhqk,bkhd->bqhd", scores / scores.sum(-1, keepdims=True), values)
-    close(built.compile(device).run(given)[0], wanted)
+    close(built.compile(device).run(feeds)[0], wanted)
 
 
 def test_decode_inputs_that_the_flow_lacks_are_named() -> None:
@@ -636,9 +636,9 @@ def test_decode_inputs_that_the_flow_lacks_are_named() -> None:
 @pytest.mark.parametrize("carry", [False, True])
 def test_a_gated_delta_net_reads_what_a_stage_published(device: str, carry: bool) -> None:
     size, seq = 4, 3
-    given = {n: (RNG.standard_normal((1, seq, 2, size)) / 2).astype(np.float32) for n in "qkv"}
-    given |= {n: RNG.uniform(-1, 0, (1, seq, 2)).astype(np.float32) for n in ("g", "beta")}
-    given["beta"] = -given["beta"]
+    feeds = {n: (RNG.standard_normal((1, seq, 2, size)) / 2).astype(np.float32) for n in "qkv"}
+    feeds |= {n: RNG.uniform(-1, 0, (1, seq, 2)).astype(np.float32) for n in ("g", "beta")}
+    feeds["beta"] = -feeds["beta"]
     state = RNG.standard_normal((1, 2, size, size)).astype(np.float32)
 
     def publish(emit: Emit, value: FlowValue) -> None:
@@ -647,21 +647,21 @@ def test_a_gated_delta_net_reads_what_a_stage_published(device: str, carry: bool
             emit.set_named("s", emit.input("s", state.shape))
 
     net = ModelFlow("gdn")
-    for name, array in given.items():
+    for name, array in feeds.items():
         net = net.input(name, array.shape)
     net = net.custom(publish).gdn_scan(size, carry, "s" if carry else None)
     built = net.outputs("out", "s").build() if carry else net.build()
-    found = built.compile(device).run({**given, "s": state} if carry else given)
+    outputs = built.compile(device).run({**feeds, "s": state} if carry else feeds)
 
     s = state.astype(np.float64) if carry else np.zeros(state.shape)
     out = np.empty((1, seq, 2, size))
     for t in range(seq):
-        q, k, v = (given[n][:, t].astype(np.float64) for n in "qkv")
-        s = s * np.exp(given["g"][:, t])[..., None, None]
-        change = (v - np.einsum("bhij,bhi->bhj", s, k)) * given["beta"][:, t][..., None]
+        q, k, v = (feeds[n][:, t].astype(np.float64) for n in "qkv")
+        s = s * np.exp(feeds["g"][:, t])[..., None, None]
+        change = (v - np.einsum("bhij,bhi->bhj", s, k)) * feeds["beta"][:, t][..., None]
         s = s + k[..., :, None] * change[..., None, :]
         out[:, t] = np.einsum("bhij,bhi->bhj", s, q) / math.sqrt(size)
-    for a, wanted in zip(found, (out, s), strict=False):
+    for a, wanted in zip(outputs, (out, s), strict=False):
         close(a, wanted)
 
 
@@ -719,7 +719,7 @@ def test_made_params_are_made_once_and_only_once() -> None:
     assert str(table.type) == "f32[2, 2]" and ctx.params["t"].tolist() == [[1, 2], [3, 4]]
     assert ctx.synth_param("t", np.array([[1, 2], [3, 4]], np.float32)) is table
     assert str(ctx.synth_param("n", [1, 2]).type) == "i32[2]" and str(ctx.synth_param("s", 2.0).type) == "f32[]"
-    with pytest.raises(GraphError, match="param 't': was made before with other numbers"):
+    with pytest.raises(GraphError, match="param 't': exists already with other values"):
         ctx.synth_param("t", [1.0, 2.0, 3.0, 5.0], (2, 2))
     with pytest.raises(ShapeError, match=r"param 'u': 3 numbers cannot have the shape \[2, 2\]"):
         ctx.synth_param("u", [1.0, 2.0, 3.0], (2, 2))
@@ -756,7 +756,7 @@ def test_an_input_asked_for_in_another_way_is_an_error() -> None:
         ctx.flow_input("y")
 
 
-def test_a_vector_cannot_be_turned() -> None:
+def test_a_vector_cannot_be_transposed() -> None:
     with pytest.raises(ShapeError, match=r"weight 'v': f32\[3\] cannot be transposed"):
         context(v=np.ones(3, np.float32)).load_param("v", transpose=True)
 

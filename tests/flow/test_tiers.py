@@ -42,7 +42,7 @@ def stories_copy(stories: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_profile_beside_a_model_is_honoured(stories: Path, stories_copy: Path) -> None:
+def test_a_profile_next_to_a_model_is_honoured(stories: Path, stories_copy: Path) -> None:
     told = (stories / "expected_greedy_200tok.txt").read_text()
     plain = load(stories / "stories260K.bin")
     (stories_copy / "profile.toml").write_text("[fusion]\nskip = true\n")
@@ -68,8 +68,8 @@ def test_what_is_asked_for_wins_over_the_file(stories_copy: Path) -> None:
     other = stories_copy / "other.toml"
     other.write_text('[fusion]\npolicy = "fusable"\n')
     assert load(path, profile="prefill").profile.fusion == rlx.CompileProfile.prefill().fusion
-    for given in (rlx.CompileProfile.decode(), other, str(other)):
-        assert load(path, profile=given).profile.fusion == rlx.CompileProfile.decode().fusion
+    for profile in (rlx.CompileProfile.decode(), other, str(other)):
+        assert load(path, profile=profile).profile.fusion == rlx.CompileProfile.decode().fusion
 
 
 def test_a_broken_profile_is_an_error_that_names_the_file(stories_copy: Path) -> None:
@@ -104,10 +104,10 @@ def test_a_residual_is_seen_through_a_stage_of_ones_own(tiny: tuple[Path, dict[s
         return Sequence([stage, Custom(lambda emit, value: side.push(value, "after_0"), "tap")])
 
     model = load(folder, patch=lambda flow: flow.edit("layers.0", tapped).with_extra_outputs(side))
-    found, wanted = model.run(TOKENS), tiny_llama.forward(weights, TOKENS)
-    assert list(found) == ["logits", "after_0"]
+    result, wanted = model.run(TOKENS), tiny_llama.forward(weights, TOKENS)
+    assert list(result) == ["logits", "after_0"]
     for name, path in (("after_0", "layers.0"), ("logits", "logits")):
-        assert np.abs(found[name] - wanted[path]).max() / np.abs(wanted[path]).max() < 2e-5
+        assert np.abs(result[name] - wanted[path]).max() / np.abs(wanted[path]).max() < 2e-5
     assert model.generate(TOKENS, max_tokens=6).tokens == load(folder).generate(TOKENS, max_tokens=6).tokens
     assert list(model.run(TOKENS, capture="norm")) == ["norm"]  # built again, with its own side outputs
 
@@ -121,10 +121,10 @@ def test_what_a_tap_computes_is_not_the_value_of_its_layer(tiny: tuple[Path, dic
 
     model = load(folder, patch=lambda flow: flow.edit("layers.0", tapped).with_extra_outputs(side))
     wanted = tiny_llama.forward(weights, TOKENS)
-    found = model.run(TOKENS, capture=["layers.0", "three"])
+    captured = model.run(TOKENS, capture=["layers.0", "three"])
     largest = np.abs(wanted["layers.0"]).max()
-    assert np.abs(found["layers.0"] - wanted["layers.0"]).max() / largest < 2e-5
-    assert np.abs(found["three"] - 3 * wanted["layers.0"]).max() / largest < 6e-5
+    assert np.abs(captured["layers.0"] - wanted["layers.0"]).max() / largest < 2e-5
+    assert np.abs(captured["three"] - 3 * wanted["layers.0"]).max() / largest < 6e-5
     changed = model.run(TOKENS, edit={"layers.0": lambda value: value * 0.0})
     assert not changed["three"].any() and np.abs(changed["logits"] - wanted["logits"]).max() > 1e-2
 
@@ -149,8 +149,8 @@ def test_a_stage_is_replaced_and_the_text_changes(tiny: tuple[Path, dict[str, Ar
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weights["model.norm.weight"]
     wanted = x @ weights["lm_head.weight"].astype(np.float64).T
     assert np.abs(model.logits(TOKENS) - wanted).max() / np.abs(wanted).max() < 2e-5
-    whole = model.generate(TOKENS, max_tokens=5)
-    assert whole.tokens[0] == wanted[-1].argmax() and ", patched, " in whole.fingerprint
+    before = model.generate(TOKENS, max_tokens=5)
+    assert before.tokens[0] == wanted[-1].argmax() and ", patched, " in before.fingerprint
     assert half in model.built.params
 
 
@@ -185,7 +185,7 @@ def test_layers_are_left_out(tiny: tuple[Path, dict[str, Array]]) -> None:
 
 
 def test_a_patch_must_give_a_flow(tiny: tuple[Path, dict[str, Array]]) -> None:
-    with pytest.raises(GraphError, match="a patch gave a NoneType, expected a flow"):
+    with pytest.raises(GraphError, match="a patch returned a NoneType, expected a flow"):
         load(tiny[0], patch=lambda flow: None)
 
 
@@ -222,8 +222,8 @@ def test_smollm2_with_a_cap_and_a_tap(monkeypatch: pytest.MonkeyPatch) -> None:
     patched = rlx.load("smollm2-135m", offline=True, context=512, patch=patch)
     assert isinstance(patched, LanguageModel)
     text = "The capital of France is"
-    found, wanted = patched.run(text), plain.run(text, capture=["layers.15", "logits"])
-    assert found["middle"].tobytes() == wanted["layers.15"].tobytes()
-    assert np.abs(found["logits"] - 30 * np.tanh(wanted["logits"].astype(np.float64) / 30)).max() < 1e-4
+    result, wanted = patched.run(text), plain.run(text, capture=["layers.15", "logits"])
+    assert result["middle"].tobytes() == wanted["layers.15"].tobytes()
+    assert np.abs(result["logits"] - 30 * np.tanh(wanted["logits"].astype(np.float64) / 30)).max() < 1e-4
     answer = str(patched.generate(text, max_tokens=12, temperature=0.0))
     assert answer == str(plain.generate(text, max_tokens=12, temperature=0.0)) and "Paris" in answer

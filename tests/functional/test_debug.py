@@ -13,7 +13,7 @@ import pytest
 import rlx
 from rlx.errors import GraphError, NonFiniteError
 from rlx.runtime import nan_switch
-from rlx.runtime.nan_check import Watched
+from rlx.runtime.nan_check import WatchedRun
 
 Array = np.ndarray[Any, Any]
 
@@ -29,9 +29,9 @@ def line_of(marker: str) -> int:
 
 
 def caught(run: Callable[[], Any]) -> NonFiniteError:
-    with rlx.debug.nans(), pytest.raises(NonFiniteError) as found:
+    with rlx.debug.nans(), pytest.raises(NonFiniteError) as error:
         run()
-    return found.value
+    return error.value
 
 
 def place(error: NonFiniteError) -> str:
@@ -193,10 +193,10 @@ def test_a_result_that_only_machine_code_makes_bad_says_so() -> None:
     f = rlx.jit(lambda x: x + 1.0)
     f(f32(1))
     ((_, compiled),) = f.compiled.values()
-    watched = Watched(compiled, [f32(1)])
-    with pytest.raises(NonFiniteError, match="output 0 has 1 NaN of 1 elements") as found:
+    watched = WatchedRun(compiled, [f32(1)])
+    with pytest.raises(NonFiniteError, match="output 0 has 1 NaN of 1 elements") as error:
         watched.check([f32(np.nan)])
-    assert any("reference is finite" in n for n in found.value.notes)
+    assert any("reference is finite" in n for n in error.value.notes)
 
 
 # -- print ------------------------------------------------------------------------------------------------------------
@@ -323,9 +323,9 @@ def test_a_while_loop_prints_as_many_steps_as_it_made(capsys: pytest.CaptureFixt
 def test_a_long_while_loop_says_what_it_did_not_keep(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlx.functional.control.KEPT_STEPS", 2)
+    monkeypatch.setattr("rlx.functional.control.MAX_PRINTED_STEPS", 2)
     assert rlx.while_loop(lambda x: x < 20, doubled, np.float32(1)) == 32
-    assert capsys.readouterr().out == "at 1\nat 2\n... and 3 more steps, whose values were not kept\n"
+    assert capsys.readouterr().out == "at 1\nat 2\n... and 3 more steps, whose values were not stored\n"
 
 
 def test_the_branch_that_is_taken_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,11 +359,11 @@ def test_where_it_cannot_print_it_says_what_can(where: str) -> None:
         def run(x: Any) -> Any:
             return rlx.while_loop(lambda x: f(x) < 10, lambda x: x + 1, x)
 
-    with pytest.raises(GraphError, match="rules of its own, or the condition of a while_loop") as found:
+    with pytest.raises(GraphError, match="custom rules, or in the condition of a while_loop") as error:
         run(np.float32(1))
     line = inspect.getsourcelines(f)[1] + 1
-    assert any(f"test_debug.py:{line}" in n for n in found.value.notes)
-    assert "in the body of the loop" in (found.value.hint or "")
+    assert any(f"test_debug.py:{line}" in n for n in error.value.notes)
+    assert "in the body of the loop" in (error.value.hint or "")
 
 
 def test_a_format_that_does_not_fit_is_an_error_where_it_is_written() -> None:

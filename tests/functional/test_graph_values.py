@@ -28,8 +28,8 @@ def built(function: Function) -> np.ndarray[Any, Any]:
     value = function(g.input("v", V.shape), g.input("w", W.shape))
     assert isinstance(value, rlx.Value) and value.graph is g
     assert [n.attrs["name"] for n in g.inputs] == ["v", "w"]  # nothing else is asked for
-    (found,) = rlx.compile(g.set_outputs([value])).run({"v": V, "w": W})
-    return found
+    (result,) = rlx.compile(g.set_outputs([value])).run({"v": V, "w": W})
+    return result
 
 
 # A function of rlx, and the same in NumPy and SciPy.
@@ -92,15 +92,15 @@ UFUNCS: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", UFUNCS)
 def test_numpy_functions_that_are_ops_build_them(name: str) -> None:
-    found, wanted = built(UFUNCS[name]), UFUNCS[name](V, W)
-    assert found.dtype == wanted.dtype
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    result, wanted = built(UFUNCS[name]), UFUNCS[name](V, W)
+    assert result.dtype == wanted.dtype
+    np.testing.assert_allclose(result, wanted, rtol=1e-5)
 
 
-def test_a_scalar_of_numpy_takes_the_type_of_the_value_beside_it() -> None:
-    found = built(lambda v, w: np.sqrt(2) * v)  # a float64 to NumPy, a number here, as in JAX
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, np.float32(np.sqrt(2)) * V, rtol=1e-6)
+def test_a_scalar_of_numpy_takes_the_type_of_the_value_next_to_it() -> None:
+    result = built(lambda v, w: np.sqrt(2) * v)  # a float64 to NumPy, a number here, as in JAX
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, np.float32(np.sqrt(2)) * V, rtol=1e-6)
 
 
 def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
@@ -115,7 +115,7 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
         "joined": (lambda: np.concatenate([v, v]), r"numpy.concatenate: takes numbers.*rlx.concatenate"),
         "summed": (lambda: np.sum(v), r"numpy.sum: takes numbers.*rlx.sum"),
         "two graphs": (lambda: rlx.add(v, other), r"'other', not to 'by_hand'"),
-        "traced": (lambda: rlx.trace(lambda a: a + v)(V), r"is of a function that is traced, not of graph 'by_hand'"),
+        "traced": (lambda: rlx.trace(lambda a: a + v)(V), r"belongs to a traced function, not to graph 'by_hand'"),
     }
 
 
@@ -143,8 +143,8 @@ def test_every_op_is_a_function_of_values(name: str) -> None:
     graphs = [rlx.Graph("ops") for _ in range(2)]
     for g, build in zip(graphs, (function, lambda *xs, **attrs: graphs[1].apply(name, *xs, **attrs)), strict=True):
         leaves = [None if o is None else g.param(f"x{i}", o.shape, o.dtype) for i, o in enumerate(s.operands)]
-        made = build(*leaves, **s.attrs)
-        g.set_outputs(made if isinstance(made, (list, tuple)) else [made])
+        results = build(*leaves, **s.attrs)
+        g.set_outputs(results if isinstance(results, (list, tuple)) else [results])
     assert graphs[0] == graphs[1]
 
 

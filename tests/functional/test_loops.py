@@ -39,8 +39,8 @@ def test_a_loop_that_is_cut_off_is_an_error_when_it_runs(device: str) -> None:
     f = rlx.compile(rlx.trace(lambda x: root(x, 2))(1.0), device=device)
     with pytest.raises(KernelError, match=r"while_loop.*: its condition still holds after max_steps"):
         f.run({"x": np.float32(2.0)})
-    (found,) = f.run({"x": np.float32(1.0)})  # and the next run is as good as ever
-    assert found == 1.0
+    (result,) = f.run({"x": np.float32(1.0)})  # and the next run is as good as ever
+    assert result == 1.0
 
 
 def test_what_is_made_of_a_loop_that_is_cut_off_is_an_error_too() -> None:

@@ -26,7 +26,7 @@ ROOT = np.sqrt(2.0)  # np.float64
 @pytest.mark.parametrize(
     "number", [np.float64(0.5), np.float32(0.5), np.int64(2), np.bool_(True), 0.5, 2, True], ids=repr
 )
-def test_a_number_takes_the_type_of_the_array_beside_it(kind: Any, number: Any) -> None:
+def test_a_number_takes_the_type_of_the_array_next_to_it(kind: Any, number: Any) -> None:
     x = X.astype(kind)
     wanted = (X.astype(np.float64) * float(number)).astype(kind)
 
@@ -46,9 +46,9 @@ def test_a_number_takes_the_type_of_the_array_beside_it(kind: Any, number: Any) 
         }  # fmt: skip
 
     for name, call in calls().items():
-        found = np.asarray(call())
-        assert found.dtype == np.dtype(kind), (name, found.dtype)
-        np.testing.assert_allclose(found.astype(np.float64), wanted.astype(np.float64), rtol=1e-6, err_msg=name)
+        result = np.asarray(call())
+        assert result.dtype == np.dtype(kind), (name, result.dtype)
+        np.testing.assert_allclose(result.astype(np.float64), wanted.astype(np.float64), rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("number", [np.float64(0.5), 0.5, np.int64(2), 2], ids=repr)
@@ -65,8 +65,8 @@ def test_graphs_and_flows_have_the_same_rule(number: Any) -> None:
     ]
     assert {str(v.type) for v in values} == {"f32[3]"}
     graph.set_outputs([values[0]])
-    (found,) = rlx.compile(graph).run({"x": X})
-    np.testing.assert_allclose(found, X * np.float32(number))
+    (result,) = rlx.compile(graph).run({"x": X})
+    np.testing.assert_allclose(result, X * np.float32(number))
     ids = graph.input("ids", (3,), "i32")
     assert str((ids + np.int64(3)).type) == str((ids + 3).type) == "i32[3]"
     with pytest.raises(DTypeError, match="5000000000 does not fit i32"):
@@ -112,14 +112,14 @@ def test_a_function_of_f32_stays_f32() -> None:
 
 def test_a_list_takes_the_type_of_its_arrays() -> None:
     assert rlx.jit(lambda x: rlx.stack([x[0], ROOT, 1.0, x[1]]))(X).dtype == np.float32
-    found = rlx.jit(lambda x: rlx.asarray([x[0], 0.1]))(X.astype(np.float64))
-    np.testing.assert_array_equal(found, [1.0, 0.1])  # not 0.1 rounded to f32
+    stacked = rlx.jit(lambda x: rlx.asarray([x[0], 0.1]))(X.astype(np.float64))
+    np.testing.assert_array_equal(stacked, [1.0, 0.1])  # not 0.1 rounded to f32
     with pytest.raises(DTypeError, match="300 does not fit i8"):
         rlx.jit(lambda x: rlx.stack([x, 300]))(np.int8([1])[0:1].reshape(()))
 
 
 # -- carries and branches ---------------------------------------------------------------------------------------------
-def test_a_carry_that_starts_as_a_number_takes_the_type_the_body_gives() -> None:
+def test_a_carry_that_begins_as_a_number_takes_the_type_the_body_gives() -> None:
     def add(c: Any, x: Any) -> Any:
         return c + x, c
 
@@ -137,7 +137,7 @@ def test_a_carry_that_starts_as_a_number_takes_the_type_the_body_gives() -> None
     assert rlx.fori_loop(0, 3, lambda i, c: c + np.ones(()), 0.0).dtype == np.float64
     gradient = rlx.jit(rlx.grad(lambda s, xs: rlx.scan(lambda c, x: (c * x, None), s, xs)[0]))(2.0, np.full(3, 3.0))
     np.testing.assert_allclose(gradient, 27.0)
-    with pytest.raises(ShapeError, match=r"scan: carry starts as f32\[\], the function gives i32\[\]"):
+    with pytest.raises(ShapeError, match=r"scan: carry starts as f32\[\], the function returns i32\[\]"):
         rlx.scan(lambda c, x: (x, c), 0.5, np.arange(3, dtype=np.int32))
 
 
@@ -161,7 +161,7 @@ def test_tangents_and_rules_take_numbers() -> None:
     def scaled(x: Any, factor: Any) -> Any:
         return x * factor
 
-    scaled.defvjp(lambda x, f: (x * f, (x, f)), lambda kept, ct: (ct * kept[1], np.sum(ct * kept[0])))
+    scaled.defvjp(lambda x, f: (x * f, (x, f)), lambda residuals, ct: (ct * residuals[1], np.sum(ct * residuals[0])))
     for factor in (ROOT, 2.0, np.int64(2)):
         dx = rlx.grad(lambda x, f=factor: np.sum(scaled(x, f)))(X)
         assert dx.dtype == np.float32
@@ -172,9 +172,9 @@ def test_tangents_and_rules_take_numbers() -> None:
 
 def test_random_numbers_take_numpy_scalars() -> None:
     key = rlx.random.key(0)
-    found = rlx.random.uniform(key, (1000,), minval=np.float64(2), maxval=np.float64(3))
-    assert found.dtype == np.float32 and found.min() >= 2 and found.max() < 3
-    np.testing.assert_array_equal(found, rlx.random.uniform(key, (1000,), minval=2.0, maxval=3.0))
+    samples = rlx.random.uniform(key, (1000,), minval=np.float64(2), maxval=np.float64(3))
+    assert samples.dtype == np.float32 and samples.min() >= 2 and samples.max() < 3
+    np.testing.assert_array_equal(samples, rlx.random.uniform(key, (1000,), minval=2.0, maxval=3.0))
     assert rlx.random.bernoulli(key, np.float64(0.5), (3,)).dtype == np.bool_
 
 

@@ -88,8 +88,8 @@ def test_learning_to_learn() -> None:
             total += loss(w - 0.1 * np.array([(down * x).sum(), down.sum(), (error * t).sum()]), x, y)
         return total / len(xs)
 
-    found = rlx.jit(rlx.grad(lambda w: np.mean(rlx.vmap(adapted, (None, 0, 0))(w, xs, ys))))(w)
-    np.testing.assert_allclose(found, slopes(in_numpy, w), rtol=1e-6)
+    gradient = rlx.jit(rlx.grad(lambda w: np.mean(rlx.vmap(adapted, (None, 0, 0))(w, xs, ys))))(w)
+    np.testing.assert_allclose(gradient, slopes(in_numpy, w), rtol=1e-6)
 
 
 def test_a_fixed_point_differentiated_by_its_equation() -> None:
@@ -97,8 +97,8 @@ def test_a_fixed_point_differentiated_by_its_equation() -> None:
     def fixed_point(a: Any) -> Any:
         return rlx.while_loop(lambda x: np.abs(np.cos(a * x) - x) > 1e-12, lambda x: np.cos(a * x), 0.5)
 
-    def back(kept: Any, ct: Any) -> Any:
-        a, x = kept
+    def back(residuals: Any, ct: Any) -> Any:
+        a, x = residuals
         return (-ct * x * np.sin(a * x) / (1 + a * np.sin(a * x)),)
 
     def forward(a: Any) -> Any:
@@ -114,9 +114,9 @@ def test_a_fixed_point_differentiated_by_its_equation() -> None:
         return x
 
     a = np.array([0.3, 0.7])
-    found = rlx.jit(rlx.vmap(rlx.value_and_grad(fixed_point)))(a)
-    np.testing.assert_allclose(found[0], in_numpy(a))
-    np.testing.assert_allclose(found[1], [slopes(in_numpy, v) for v in a], rtol=1e-6)
+    result = rlx.jit(rlx.vmap(rlx.value_and_grad(fixed_point)))(a)
+    np.testing.assert_allclose(result[0], in_numpy(a))
+    np.testing.assert_allclose(result[1], [slopes(in_numpy, v) for v in a], rtol=1e-6)
 
 
 def test_hamiltonian_monte_carlo() -> None:

@@ -132,7 +132,7 @@ def test_rm_asks_and_keeps_without_an_answer(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("rm", "tiny") == 1
-    assert "-y says yes" in capsys.readouterr().err
+    assert "use -y" in capsys.readouterr().err
     answers = iter(["no\n", "y\n"])
     monkeypatch.setattr(sys, "stdin", argparse.Namespace(isatty=lambda: True, readline=lambda: next(answers)))
     assert run("rm", "tiny") == 1

@@ -45,8 +45,8 @@ def seen(browser: Browser, column: int, kind: str = "") -> list[str]:
     """The rows on screen of a column, from top to bottom; those of a class, if asked."""
     rows = f"[...columns[{column}].space.querySelectorAll('.row{kind}')]"
     texts = f"{rows}.sort((a, b) => a.number - b.number).map(r => r.querySelector('.label').textContent)"
-    found: list[str] = browser.evaluate(texts)
-    return found
+    rows: list[str] = browser.evaluate(texts)
+    return rows
 
 
 def click(browser: Browser, column: int, text: str, part: str = "label") -> None:

@@ -71,8 +71,8 @@ class Page(HTMLParser):
             yield text, self.ops(number)
 
     def ops(self, number: int) -> frozenset[int]:
-        found = self.data["sets"][number] if number >= 0 else []
-        pairs = zip(found[::2], found[1::2], strict=True)
+        numbers = self.data["sets"][number] if number >= 0 else []
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
         return frozenset(op for first, count in pairs for op in range(first, first + count))
 
 

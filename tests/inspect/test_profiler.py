@@ -100,8 +100,8 @@ def test_a_share_is_of_the_arithmetic_in_use() -> None:
 
 def test_masks_of_a_report_hide_nothing(report: rlx.Report, encoder: rlx.CompiledGraph) -> None:
     """Inputs that stand for the last ones keep every key, so attention takes its time."""
-    given = encoder.report(bert_inputs(MINILM, 1, 64) | {"mask": np.ones((1, 64), np.float32)})
-    stand_in, real = (next(x for x in r.launches if x.kind == "attention").seconds for r in (report, given))
+    explicit = encoder.report(bert_inputs(MINILM, 1, 64) | {"mask": np.ones((1, 64), np.float32)})
+    stand_in, real = (next(x for x in r.launches if x.kind == "attention").seconds for r in (report, explicit))
     assert stand_in > real / 5
 
 
@@ -111,8 +111,8 @@ def test_a_report_is_a_table(report: rlx.Report) -> None:
     assert "GFLOPS" in machine and "GB/s" in machine
     assert columns.split() == ["kernel", "kind", "µs", "GB/s", "GFLOPS", "ceiling", "where"]
     assert len(rows) == 7 and all("layers.py:" in row and "%" in row for row in rows)
-    starts = {row.index("layers.0") for row in rows}
-    assert len(starts) == 1  # columns line up
+    columns = {row.index("layers.0") for row in rows}
+    assert len(columns) == 1  # columns line up
 
 
 def test_a_report_with_inputs_needs_no_run_before() -> None:

@@ -86,14 +86,18 @@ class Float64Model:
         self._hold_while_running(self.model.model.norm, {"weight": "output_norm.weight"})
         self._hold_while_running(self.model.lm_head, {"weight": head})
         for i, layer in enumerate(self.model.model.layers):
-            found = {f"{ours}.{kind}": f"blk.{i}.{theirs}.{kind}" for ours, theirs in names.items() for kind in KINDS}
-            self._hold_while_running(layer, {ours: name for ours, name in found.items() if name in self._tensors})
+            tensor_names = {
+                f"{ours}.{kind}": f"blk.{i}.{theirs}.{kind}" for ours, theirs in names.items() for kind in KINDS
+            }
+            self._hold_while_running(
+                layer, {ours: name for ours, name in tensor_names.items() if name in self._tensors}
+            )
 
     def logits(self, tokens: Sequence[int], last: int = 0) -> Array:
         """[seq, vocab] f64: the logits after each token, or after the `last` ones only."""
         with torch.inference_mode():
-            found = self.model(torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=last).logits[0]
-        rows: Array = found.numpy()
+            logits = self.model(torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=last).logits[0]
+        rows: Array = logits.numpy()
         return rows
 
     def _more(self) -> dict[str, Any]:

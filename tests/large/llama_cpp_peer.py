@@ -23,14 +23,14 @@ def after(llm: llama_cpp.Llama, tokens: list[int]) -> np.ndarray:
 
 def greedy(llm: llama_cpp.Llama, prompt: list[int], count: int) -> dict[str, Any]:
     llm.reset()
-    fed, made, tops = prompt, [], []
+    fed, generated, tops = prompt, [], []
     for _ in range(count):
         logits = after(llm, fed)
         second, first = np.argsort(logits, kind="stable")[-2:].tolist()
-        made.append(first)
+        generated.append(first)
         tops.append([float(logits[first]), float(logits[second])])
         fed = [first]
-    return {"prompt": prompt, "tokens": made, "tops": tops}
+    return {"prompt": prompt, "tokens": generated, "tops": tops}
 
 
 def main() -> None:

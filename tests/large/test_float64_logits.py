@@ -27,13 +27,13 @@ def test_top_token_is_that_of_float64_wherever_the_margin_exceeds_a_thousandth(
 
     tokens = model.tokenizer.encode(wiki)[:512]
     assert len(tokens) == 512
-    found = model.logits(tokens)
+    logits = model.logits(tokens)
     wanted = Float64Model(path).logits(tokens)
     top = np.partition(wanted, -2, axis=1)[:, -2:]
     clear = top[:, 1] - top[:, 0] > MARGIN
     assert clear.sum() > 500  # else the next line says little
-    assert (found.argmax(1) == wanted.argmax(1))[clear].all()
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() < 2e-4
+    assert (logits.argmax(1) == wanted.argmax(1))[clear].all()
+    assert np.abs(logits - wanted).max() / np.abs(wanted).max() < 2e-4
 
 
 def divergence(wanted: np.ndarray, logits: np.ndarray) -> float:
@@ -56,5 +56,5 @@ def test_rounded_activations_are_no_further_from_float64_than_those_of_llama_cpp
     ask_llama_cpp({"model": str(path), "text": tokens, "file": str(tmp_path / "logits.npy")})
     theirs = np.load(tmp_path / "logits.npy")
     wanted = Float64Model(path).logits(tokens)
-    found, limit = divergence(wanted, ours), divergence(wanted, theirs)
-    assert 0 < found < 1.2 * limit, f"{found:.5f} nats from float64, llama.cpp's are {limit:.5f}"
+    own_divergence, limit = divergence(wanted, ours), divergence(wanted, theirs)
+    assert 0 < own_divergence < 1.2 * limit, f"{own_divergence:.5f} nats from float64, llama.cpp's are {limit:.5f}"

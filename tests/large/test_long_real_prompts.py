@@ -35,20 +35,20 @@ def gemma(path: Path, request: pytest.FixtureRequest) -> Iterator[LanguageModel]
 
 @pytest.fixture(scope="module")
 def tokens(gemma: LanguageModel, wiki: str) -> list[int]:
-    found = gemma.token_ids(wiki)[:LONG]
-    assert len(found) == LONG
-    return found
+    ids = gemma.token_ids(wiki)[:LONG]
+    assert len(ids) == LONG
+    return ids
 
 
 def test_chunks_of_64_and_500_give_the_same_text(
     gemma: LanguageModel, tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    completions = []
     for chunk in (64, 500):
         gemma.caches.clear()
         monkeypatch.setattr(generate, "CHUNK", chunk)
-        found.append(gemma.generate(tokens, max_tokens=COUNT, logprobs=TOP))
-    small, large = found
+        completions.append(gemma.generate(tokens, max_tokens=COUNT, logprobs=TOP))
+    small, large = completions
     assert len(small.tokens) == COUNT and small.usage.cached_tokens == large.usage.cached_tokens == 0
     assert small.text == large.text and small.tokens == large.tokens
     assert small.logprobs == large.logprobs  # bit by bit: equal texts are no accident of clear margins
@@ -72,12 +72,12 @@ def test_probabilities_are_those_of_float64(path: Path, wiki: str) -> None:
     with rlx.load(path, threads=2, context=2 * LONG, precision="f32") as gemma:
         assert isinstance(gemma, LanguageModel)
         tokens = gemma.token_ids(wiki)[:LONG]
-        found = gemma.generate(tokens, max_tokens=8, logprobs=TOP)
-    logits = Float64Model(path).logits(tokens + found.tokens[:-1], last=8)
+        completion = gemma.generate(tokens, max_tokens=8, logprobs=TOP)
+    logits = Float64Model(path).logits(tokens + completion.tokens[:-1], last=8)
     logits -= logits.max(1, keepdims=True)
     wanted = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    assert found.logprobs is not None
-    for row, at in zip(wanted, found.logprobs, strict=True):
+    assert completion.logprobs is not None
+    for row, at in zip(wanted, completion.logprobs, strict=True):
         ids, numbers = map(np.array, zip(*at.top, strict=True))
         assert np.abs(numbers - row[ids]).max() < 1e-3
         assert row[at.token] == row.max()

@@ -24,11 +24,12 @@ sys.path.insert(0, {source!r})
 import rlx
 model = rlx.load({path!r}, context=4096)
 prompt = model.token_ids(json.load(sys.stdin))[:4000]
-made = model.generate(prompt, max_tokens=16, temperature=0.0)
+completion = model.generate(prompt, max_tokens=16, temperature=0.0)
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 memory = model.memory()
 print(json.dumps({{
-    "peak": peak, "read": len(prompt), "tokens": made.tokens, "cache": model.cache_dtype, "kept": memory.weights == 0,
+    "peak": peak, "read": len(prompt), "tokens": completion.tokens, "cache": model.cache_dtype,
+    "kept": memory.weights == 0,
     "compiled": "llvmlite" in open("/proc/self/maps").read(),
 }}))
 """
@@ -39,14 +40,14 @@ def test_a_gguf_of_1_1_gb_runs_in_less_than_1_3_gb_at_a_context_of_4096(tmp_path
     assert path.stat().st_size > 1.1e9
     env = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"} | {"RLX_CACHE": str(tmp_path / "cache")}
     code = CHILD.format(source=source(), path=str(path))
-    found = []
+    reports = []
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, input=json.dumps(wiki), capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found.append(json.loads(done.stdout))
-    cold, warm = found
+        reports.append(json.loads(done.stdout))
+    cold, warm = reports
     assert cold["compiled"] and not warm["compiled"] and cold["kept"] and warm["kept"]
     assert cold["read"] == warm["read"] == 4000 and cold["cache"] == warm["cache"] == "f16"
     assert cold["tokens"] == warm["tokens"]

@@ -52,10 +52,10 @@ def test_one_thread_and_two(model: LanguageModel, path: Path, tokens: list[int])
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks(fresh: LanguageModel, tokens: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, text = fresh.logits(tokens), complete(fresh, tokens)
+    unchunked, text = fresh.logits(tokens), complete(fresh, tokens)
     fresh.caches.clear()
     monkeypatch.setattr(generate, "CHUNK", chunk)
-    assert fresh.logits(tokens).tobytes() == whole.tobytes()
+    assert fresh.logits(tokens).tobytes() == unchunked.tobytes()
     assert bits(complete(fresh, tokens)) == bits(text)
 
 
@@ -81,12 +81,13 @@ def test_neighbours_in_the_batch(fresh: LanguageModel, tokens: list[int]) -> Non
 def test_callers_at_the_same_time(fresh: LanguageModel, tokens: list[int]) -> None:
     rows = [tokens[start : start + 30] for start in range(0, 160, 20)]
     alone = [complete(fresh, row) for row in rows]
-    found: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     threads = [
-        threading.Thread(target=lambda i=i: found.__setitem__(i, complete(fresh, rows[i]))) for i in range(len(rows))
+        threading.Thread(target=lambda i=i: completions.__setitem__(i, complete(fresh, rows[i])))
+        for i in range(len(rows))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [bits(found[i]) for i in range(len(rows))] == [bits(c) for c in alone]
+    assert [bits(completions[i]) for i in range(len(rows))] == [bits(c) for c in alone]

@@ -89,9 +89,9 @@ def test_known_floats_are_computed_as_numpy_rounds_them(name: str, kind: DType, 
     a, b = (data.draw(st.floats(width=8 * kind.size)) for _ in range(2))  # type: ignore[arg-type]
     with np.errstate(all="ignore"):
         wanted = signs[name](np.array(a, kind.numpy), np.array(b, kind.numpy))
-    found = signs[name](Const(a, kind), b)
-    assert isinstance(found, Const)
-    assert np.array(found.value, kind.numpy).tobytes() == wanted.tobytes() or np.isnan(wanted)
+    folded = signs[name](Const(a, kind), b)
+    assert isinstance(folded, Const)
+    assert np.array(folded.value, kind.numpy).tobytes() == wanted.tobytes() or np.isnan(wanted)
 
 
 def test_conditions_that_are_known_vanish() -> None:
@@ -150,8 +150,8 @@ def test_known_integers_become_constants_of_a_type() -> None:
         (lambda: J + X, "add of i64 and f32"),
         (lambda: J < I, "lt of i64 and i32"),
         (lambda: (J < N).select(X, J), "select of f32 and i64"),
-        (lambda: J + 0.5, "0.5 beside i64"),
-        (lambda: I & 0xFFFFFFFF, "4294967295 beside i32"),
+        (lambda: J + 0.5, "0.5 is not representable in i64"),
+        (lambda: I & 0xFFFFFFFF, "4294967295 is not representable in i32"),
         (lambda: bool(J < N), "no truth value"),
     ],
 )

@@ -23,12 +23,12 @@ from rlx.profile import CompileProfile
 from rlx.types import TensorType
 
 ATTENTION = AttentionKernel(F32, 16, 16, 2, "causal", 0, 0.25, 0.0, None)
-BESIDE = (EpilogueOperand("x0", F32, True), EpilogueOperand("y1", F32, True, True))
+EPILOGUE_OPERANDS = (EpilogueOperand("x0", F32, True), EpilogueOperand("y1", F32, True, True))
 LAYOUT = AVX512.layout(F32, TensorType((8, 8), F32))
 KERNELS: dict[str, tuple[Kernel, str, str]] = {
     "loops": (LoopKernel("copy", (Param("x", F32), Param("y", F32, True)), ("n",), For("u", 1, ())), "x", "y"),
-    "matmul": (MatmulKernel(F32, LAYOUT, 1, None, BESIDE), "a b x0", "y1"),
-    "grouped": (MatmulKernel(F32, LAYOUT, 1, None, BESIDE, grouped="rows"), "a b index x0", "y1"),
+    "matmul": (MatmulKernel(F32, LAYOUT, 1, None, EPILOGUE_OPERANDS), "a b x0", "y1"),
+    "grouped": (MatmulKernel(F32, LAYOUT, 1, None, EPILOGUE_OPERANDS, grouped="rows"), "a b index x0", "y1"),
     "attention": (ATTENTION, "q k v mask", "out"),
     "with lse": (AttentionKernel(F32, 16, 16, 2, "none", 0, 0.25, 0.0, None, lse=True), "q k v mask", "out lse"),
     "cached": (
@@ -55,11 +55,11 @@ def test_a_kernel_says_what_it_multiplies() -> None:
     assert AttentionGradKernel(AttentionKernel(F64, 8, 8, 1, "none", 0, 1.0, 0.0, None)).arithmetic() == "f64"
 
 
-@pytest.mark.parametrize(("storage", "found"), [("q4_0", "dot_u7"), ("q8_0", "dot_u8"), ("q4_k", "dot_u7")])
-def test_a_layout_of_integers_says_what_is_multiplied(storage: str, found: str) -> None:
+@pytest.mark.parametrize(("storage", "arithmetic"), [("q4_0", "dot_u7"), ("q8_0", "dot_u8"), ("q4_k", "dot_u7")])
+def test_a_layout_of_integers_says_what_is_multiplied(storage: str, arithmetic: str) -> None:
     w = TensorType((64, 512), dtype(storage))
     layouts = [AVX512.layout(F32, w, rounded=rounded) for rounded in (True, False)]
-    assert [MatmulKernel(F32, layout, 1, None, ()).arithmetic() for layout in layouts] == [found, "f32"]
+    assert [MatmulKernel(F32, layout, 1, None, ()).arithmetic() for layout in layouts] == [arithmetic, "f32"]
 
 
 def test_a_field_that_text_leaves_out_has_its_default() -> None:
@@ -120,7 +120,7 @@ def test_epilogues_must_end_with_what_is_stored() -> None:
     for change, message in (
         (plain.replace("    y0 = ", "    y1 = "), "ends with the values of y0"),
         (plain.replace("= acc", "= acc["), "line 5"),
-        (plain.replace("  operand y0", "  tile y0"), "'tile' is no part of a matmul"),
+        (plain.replace("  operand y0", "  tile y0"), "'tile' is not part of a matmul"),
         (plain.replace("cpu.panels(16)", "cpu.pans(16)"), "line 1: .*pans"),
     ):
         assert change != plain

@@ -31,8 +31,8 @@ def test_operands_of_epilogues_may_be_transposed(axes: tuple[int, ...], dtype: s
     x, y, z = (g.input(n, v.shape, dtype) for n, v in (("x", a), ("y", b), ("z", c)))
     g.set_outputs([x @ y + z.transpose(axes=axes)])
     arrays = {n: v.astype(dtype.replace("f", "float")) for n, v in (("x", a), ("y", b), ("z", c))}
-    (found,) = rlx.compile(g).run(arrays)
-    np.testing.assert_allclose(found, a @ b + c.transpose(axes), rtol=1e-4, atol=1e-4)
+    (result,) = rlx.compile(g).run(arrays)
+    np.testing.assert_allclose(result, a @ b + c.transpose(axes), rtol=1e-4, atol=1e-4)
 
 
 LEFT: dict[str, tuple[tuple[int, ...], Turn, int]] = {  # shape, view of it, copies that it costs
@@ -93,8 +93,8 @@ def test_the_gradient_of_a_gate_is_part_of_the_product_that_it_reads() -> None:
     product = dy @ w
     g.set_outputs([product * gate, (product * up * gate).tanh()])
     compiled = rlx.compile(g)
-    found = compiled.run(arrays)
+    results = compiled.run(arrays)
     exact = arrays["dy"].astype(np.float64) @ arrays["w"]
-    np.testing.assert_allclose(found[0], exact * arrays["gate"], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found[1], np.tanh(exact * arrays["up"] * arrays["gate"]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(results[0], exact * arrays["gate"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(results[1], np.tanh(exact * arrays["up"] * arrays["gate"]), rtol=1e-4, atol=1e-4)
     assert launches(compiled) == ["matmul"]

@@ -55,10 +55,10 @@ def cases(name: str) -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_pass_does_what_its_fixture_says(name: str, update: bool) -> None:
-    found = [(title, before, PASSES[name](Program.parse(before)).strip("\n")) for title, before, _ in cases(name)]
-    assert found, "a fixture has cases"
+    results = [(title, before, PASSES[name](Program.parse(before)).strip("\n")) for title, before, _ in cases(name)]
+    assert results, "a fixture has cases"
     if update:
-        text = "\n".join(f"=== {title}\n{before}\n---\n{after}\n" for title, before, after in found)
+        text = "\n".join(f"=== {title}\n{before}\n---\n{after}\n" for title, before, after in results)
         (FIXTURES / f"{name}.lir").write_text(text)
-    for (title, _, after), (_, _, wanted) in zip(found, cases(name), strict=True):
+    for (title, _, after), (_, _, wanted) in zip(results, cases(name), strict=True):
         assert after == wanted, title

@@ -19,7 +19,7 @@ import rlx
 from rlx.lir.memory import Plan, lifetimes, plan
 from rlx.lir.program import ARENA, Branch, Launch, Loop, Program
 from rlx.lir.schedule import schedule
-from rlx.lir.views import View, moving
+from rlx.lir.views import View, offset_steps
 from rlx.mir.pipeline import optimise
 from rlx.types import evaluate
 
@@ -253,8 +253,8 @@ def test_no_two_launches_race_at_any_size(time: int, batch: int) -> None:
 def test_how_offsets_move() -> None:
     n, t, p = rlx.dim("n"), rlx.dim("t0"), rlx.dim("p0")
     offset: Any = 3 + 4 * n + 5 * n * t - (2 * n + 1) * p + (n + 2) * t
-    assert moving(offset, ["t0", "p0"]) == {"t0": 6 * n + 2, "p0": -2 * n - 1}
-    assert moving(offset, ["u0"]) == {} and moving(7, ["t0"]) == {}
+    assert offset_steps(offset, ["t0", "p0"]) == {"t0": 6 * n + 2, "p0": -2 * n - 1}
+    assert offset_steps(offset, ["u0"]) == {} and offset_steps(7, ["t0"]) == {}
     view = View("b", rlx.dtype("f32"), (n, 3), (3, 1), offset).bound({"n": 2}, ["t0", "p0"])
     assert (view.shape, view.strides, str(view.offset)) == ((2, 3), (3, 1), "-5*p0 + 14*t0 + 11")
 

@@ -24,20 +24,20 @@ lives_and_sizes = st.lists(
 )
 
 
-def check(lives: list[Lifetime], found: Plan) -> None:
+def check(lives: list[Lifetime], planned: Plan) -> None:
     """Everything a plan promises."""
     for x, y in itertools.combinations(lives, 2):
         if x.first <= y.last and y.first <= x.last:
-            a, b = found.offsets[x.name], found.offsets[y.name]
+            a, b = planned.offsets[x.name], planned.offsets[y.name]
             assert (
-                a + found.sizes[x.name] <= b
-                or b + found.sizes[y.name] <= a
-                or 0 in (found.sizes[x.name], found.sizes[y.name])
+                a + planned.sizes[x.name] <= b
+                or b + planned.sizes[y.name] <= a
+                or 0 in (planned.sizes[x.name], planned.sizes[y.name])
             )
-    ends = [found.offsets[x.name] + found.sizes[x.name] for x in lives]
-    assert max(ends, default=0) <= found.size
-    assert found.bound <= found.size <= sum(found.sizes.values())
-    assert all(o % ALIGNMENT == 0 for o in found.offsets.values())
+    ends = [planned.offsets[x.name] + planned.sizes[x.name] for x in lives]
+    assert max(ends, default=0) <= planned.size
+    assert planned.bound <= planned.size <= sum(planned.sizes.values())
+    assert all(o % ALIGNMENT == 0 for o in planned.offsets.values())
 
 
 @given(lives_and_sizes)
@@ -45,24 +45,24 @@ def check(lives: list[Lifetime], found: Plan) -> None:
 def test_live_buffers_never_overlap(drawn: list[tuple[int, int, int]]) -> None:
     lives = [Lifetime(f"b{i}", first, first + length) for i, (first, length, _) in enumerate(drawn)]
     sizes = {f"b{i}": size for i, (_, _, size) in enumerate(drawn)}
-    found = plan(lives, sizes)
-    check(lives, found)
-    assert all(sizes[n] <= found.sizes[n] < sizes[n] + ALIGNMENT for n in sizes)
-    assert found.bound == max(
-        (sum(found.sizes[x.name] for x in lives if x.first <= p <= x.last) for p in range(20)), default=0
+    planned = plan(lives, sizes)
+    check(lives, planned)
+    assert all(sizes[n] <= planned.sizes[n] < sizes[n] + ALIGNMENT for n in sizes)
+    assert planned.bound == max(
+        (sum(planned.sizes[x.name] for x in lives if x.first <= p <= x.last) for p in range(20)), default=0
     )
 
 
 def test_a_chain_needs_two_buffers() -> None:
     lives = [Lifetime(f"b{i}", i, i + 1) for i in range(10)]
-    found = plan(lives, dict.fromkeys((x.name for x in lives), 128))
-    assert found.size == found.bound == 256
+    planned = plan(lives, dict.fromkeys((x.name for x in lives), 128))
+    assert planned.size == planned.bound == 256
 
 
 def test_freed_neighbours_make_room_for_something_large() -> None:
     lives = [Lifetime("a", 0, 0), Lifetime("b", 0, 0), Lifetime("c", 1, 1)]
-    found = plan(lives, {"a": 64, "b": 64, "c": 128})
-    assert found.size == found.bound == 128
+    planned = plan(lives, {"a": 64, "b": 64, "c": 128})
+    assert planned.size == planned.bound == 128
 
 
 def test_nothing_needs_nothing() -> None:
@@ -92,24 +92,24 @@ PROGRAMS = {
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_plans_of_layers_are_close_to_the_bound(name: str, which: int) -> None:
-    found, bindings = PROGRAMS[name]
-    lives = lifetimes(found)
-    done = plan(lives, {x.name: evaluate(found.buffers[x.name].type.bytes, bindings[which]) for x in lives})
+    program, bindings = PROGRAMS[name]
+    lives = lifetimes(program)
+    done = plan(lives, {x.name: evaluate(program.buffers[x.name].type.bytes, bindings[which]) for x in lives})
     check(lives, done)
     assert done.size <= 1.15 * done.bound
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_arena_does_not_grow_with_the_past(name: str) -> None:
-    found, _ = PROGRAMS[name]
-    arena = [b for b in found.buffers.values() if b.kind == ARENA]
+    program, _ = PROGRAMS[name]
+    arena = [b for b in program.buffers.values() if b.kind == ARENA]
     assert arena and not any("past" in str(b.type) for b in arena)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_lifetimes_span_every_use_in_barrier_phases(name: str) -> None:
-    found, _ = PROGRAMS[name]
-    phases = list(itertools.accumulate((int(x.barrier) for x in found.launches), initial=0))
-    for life in lifetimes(found):
-        used = [phases[i] for i, x in enumerate(found.launches) for v in x.views() if v.buffer == life.name]
+    program, _ = PROGRAMS[name]
+    phases = list(itertools.accumulate((int(x.barrier) for x in program.launches), initial=0))
+    for life in lifetimes(program):
+        used = [phases[i] for i, x in enumerate(program.launches) for v in x.views() if v.buffer == life.name]
         assert (life.first, life.last) == (min(used), max(used))

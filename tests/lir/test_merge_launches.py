@@ -62,8 +62,8 @@ def test_what_one_unit_writes_the_same_unit_may_read() -> None:
     assert len(merged(by_rows(first), second)) == len(merged(first, by_rows(second))) == 2
     assert len(merged(by_rows(first), by_rows(second, "y1"))) == 2  # all of it is read by every unit
     assert len(merged(by_rows(first), replace(second, shares={"x0": 8, "y1": 8}))) == 2  # other rows
-    turned = replace(by_rows(second), words=(View("b", F32, (N,), (2,)), *second.words[1:]))
-    assert len(merged(by_rows(first), turned)) == 2
+    strided = replace(by_rows(second), words=(View("b", F32, (N,), (2,)), *second.words[1:]))
+    assert len(merged(by_rows(first), strided)) == 2
     assert len(merged(by_rows(first), by_rows(launch("b", "a", name="back")))) == 2
     assert len(merged(by_rows(first), by_rows(launch("d", "c", name="apart")))) == 2
     (three,) = merged(by_rows(first), by_rows(second), by_rows(launch("c", "d", name="cut")))

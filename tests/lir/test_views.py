@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 shapes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 
 
-def whole(shape: tuple[Size, ...]) -> View:
+def contiguous(shape: tuple[Size, ...]) -> View:
     return View("b", F32, shape, contiguous_strides(shape))
 
 
@@ -61,11 +61,11 @@ def step(draw: Any, view: View, array: Array) -> tuple[View | None, Array]:
             return view.expand(shape), np.broadcast_to(array, shape)
         case _:
             shape = factorisations(draw, array.size)
-            found = view.reshape(shape)
-            if found is None:
+            reshaped = view.reshape(shape)
+            if reshaped is None:
                 with pytest.raises(ValueError, match="copy"):
                     np.reshape(array, shape, copy=False)
-            return found, array.reshape(shape)
+            return reshaped, array.reshape(shape)
 
 
 @given(shapes, st.data())
@@ -73,7 +73,7 @@ def step(draw: Any, view: View, array: Array) -> tuple[View | None, Array]:
 def test_views_of_views_show_what_numpy_shows(shape: tuple[int, ...], data: Any) -> None:
     buffer = np.arange(int(np.prod(shape)) + 1, dtype=np.float32)
     array = buffer[:-1].reshape(shape)
-    view: View | None = whole(shape)
+    view: View | None = contiguous(shape)
     for _ in range(data.draw(st.integers(1, 5))):
         assert view is not None
         view, array = step(data.draw, view, array)
@@ -88,8 +88,8 @@ def test_views_of_views_show_what_numpy_shows(shape: tuple[int, ...], data: Any)
 @given(shapes)
 @examples()
 def test_a_contiguous_view_takes_any_shape(shape: tuple[int, ...]) -> None:
-    assert whole(shape).is_contiguous()
-    flat = whole(shape).reshape((int(np.prod(shape)),))
+    assert contiguous(shape).is_contiguous()
+    flat = contiguous(shape).reshape((int(np.prod(shape)),))
     assert flat is not None and flat.strides == (1,)
 
 
@@ -113,7 +113,7 @@ SYMBOLIC = [
 @pytest.mark.parametrize(("start", "ops", "works"), SYMBOLIC)
 def test_run_time_sizes_reshape_where_strides_can_say_it(start: Any, ops: list[Any], works: bool) -> None:
     binding = {"b": 2, "s": 3}
-    view: View | None = whole(as_shape(start))
+    view: View | None = contiguous(as_shape(start))
     assert view is not None
     array = np.arange(evaluate(product(view.shape), binding), dtype=np.float32).reshape(concrete(view.shape, binding))
     buffer = array.reshape(-1)
@@ -139,7 +139,7 @@ def test_run_time_sizes_reshape_where_strides_can_say_it(start: Any, ops: list[A
 
 
 def test_views_read_well() -> None:
-    v = whole((4, 6))
+    v = contiguous((4, 6))
     assert str(v) == "b"
     assert str(v.shifted(12)) == "b+12"
     assert str(v.transpose((1, 0))) == "b<1, 6>"

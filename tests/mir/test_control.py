@@ -21,8 +21,8 @@ SHAPES: dict[str, tuple[Any, ...]] = {"c": (2, 8), "w": (8, 8), "v": (8, 8), "x"
 
 def body_of(*names: str, build: Any, level: str = "mir") -> rlx.Graph:
     g = rlx.Graph("body", level=level)
-    made = build(*(g.input(n, SHAPES[n]) for n in names))
-    return g.set_outputs(made if isinstance(made, list) else [made])
+    results = build(*(g.input(n, SHAPES[n]) for n in names))
+    return g.set_outputs(results if isinstance(results, list) else [results])
 
 
 def ops(graph: rlx.Graph) -> list[str]:
@@ -106,8 +106,8 @@ def test_equal_scans_are_one_and_others_are_not() -> None:
     def scans(*factors: float) -> int:
         g = rlx.Graph("g")
         c = g.input("c", (2, 8))
-        made = [g.scan(c, body_of("c", build=lambda c, k=k: c * k), 3) for k in factors]
-        return ops(optimise(g.set_outputs(made), AVX512).main).count("scan")
+        loops = [g.scan(c, body_of("c", build=lambda c, k=k: c * k), 3) for k in factors]
+        return ops(optimise(g.set_outputs(loops), AVX512).main).count("scan")
 
     assert (scans(2.0, 2.0), scans(2.0, 3.0), scans(2.0, 3.0, 2.0)) == (1, 2, 2)
 
@@ -128,8 +128,8 @@ def test_unused_results_and_inputs_do_no_harm() -> None:
     _, ys = g.scan_general([c], body, 3, broadcasts=[w], xs=[xs])
     f = rlx.compile(g.set_outputs([ys[0]]))
     x = np.linspace(-1, 1, 48, dtype=f32).reshape(3, 2, 8)
-    (found,) = f.run({"c": np.zeros((2, 8), f32), "w": np.zeros((8, 8), f32), "xs": x})
-    np.testing.assert_allclose(found, np.tanh(x), rtol=1e-5)
+    (result,) = f.run({"c": np.zeros((2, 8), f32), "w": np.zeros((8, 8), f32), "xs": x})
+    np.testing.assert_allclose(result, np.tanh(x), rtol=1e-5)
 
 
 def test_blocks_inside_bodies_are_lowered() -> None:

@@ -103,10 +103,10 @@ def test_what_the_rules_let_through_is_so(g: Graph) -> None:
     inputs = [node.attrs["name"] for node in g.inputs]
     f = rlx.compile(g, device="reference")
     f.set_params({name: array for name, array in leaves.items() if name not in inputs})
-    whole = f.run({name: leaves[name] for name in inputs})
+    together = f.run({name: leaves[name] for name in inputs})
     alone = [f.run({name: leaves[name][i : i + 1] for name in inputs}) for i in range(3)]
-    for i, array in enumerate(whole):
-        np.testing.assert_allclose(array, np.concatenate([found[i] for found in alone]), rtol=1e-9, atol=1e-12)
+    for i, array in enumerate(together):
+        np.testing.assert_allclose(array, np.concatenate([entry[i] for entry in alone]), rtol=1e-9, atol=1e-12)
 
 
 # -- the trait of ops -------------------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ def are_alike(g: Graph, case: Sample) -> bool:
 
     together, alone = evaluated(0, 3), [evaluated(i, i + 1) for i in range(3)]
     return all(
-        np.allclose(whole, np.concatenate([entry[k] for entry in alone]), rtol=1e-4, atol=1e-4, equal_nan=True)
-        for k, whole in enumerate(together)
+        np.allclose(batch, np.concatenate([entry[k] for entry in alone]), rtol=1e-4, atol=1e-4, equal_nan=True)
+        for k, batch in enumerate(together)
     )
 
 

@@ -38,8 +38,8 @@ def product(x: Array, w: Array) -> Array:
     left = np.rint((x - low) * (f(1) / step)).astype(np.int64)
     scale = np.maximum(np.abs(w).max(0) / f(127), f(1e-12))
     right = np.rint(w / scale).astype(np.int64)
-    found: Array = (left @ right).astype(f) * step * scale + low * (right.sum(0).astype(f) * scale)
-    return found
+    y: Array = (left @ right).astype(f) * step * scale + low * (right.sum(0).astype(f) * scale)
+    return y
 
 
 def ops(graph: Graph) -> list[str]:
@@ -55,13 +55,13 @@ def test_a_product_has_the_bits_of_the_definition(place: str, k: int, n: int) ->
     x, w = rng.normal(size=(9, k)).astype(np.float32), rng.normal(size=(k, n)).astype(np.float32)
     x[2], x[3], w[:, 5] = 0, np.abs(x[3]) * 1e4, 0
     f = compiled(g, place, w=w)
-    (found,) = f.run({"x": x})
-    np.testing.assert_array_equal(found, product(x, w))
-    np.testing.assert_array_equal(found[2], 0)
+    (y,) = f.run({"x": x})
+    np.testing.assert_array_equal(y, product(x, w))
+    np.testing.assert_array_equal(y[2], 0)
     for m in (1, 2, 8):
-        np.testing.assert_array_equal(f.run({"x": x[:m]})[0], found[:m])
+        np.testing.assert_array_equal(f.run({"x": x[:m]})[0], y[:m])
     exact = x.astype(np.float64) @ w
-    assert np.abs(found - exact).max() < 0.02 * np.abs(exact).max()
+    assert np.abs(y - exact).max() < 0.02 * np.abs(exact).max()
 
 
 @PLACES
@@ -72,9 +72,9 @@ def test_what_is_around_a_product_stays_f32(place: str) -> None:
     g.set_outputs([y])
     a, s = (rng.normal(size=(2, 5, k)).astype(np.float32) for k in (96, 64))
     w, bias = rng.normal(size=(96, 64)).astype(np.float32), rng.normal(size=64).astype(np.float32)
-    (found,) = compiled(g, place, w=w, bias=bias).run({"x": a, "r": s})
+    (result,) = compiled(g, place, w=w, bias=bias).run({"x": a, "r": s})
     wanted = np.tanh((product(a, w) + bias).astype(np.float64)) * s
-    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    assert np.abs(result - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
 @PLACES
@@ -92,12 +92,12 @@ def test_columns_of_a_norm_that_reach_far_leave_steps_to_the_others(place: str, 
     params["gamma"][7], params["beta"][9], params["gamma"][11], params["beta"][11] = 60, -40, 0, 0
     for name in "ab":
         params[name][[7, 9]] *= 0.01  # as in trained models, where such columns would drown the others
-    *found, normed = compiled(g, place, **params).run({"x": x})
+    *products, normed = compiled(g, place, **params).run({"x": x})
     wide = x.astype(np.float64)
     wide = wide - wide.mean(-1, keepdims=True) if kind == "layer_norm" else wide
     exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * params["gamma"] + params["beta"]
     assert relative(normed, exact) < 1e-6
-    for name, have in zip("ab", found, strict=True):
+    for name, have in zip("ab", products, strict=True):
         wanted = exact @ params[name]
         plain = product(normed, params[name])
         assert np.isfinite(have).all()
@@ -111,8 +111,8 @@ def test_devices_agree_on_an_encoder() -> None:
     (exact,) = bert_numpy(sizes, params, **inputs)
     # An activation that lies between two integers may go to either by its last bit.
     assert relative(results[0], results[1]) < 0.005
-    for found in results:
-        assert 1e-4 < relative(found, exact) < 0.05
+    for result in results:
+        assert 1e-4 < relative(result, exact) < 0.05
 
 
 # -- which products --------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ def test_an_input_of_several_products_is_quantised_once() -> None:
     g = Graph("shared")
     x = g.input("x", ("n", 64)).layer_norm()
     g.set_outputs([x @ g.param(name, (64, 64)) + g.param(f"{name}.bias", (64,)) for name in ("q", "k", "v")])
-    found = ops(optimise(g, AVX512, INT8).main)
-    assert found.count("quantised_norm") == 1 and "quantise_rows" not in found
+    names = ops(optimise(g, AVX512, INT8).main)
+    assert names.count("quantised_norm") == 1 and "quantise_rows" not in names
     assert integer_products(g) == 1, "products of one left side are one"
     plain = CompileProfile(Fusion(skip=True), precision=Precision("int8"))
     assert ops(optimise(g, AVX512, plain).main).count("quantise_rows") == 1 and integer_products(g, plain) == 3
@@ -172,10 +172,10 @@ def test_gates_are_integer_products_too() -> None:
     assert integer_products(g) == 1
     w = {name: rng.normal(size=(64, 96)).astype(np.float32) for name in ("gate", "up")}
     a = rng.normal(size=(5, 64)).astype(np.float32)
-    (found,) = compiled(g, TARGETS[0], **w).run({"x": a})
+    (y,) = compiled(g, TARGETS[0], **w).run({"x": a})
     gate, up = (product(a, w[name]).astype(np.float64) for name in ("gate", "up"))
     wanted = gate / (1 + np.exp(-gate)) * up
-    assert np.abs(found - wanted).max() <= 2e-6 * np.abs(wanted).max()
+    assert np.abs(y - wanted).max() <= 2e-6 * np.abs(wanted).max()
 
 
 @PLACES
@@ -187,9 +187,9 @@ def test_loops_stay_f32(place: str) -> None:
     g.set_outputs([g.apply("scan", g.input("x", (3, 64)), g.param("w", (64, 64)), body=body, length=2, carries=1,
                            broadcasts=1)])  # fmt: skip
     x, array = rng.normal(size=(3, 64)).astype(np.float32), rng.normal(size=(64, 64)).astype(np.float32) / 8
-    (found,) = compiled(g, place, w=array).run({"x": x})
+    (y,) = compiled(g, place, w=array).run({"x": x})
     wanted = np.tanh(np.tanh(x.astype(np.float64) @ array) @ array)
-    assert np.abs(found - wanted).max() < 1e-5
+    assert np.abs(y - wanted).max() < 1e-5
 
 
 def test_an_encoder_layer_has_no_other_launches() -> None:

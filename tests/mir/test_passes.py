@@ -104,11 +104,11 @@ def apply(name: str, graph: Graph) -> tuple[str, Graph | Hoisted]:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_pass_does_what_its_fixture_says(name: str, update: bool) -> None:
-    found = [Case(c.title, c.before, apply(name, Graph.parse(c.before))[0]) for c in cases(name)]
+    rewritten = [Case(c.title, c.before, apply(name, Graph.parse(c.before))[0]) for c in cases(name)]
     if update:
-        text = "\n".join(f"=== {c.title}\n{c.before}\n---\n{c.after}\n" for c in found)
+        text = "\n".join(f"=== {c.title}\n{c.before}\n---\n{c.after}\n" for c in rewritten)
         (FIXTURES / f"{name}.ir").write_text(text)
-    for have, want in zip(found, cases(name), strict=True):
+    for have, want in zip(rewritten, cases(name), strict=True):
         assert have == want, have.title
         assert Graph.parse(have.before).text(full=True) == have.before, "before is printed as the printer does"
 

@@ -203,14 +203,14 @@ def test_the_table_says_what_each_pass_did() -> None:
 def test_rewrites_are_nodes_that_were_replaced_or_dropped() -> None:
     g = Graph("g")
     x = g.input("x", (2, 3))
-    kept = x.reshape(3, 2)
+    shaped = x.reshape(3, 2)
     g.tanh(x)  # dead
-    g.set_outputs([(kept * 1.0).tanh(), kept.tanh() + kept.tanh()])
+    g.set_outputs([(shaped * 1.0).tanh(), shaped.tanh() + shaped.tanh()])
     entries = {e.name: e for e in optimise(g, AVX512).log.entries[:4]}
-    found = {name: (e.before, e.after, e.rewrites) for name, e in entries.items()}
-    assert found["canonicalize"] == (9, 8, 1), "kept * 1.0 is kept"
-    assert found["cse"] == (8, 6, 2), "three tanh of the same are one"
-    assert found["dce"] == (6, 4, 2), "the constant and the tanh of x are dead"
+    counts = {name: (e.before, e.after, e.rewrites) for name, e in entries.items()}
+    assert counts["canonicalize"] == (9, 8, 1), "shaped * 1.0 is shaped"
+    assert counts["cse"] == (8, 6, 2), "three tanh of the same are one"
+    assert counts["dce"] == (6, 4, 2), "the constant and the tanh of x are dead"
 
 
 @pytest.mark.parametrize("step", PIPELINE, ids=lambda step: step.name)
@@ -267,3 +267,16 @@ def test_nothing_is_written_without_being_asked(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     optimise(LAYERS["bert"][0], AVX512)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_old_names_of_the_fusion_report_still_work() -> None:
+    g = Graph("g")
+    x = g.input("x", ("n", 8))
+    g.set_outputs([(x @ g.param("w", (8, 8))).rms_norm(g.param("v", (8,)))])
+    report = optimise(g, AVX512).report
+    assert [m.op for m in report.separate] == ["matmul -> rms_norm"]
+    with pytest.warns(DeprecationWarning, match="FusionReport.apart is now called separate"):
+        assert report.apart is report.separate
+    with pytest.warns(DeprecationWarning, match="FusionReport.keep_apart is now called keep_separate"):
+        report.keep_apart(g.nodes[0], "a reason", "one -> other")
+    assert str(report.separate[-1]) == f"separate: one -> other: a reason  ({g.nodes[0].origin})"

@@ -77,7 +77,7 @@ def test_a_state_that_is_read_again_as_it_was_is_refused(op: str) -> None:
     graph, _ = carrying(op, "state")
     state = next(n for n in graph.inputs if n.attrs["name"] == "state")
     graph.set_outputs([graph.outputs[0], state[0] * 2.0])
-    with pytest.raises(LowerError, match=f"{op}: state 'state' is read again as it was"):
+    with pytest.raises(LowerError, match=f"{op}: the old value of state 'state' is read later"):
         rlx.compile(graph)
 
 

@@ -217,7 +217,7 @@ def test_without_a_loop_form_the_cpu_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("exp", "op exp: is one of rlx, declared at .*elementwise.py"),
+        ("exp", "op exp: is built into rlx, declared at .*elementwise.py"),
         ("shape", "op shape: Value has an attribute of this name"),
         ("nodes", "op nodes: Graph has an attribute of this name"),
         ("quantize", "op quantize: Graph has an attribute of this name"),

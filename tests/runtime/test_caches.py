@@ -30,7 +30,7 @@ from targets import host
 import rlx
 from rlx.backends import cache_folder
 from rlx.errors import KernelError
-from rlx.runtime.plan import make_plan, relocated
+from rlx.runtime.plan import make_plan, relocate
 from rlx.runtime.session import Session
 
 PACKAGE = Path(rlx.__file__).resolve().parent
@@ -46,7 +46,7 @@ f.set_param("w", np.ones((20, 30), np.float32))
 outputs = f.run({{"x": np.full((7, 20), 0.25, np.float32)}})
 from rlx.backends import cache_folder
 from rlx.backends.base import kernels_compiled
-store = cache.current()
+store = cache_folder.current()
 print(json.dumps({{
     "result": outputs[0].tolist(), "compiled": kernels_compiled(),
     "folder": str(store.folder or ""), "writable": store.writable, "why": store.why, "here": os.listdir(),
@@ -323,9 +323,9 @@ def test_a_line_that_became_several_is_planned_anew() -> None:
     plan = make_plan(lookup(), host())
     assert len(set(plan.origins)) == 1
     elsewhere = [o.replace(".py:", ".py:9") for o in plan.origins]
-    moved = relocated(plan, tuple(elsewhere))
+    moved = relocate(plan, tuple(elsewhere))
     assert moved is not None and moved.main.launches[0].where == elsewhere[0]
-    assert relocated(plan, (*elsewhere[:-1], "other.py:1")) is None
+    assert relocate(plan, (*elsewhere[:-1], "other.py:1")) is None
 
 
 def test_a_compiled_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,9 +337,9 @@ def test_a_compiled_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: p
             links: list[int] = []
             link = Session.link
 
-            def counted(*given: Any, links: list[int] = links, link: Any = link) -> Any:
+            def counted(*args: Any, links: list[int] = links, link: Any = link) -> Any:
                 links.append(1)
-                return link(*given)
+                return link(*args)
 
             monkeypatch.setattr(Session, "link", counted)
             g = rlx.Graph("product")

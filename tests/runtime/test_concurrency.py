@@ -104,8 +104,8 @@ def test_weights_may_change_their_size_while_others_run(device: str) -> None:
     def work(n: int) -> bool:
         if n % 3 == 0:
             f.set_param("w", tables[list(tables)[n // 3 % 4]])
-        made, x = f.run({"x": np.ones((1 + n % 2, 256), np.float32)})
-        return made.shape[0] in tables and bool((made == 1).all() and (x == 1).all())
+        rows, x = f.run({"x": np.ones((1 + n % 2, 256), np.float32)})
+        return rows.shape[0] in tables and bool((rows == 1).all() and (x == 1).all())
 
     assert all(in_threads(work, 400))
 

@@ -21,10 +21,10 @@ def test_arrays_come_back_whatever_the_chunks(tmp_path: Path, monkeypatch: pytes
     file = container.read(path)
     file.check(["text", "arrays"])
     assert file.section("text") == b"some text"
-    found = file.arrays("arrays")
+    stored = file.arrays("arrays")
     for name, array in ARRAYS.items():
-        np.testing.assert_array_equal(found[name], array)
-        assert found[name].ctypes.data % 64 == 0 or not array.size
+        np.testing.assert_array_equal(stored[name], array)
+        assert stored[name].ctypes.data % 64 == 0 or not array.size
     # what lies between the arrays is zeros, as the digest has it, and nothing follows the last one
     assert sum(path.read_bytes()[-5000:]) == int(ARRAYS["a5000"].sum())
 

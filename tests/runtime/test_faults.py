@@ -39,10 +39,10 @@ def scatter_graph() -> rlx.Graph:
 
 def inputs_for(build: Callable[[], rlx.Graph], ids: list[int]) -> dict[str, np.ndarray]:
     n = len(ids)
-    given = {"ids": np.array(ids, i32)}
+    inputs = {"ids": np.array(ids, i32)}
     if build is rope_graph:
-        return given | {"x": np.ones((1, n, 2, 4), f32), "cos": TABLE[:, :2].copy(), "sin": TABLE[:, 2:].copy()}
-    return given | {"table": TABLE} | ({"x": np.ones((n, 4), f32)} if build is scatter_graph else {})
+        return inputs | {"x": np.ones((1, n, 2, 4), f32), "cos": TABLE[:, :2].copy(), "sin": TABLE[:, 2:].copy()}
+    return inputs | {"table": TABLE} | ({"x": np.ones((n, 4), f32)} if build is scatter_graph else {})
 
 
 def notes_of(f: rlx.CompiledGraph, inputs: dict[str, np.ndarray]) -> tuple[str, list[str]]:

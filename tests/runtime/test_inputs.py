@@ -57,16 +57,16 @@ def test_a_name_that_is_no_string(f: rlx.CompiledGraph) -> None:
     assert "nothing is called 3" in str(refusal(f, {"hidden": X, 3: IDS}))
 
 
-@pytest.mark.parametrize("given", [{"hidden": X}, {"hidden": X, "ids": IDS} | {"ids": None}, {}, None], ids=str)
-def test_missing_inputs_are_named(f: rlx.CompiledGraph, given: Any) -> None:
-    error = refusal(f, given)
+@pytest.mark.parametrize("values", [{"hidden": X}, {"hidden": X, "ids": IDS} | {"ids": None}, {}, None], ids=str)
+def test_missing_inputs_are_named(f: rlx.CompiledGraph, values: Any) -> None:
+    error = refusal(f, values)
     assert "'ids'" in str(error)
 
 
-@pytest.mark.parametrize("given", [X, [X, IDS], [("hidden", X)], (X, IDS), "hidden", 3, np.float32(3)], ids=type)
-def test_inputs_that_are_no_mapping(f: rlx.CompiledGraph, given: Any) -> None:
-    error = refusal(f, given)
-    assert type(given).__name__ in str(error) and error.hint == "give {'hidden': ..., 'ids': ...}"
+@pytest.mark.parametrize("values", [X, [X, IDS], [("hidden", X)], (X, IDS), "hidden", 3, np.float32(3)], ids=type)
+def test_inputs_that_are_no_mapping(f: rlx.CompiledGraph, values: Any) -> None:
+    error = refusal(f, values)
+    assert type(values).__name__ in str(error) and error.hint == "give {'hidden': ..., 'ids': ...}"
 
 
 def test_inputs_by_keyword(f: rlx.CompiledGraph) -> None:
@@ -162,9 +162,9 @@ def test_numpy_scalars_are_read_right_every_time(device: str) -> None:
 # -- ranks and sizes ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(4,), (2, 4, 1), (), (2, 5), (2, 0)], ids=str)
 def test_a_wrong_rank_or_fixed_size_shows_both_shapes(f: rlx.CompiledGraph, shape: tuple[int, ...]) -> None:
-    found = "[" + ", ".join(map(str, shape)) + "]"
+    shown = "[" + ", ".join(map(str, shape)) + "]"
     error = refusal(f, {"hidden": np.zeros(shape, f32), "ids": IDS})
-    assert str(error) == f"input 'hidden': shape is {found}, wanted f32[n, 4]"
+    assert str(error) == f"input 'hidden': shape is {shown}, wanted f32[n, 4]"
 
 
 def test_a_symbol_with_two_sizes_names_both_inputs_and_both_sizes(f: rlx.CompiledGraph) -> None:

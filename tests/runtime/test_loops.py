@@ -248,10 +248,10 @@ def test_reports_count_every_step(tmp_path: Path, threads: int) -> None:
     x = {"x": np.zeros(8, f32)}
     unknown = f.report()
     report = f.report(x)
-    for found in (unknown, report):
-        runs = {launch.kernel.split(".")[0]: launch.runs for launch in found.launches}
+    for measured in (unknown, report):
+        runs = {launch.kernel.split(".")[0]: launch.runs for launch in measured.launches}
         assert runs["mul_add"] == 50 and runs["copy"] == 1
-        (fused, *_) = [launch for launch in found.launches if launch.runs == 50]
+        (fused, *_) = [launch for launch in measured.launches if launch.runs == 50]
         assert fused.flops == 50 * 2 * 8 and fused.bytes == 50 * 2 * 32
     assert all(launch.seconds > 0 for launch in report.launches)
     assert sum(launch.seconds for launch in report.launches) <= report.seconds * 1.1

@@ -61,8 +61,8 @@ def test_an_old_cache_entry_is_made_again(tmp_path: Path, monkeypatch: pytest.Mo
     key = Keys.of(graph, session.target, DEFAULT).code
     assert key is not None and cache_folder.current().read("compiled", key) is not None
     # A record of another kind, as an older version could have stored under the same name.
-    old = program_cache.packed(make_plan(graph, session.target, DEFAULT), plan_records())
-    assert isinstance(program_cache.unpacked(old, plan_records(), CompiledPlan), CompiledPlan)
+    old = program_cache.pack(make_plan(graph, session.target, DEFAULT), plan_records())
+    assert isinstance(program_cache.unpack(old, plan_records(), CompiledPlan), CompiledPlan)
     cache_folder.current().write("compiled", key, old)
     again = rlx.Session().compile(graph)
     again.set_param("w", np.ones((4, 8), np.float32))

@@ -43,9 +43,9 @@ def spoil(arrays: list[Any]) -> None:
 def test_a_second_run_leaves_the_first_result_alone(make: Make) -> None:
     f = make(lambda g: [g.input("x", ("n", 4)).exp()])
     first = f.run({"x": X})[0]
-    kept = first.copy()
+    copy = first.copy()
     second = f.run({"x": X + 1})[0]
-    assert np.array_equal(first, kept) and not np.shares_memory(first, second)
+    assert np.array_equal(first, copy) and not np.shares_memory(first, second)
 
 
 def test_an_output_that_is_an_input(make: Make) -> None:

@@ -19,7 +19,7 @@ Build = Callable[..., Any]
 
 def graph_of(build: Build, **inputs: Any) -> rlx.Graph:
     g = rlx.Graph("body")
-    return g.set_outputs([build(*(g.input(name, *given) for name, given in inputs.items()))])
+    return g.set_outputs([build(*(g.input(name, *shape) for name, shape in inputs.items()))])
 
 
 # -- what reads only weights ------------------------------------------------------------------------------------------
@@ -67,13 +67,13 @@ def branch(leaf: str, build: Build) -> rlx.Graph:
 @pytest.mark.parametrize("name", FAILING)
 def test_the_branch_that_is_not_taken_does_not_fail(name: str, leaf: str) -> None:
     f, w = rlx.compile(branch(leaf, FAILING[name])), np.eye(4, dtype=f32)
-    given: dict[str, Any] = {"w": w} if leaf == "input" else {}
+    inputs: dict[str, Any] = {"w": w} if leaf == "input" else {}
     if leaf == "param":
         f.set_params({"w": w})
-    np.testing.assert_array_equal(f.run({"p": np.array(False), **given})[0], w + 1)
+    np.testing.assert_array_equal(f.run({"p": np.array(False), **inputs})[0], w + 1)
     if name != "endless":
         with pytest.raises(KernelError, match="outside"):
-            f.run({"p": np.array(True), **given})
+            f.run({"p": np.array(True), **inputs})
 
 
 @pytest.mark.parametrize("name", [name for name in FAILING if name not in ("endless", "nested")])
@@ -85,8 +85,8 @@ def test_loops_without_a_step_do_not_fail(name: str) -> None:
     scanned = g.scan_with_bcasts_and_xs(w * 0, [w], [], step, x.shape[0])
     f = rlx.compile(g.set_outputs([scanned, g.while_loop(w * 0, more, step, broadcasts=[w])]))
     f.set_params({"w": np.eye(4, dtype=f32)})
-    for found in f.run({"x": np.zeros((0, 4), f32)}):
-        np.testing.assert_array_equal(found, np.zeros((4, 4)))
+    for output in f.run({"x": np.zeros((0, 4), f32)}):
+        np.testing.assert_array_equal(output, np.zeros((4, 4)))
     with pytest.raises(KernelError, match="outside"):
         f.run({"x": np.zeros((1, 4), f32)})
 
@@ -104,8 +104,10 @@ def test_what_cannot_fail_is_still_prepared_once() -> None:
 def test_slices_of_weights_of_a_run_time_size_wait_for_their_branch() -> None:
     g = rlx.Graph("branch")
     p, w = g.input("p", (), "bool"), g.param("w", ("m", 3))
-    given = {"w": (("m", 3),)}
-    g.set_outputs([g.cond(p, [w], graph_of(lambda w: w[2].exp(), **given), graph_of(lambda w: w.sum(axis=0), **given))])
+    shapes = {"w": (("m", 3),)}
+    g.set_outputs(
+        [g.cond(p, [w], graph_of(lambda w: w[2].exp(), **shapes), graph_of(lambda w: w.sum(axis=0), **shapes))]
+    )
     f = rlx.compile(g)
     f.set_params({"w": np.ones((1, 3), f32)})
     np.testing.assert_array_equal(f.run({"p": np.array(False)})[0], np.ones(3))
@@ -140,9 +142,9 @@ def nested_scan_graph() -> rlx.Graph:
 
 def while_graph() -> rlx.Graph:
     """As long as the sum is below that of x."""
-    given: Any = {"c": M3, "x": (("n", 3),)}
-    more = graph_of(lambda c, x: c.sum() < x.sum(), **given)
-    step = graph_of(lambda c, x: c + c[1] + 1.0, **given)
+    shapes: Any = {"c": M3, "x": (("n", 3),)}
+    more = graph_of(lambda c, x: c.sum() < x.sum(), **shapes)
+    step = graph_of(lambda c, x: c + c[1] + 1.0, **shapes)
     g = rlx.Graph("while")
     c, x = g.input("c", *M3), g.input("x", ("n", 3))
     return g.set_outputs([g.while_loop(c, more, step, broadcasts=[x])])
@@ -171,16 +173,16 @@ def test_sizes_of_a_body_matter_only_where_it_runs(name: str, threads: int) -> N
     refused = 0
     for m, n, k in np.ndindex(6, 4, 3 if name == "nested" else 1):
         arrays = {"c": np.full((m, 3), 0.5, f32), "x": np.ones((n, 3), f32), "k": np.ones((k, 3), f32)}
-        given = {name: array for name, array in arrays.items() if graph.has(name)}
+        inputs = {name: array for name, array in arrays.items() if graph.has(name)}
         try:
-            wanted = right.run(given)
+            wanted = right.run(inputs)
         except RlxError as error:
             assert isinstance(error, BindError)
             refused += 1
             with pytest.raises(BindError, match=rf"slice: \d is \d, more than m, which is {m}"):
-                f.run(given)
+                f.run(inputs)
             continue
-        for a, b in zip(f.run(given), wanted, strict=True):
+        for a, b in zip(f.run(inputs), wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5)
     assert refused > 5
 

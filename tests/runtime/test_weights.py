@@ -65,12 +65,12 @@ def test_a_weight_that_comes_on_top_does_not_keep_a_second_copy_of_the_others() 
     more = rlx.Graph("more")
     x = more.input("x", ("m", 64))
     more.set_outputs([x @ more.param("w", (64, 64)), (x * x) @ more.param("v", (64, 64))])
-    given = {"w": full(2), "v": full(3)}
-    for array in given.values():
+    params = {"w": full(2), "v": full(3)}
+    for array in params.values():
         array.flags.writeable = False
     first, second = session.compile(product("a")), session.compile(more)
-    first.set_param("w", given["w"])
-    second.set_params(given)
+    first.set_param("w", params["w"])
+    second.set_params(params)
     assert first.run({"x": ONES})[0][0, 0] == 128
     assert [y[0, 0] for y in second.run({"x": ONES})] == [128, 192]
     (shared,) = first.executable.weights.values()  # type: ignore[attr-defined]

@@ -88,9 +88,9 @@ def numpy_training(rule: Rule, data: Sequence[Arrays], clip: float | None = None
     return losses, p
 
 
-def trained(made: TrainStep, data: Sequence[Arrays]) -> list[float]:
-    made.set_params(start())
-    return [made.run(batch) for batch in data]
+def trained(train: TrainStep, data: Sequence[Arrays]) -> list[float]:
+    train.set_params(start())
+    return [train.run(batch) for batch in data]
 
 
 CASES = {
@@ -113,27 +113,27 @@ def test_training_is_what_numpy_computes(case: str, clip: float | None, device: 
     optimiser, rule = CASES[case]
     data = batches(STEPS)
     losses, params = numpy_training(rule, data, clip)
-    made = step(regression(), optimiser, clip=clip, device=device)
-    np.testing.assert_allclose(trained(made, data), losses, rtol=1e-5)
+    train = step(regression(), optimiser, clip=clip, device=device)
+    np.testing.assert_allclose(trained(train, data), losses, rtol=1e-5)
     for name, want in params.items():
-        np.testing.assert_allclose(made.params[name], want, rtol=0, atol=1e-5, err_msg=name)
-    assert made.steps == STEPS
+        np.testing.assert_allclose(train.params[name], want, rtol=0, atol=1e-5, err_msg=name)
+    assert train.steps == STEPS
 
 
 def test_the_norm_of_clipped_gradients_is_known() -> None:
-    made = step(regression(), sgd(), clip=100.0)
+    train = step(regression(), sgd(), clip=100.0)
     (batch,) = batches(1)
-    trained(made, [batch])
+    trained(train, [batch])
     _, grads = regression_gradient({n: a.astype(np.float64) for n, a in start().items()}, batch["x"], batch["y"])
-    assert made.norm == pytest.approx(math.sqrt(sum((g**2).sum() for g in grads.values())), rel=1e-5)
+    assert train.norm == pytest.approx(math.sqrt(sum((g**2).sum() for g in grads.values())), rel=1e-5)
 
 
 def test_a_learning_rate_is_an_argument() -> None:
     """A schedule, by the attribute and by the call; nothing is compiled again for it."""
     data = batches(4)
     one, other = (step(regression(), sgd(1.0)) for _ in range(2))
-    for made in (one, other):
-        made.set_params(start())
+    for train in (one, other):
+        train.set_params(start())
     losses, _ = numpy_training(lambda name, p, g, t, memory: p - 0.1 / t * g, data)
     before = kernels_compiled()
     for i, batch in enumerate(data):
@@ -152,20 +152,22 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 
 def test_batches_of_any_size_take_the_same_step() -> None:
-    made = step(regression(), adamw(0.01))
-    made.set_params(start())
+    train = step(regression(), adamw(0.01))
+    train.set_params(start())
     before = kernels_compiled()
     for size in (1, 7, 64, 3):
         (batch,) = batches(1, size)
-        want, _ = regression_gradient({n: a.astype(np.float64) for n, a in made.params.items()}, batch["x"], batch["y"])
-        assert made.run(batch) == pytest.approx(want, rel=1e-5)
+        want, _ = regression_gradient(
+            {n: a.astype(np.float64) for n, a in train.params.items()}, batch["x"], batch["y"]
+        )
+        assert train.run(batch) == pytest.approx(want, rel=1e-5)
     assert kernels_compiled() == before
 
 
 def test_values_computed_again_give_the_same_step() -> None:
     data = batches(3)
-    kept, again = (step(regression(), adamw(0.01), keep=k) for k in ("everything", "nothing"))
-    np.testing.assert_allclose(trained(kept, data), trained(again, data), rtol=1e-6)
+    stored, again = (step(regression(), adamw(0.01), keep=k) for k in ("everything", "nothing"))
+    np.testing.assert_allclose(trained(stored, data), trained(again, data), rtol=1e-6)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
@@ -174,11 +176,11 @@ def test_params_stay_wide_where_values_are_narrow(compute: str) -> None:
     profile = replace(rlx.CompileProfile(), precision=Precision(compute=compute))
     data = batches(STEPS)
     losses, params = numpy_training(numpy_sgd(1e-3), data)
-    made = step(regression(), sgd(1e-3), profile=profile)
-    np.testing.assert_allclose(trained(made, data), losses, rtol=0.05)
+    train = step(regression(), sgd(1e-3), profile=profile)
+    np.testing.assert_allclose(trained(train, data), losses, rtol=0.05)
     for name, want in params.items():
         moved = np.abs(want - start()[name]).max()
-        np.testing.assert_allclose(made.params[name], want, atol=0.1 * moved)
+        np.testing.assert_allclose(train.params[name], want, atol=0.1 * moved)
 
 
 # -- states ----------------------------------------------------------------------------------------------------------
@@ -186,57 +188,57 @@ def test_params_that_are_each_others_gradient_change_together() -> None:
     """The gradient of a · b by a is b itself: it is read as it was before b changed."""
     g = rlx.Graph("product")
     g.set_outputs([(g.param("a", (7,)) * g.param("b", (7,))).sum()])
-    made = step(g, sgd(0.5))
+    train = step(g, sgd(0.5))
     a, b = np.arange(7, dtype=np.float32), np.full(7, 3, np.float32)
-    made.set_params({"a": a, "b": b})
-    assert made.run() == 63.0
-    np.testing.assert_array_equal(made.params["a"], a - 1.5)
-    np.testing.assert_array_equal(made.params["b"], b - a / 2)
+    train.set_params({"a": a, "b": b})
+    assert train.run() == 63.0
+    np.testing.assert_array_equal(train.params["a"], a - 1.5)
+    np.testing.assert_array_equal(train.params["b"], b - a / 2)
 
 
 def test_params_that_are_not_named_stay() -> None:
     data = batches(3)
-    made = step(regression(), sgd(0.1), ["v"])
+    train = step(regression(), sgd(0.1), ["v"])
     losses, params = numpy_training(lambda name, p, g, t, memory: p - 0.1 * g if name == "v" else p, data)
-    np.testing.assert_allclose(trained(made, data), losses, rtol=1e-5)
-    assert list(made.params) == ["v"]
-    np.testing.assert_allclose(made.params["v"], params["v"], atol=1e-6)
+    np.testing.assert_allclose(trained(train, data), losses, rtol=1e-5)
+    assert list(train.params) == ["v"]
+    np.testing.assert_allclose(train.params["v"], params["v"], atol=1e-6)
 
 
 def test_what_comes_with_the_loss_is_from_before_the_step() -> None:
     g = regression()
     w = g.named("w")
     g.set_outputs([*g.outputs, w, (w * w).sum()])
-    made = step(g, adamw(0.1), has_aux=True, clip=1.0)
-    made.set_params(start())
-    loss, (aux, squares) = made.run(batches(1)[0])
+    train = step(g, adamw(0.1), has_aux=True, clip=1.0)
+    train.set_params(start())
+    loss, (aux, squares) = train.run(batches(1)[0])
     assert isinstance(loss, float)
     np.testing.assert_array_equal(aux, start()["w"])
     assert squares == pytest.approx((start()["w"].astype(np.float64) ** 2).sum(), rel=1e-6)
-    assert (made.params["w"] != aux).any()
+    assert (train.params["w"] != aux).any()
 
 
 def test_a_param_of_one_number_and_one_of_none_are_trained() -> None:
     g = rlx.Graph("small")
     scale, nothing = g.param("scale", ()), g.param("nothing", (0, 3))
     g.set_outputs([scale * scale + nothing.sum()])
-    made = step(g, sgd(0.25))
-    made.set_params({"scale": np.float32(2), "nothing": np.zeros((0, 3), np.float32)})
-    assert made.run() == 4.0
-    assert made.params["scale"] == 1.0 and made.params["nothing"].shape == (0, 3)
+    train = step(g, sgd(0.25))
+    train.set_params({"scale": np.float32(2), "nothing": np.zeros((0, 3), np.float32)})
+    assert train.run() == 4.0
+    assert train.params["scale"] == 1.0 and train.params["nothing"].shape == (0, 3)
 
 
 def test_an_optimiser_of_ones_own_is_built_of_ops() -> None:
     """The sign of a mean of gradients decides (Chen et al. 2023, in part)."""
 
-    def update(p: Any, kept: Mapping[str, Any], grad: Any, n: Mapping[str, Any], scale: Any) -> list[Any]:
-        m = kept["m"] * 0.9 + grad * 0.1
+    def update(p: Any, moments: Mapping[str, Any], grad: Any, n: Mapping[str, Any], scale: Any) -> list[Any]:
+        m = moments["m"] * 0.9 + grad * 0.1
         sign = (m > 0).astype("f32") - (m < 0).astype("f32")
-        return [p.assign(p - sign * n["lr"]), kept["m"].assign(m)]
+        return [p.assign(p - sign * n["lr"]), moments["m"].assign(m)]
 
-    made = step(regression(), Optimiser("sign", 0.01, ("m",), lambda t, lr: {"lr": lr}, update))
+    train = step(regression(), Optimiser("sign", 0.01, ("m",), lambda t, lr: {"lr": lr}, update))
     data = batches(6)
-    trained(made, data)
+    trained(train, data)
 
     def rule(name: str, p: Array, g: Array, t: int, memory: dict[str, Array]) -> Array:
         memory[name] = 0.9 * memory.get(name, 0.0) + 0.1 * g
@@ -244,20 +246,20 @@ def test_an_optimiser_of_ones_own_is_built_of_ops() -> None:
 
     _, params = numpy_training(rule, data)
     for name, want in params.items():
-        np.testing.assert_allclose(made.params[name], want, atol=1e-6)
+        np.testing.assert_allclose(train.params[name], want, atol=1e-6)
 
 
 def test_steps_allocate_nothing_that_stays() -> None:
-    made = step(regression(), adamw(0.01), clip=1.0)
+    train = step(regression(), adamw(0.01), clip=1.0)
     data = batches(2)
-    trained(made, data)
+    trained(train, data)
     tracemalloc.start()
     try:
         for _ in range(5):
-            made.run(data[0])
+            train.run(data[0])
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(50):
-            made.run(data[1])
+            train.run(data[1])
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -265,14 +267,14 @@ def test_steps_allocate_nothing_that_stays() -> None:
 
 
 def test_a_report_leaves_params_as_they_are() -> None:
-    made = step(regression(), adamw(0.01))
+    train = step(regression(), adamw(0.01))
     (batch,) = batches(1)
-    trained(made, [batch])
-    before = made.params
-    report = made.report(batch)
+    trained(train, [batch])
+    before = train.params
+    report = train.report(batch)
     assert any("adamw_update" in launch.kernel for launch in report.launches)
     for name, array in before.items():
-        np.testing.assert_array_equal(made.params[name], array)
+        np.testing.assert_array_equal(train.params[name], array)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -293,30 +295,30 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path:
 def test_a_checkpoint_is_readable_by_others(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    made = step(regression(), adamw(0.02))
-    trained(made, batches(2))
-    made.save(tmp_path / "all.safetensors")
-    found = load_file(tmp_path / "all.safetensors")
-    assert set(found) == {"w", "v", "b"} | {f"adamw.{m}:{p}" for m in "mv" for p in "wvb"}
-    np.testing.assert_array_equal(found["w"], made.params["w"])
+    train = step(regression(), adamw(0.02))
+    trained(train, batches(2))
+    train.save(tmp_path / "all.safetensors")
+    tensors = load_file(tmp_path / "all.safetensors")
+    assert set(tensors) == {"w", "v", "b"} | {f"adamw.{m}:{p}" for m in "mv" for p in "wvb"}
+    np.testing.assert_array_equal(tensors["w"], train.params["w"])
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
-    made = step(regression(), sgd(0.1))
-    trained(made, [])
-    made.save(tmp_path / "sgd.safetensors")
+    train = step(regression(), sgd(0.1))
+    trained(train, [])
+    train.save(tmp_path / "sgd.safetensors")
     with pytest.raises(FormatError, match="is no checkpoint of adamw, its optimiser is 'sgd'"):
         step(regression(), adamw()).load(tmp_path / "sgd.safetensors")
-    with pytest.raises(FormatError, match="'b' is nothing that this step keeps"):
+    with pytest.raises(FormatError, match="'b' is not a state of this step"):
         step(regression(), sgd(), ["w", "v"]).load(tmp_path / "sgd.safetensors")
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 def test_params_that_are_not_set_are_named() -> None:
-    made = step(regression(), sgd())
-    made.set_params({"w": start()["w"]})
+    train = step(regression(), sgd())
+    train.set_params({"w": start()["w"]})
     with pytest.raises(BindError, match="params: 'v', 'b' not set"):
-        made.run(batches(1)[0])
+        train.run(batches(1)[0])
 
 
 @pytest.mark.parametrize(
@@ -328,9 +330,9 @@ def test_params_that_are_not_set_are_named() -> None:
     ],
 )
 def test_params_that_do_not_fit_are_refused(values: Arrays, message: str) -> None:
-    made = step(regression(), sgd())
+    train = step(regression(), sgd())
     with pytest.raises(BindError, match=message):
-        made.set_params(values)
+        train.set_params(values)
 
 
 def test_what_is_no_loss_is_refused() -> None:
@@ -360,19 +362,19 @@ def test_settings_that_cannot_be_meant_are_refused(call: Callable[[], Any], mess
 
 
 def test_what_a_step_cannot_take_is_refused() -> None:
-    made = step(regression(), sgd())
-    made.set_params(start())
+    train = step(regression(), sgd())
+    train.set_params(start())
     with pytest.raises(RequestError, match="lr is nan"):
-        made.run(batches(1)[0], lr=math.nan)
+        train.run(batches(1)[0], lr=math.nan)
     with pytest.raises(BindError, match="'y' not given") as caught:
-        made.run({"x": batches(1)[0]["x"]})
+        train.run({"x": batches(1)[0]["x"]})
     assert not any("sgd.rate" in note for note in caught.value.notes)
     with pytest.raises(BindError, match="'w' belongs to the step"):
-        made.run({**batches(1)[0], "w": start()["w"]})
+        train.run({**batches(1)[0], "w": start()["w"]})
 
 
 def test_an_optimiser_that_forgets_a_moment_is_refused() -> None:
-    bad = Optimiser("bad", 0.1, ("m",), lambda t, lr: {}, lambda p, kept, grad, n, scale: [p.assign(p - grad)])
+    bad = Optimiser("bad", 0.1, ("m",), lambda t, lr: {}, lambda p, moments, grad, n, scale: [p.assign(p - grad)])
     with pytest.raises(GraphError, match=r"step: bad gives f32\[5, 40\] for 'w'"):
         step(regression(), bad)
 
@@ -382,7 +384,7 @@ def test_a_state_that_is_read_after_it_changed_is_refused() -> None:
     state = g.state("s", (3,))
     changed = state.assign(state + 1.0)
     g.set_outputs([changed.sum() + (state * 2.0).sum()])
-    with pytest.raises(LowerError, match="state 's' is read again as it was"):
+    with pytest.raises(LowerError, match="the old value of state 's' is read later"):
         rlx.compile(g)
 
 
@@ -390,11 +392,11 @@ def test_a_wrong_label_is_reported() -> None:
     g = rlx.Graph("labels")
     logits = g.input("x", ("n", 5)) @ g.param("w", (5, 4))
     g.set_outputs([g.mean(g.cross_entropy(logits, g.input("label", ("n",), "i32")))])
-    made = step(g, sgd())
-    made.set_params({"w": np.zeros((5, 4), np.float32)})
+    train = step(g, sgd())
+    train.set_params({"w": np.zeros((5, 4), np.float32)})
     with pytest.raises(KernelError, match="cross_entropy"):
-        made.run({"x": np.ones((2, 5), np.float32), "label": np.array([0, 4], np.int32)})
-    assert made.run({"x": np.ones((2, 5), np.float32), "label": np.array([0, 3], np.int32)}) > 0
+        train.run({"x": np.ones((2, 5), np.float32), "label": np.array([0, 4], np.int32)})
+    assert train.run({"x": np.ones((2, 5), np.float32), "label": np.array([0, 3], np.int32)}) > 0
 
 
 def test_tables_that_a_flow_computes_are_not_trained() -> None:

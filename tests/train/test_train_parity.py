@@ -42,8 +42,8 @@ CASES: dict[str, tuple[Optimiser, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_an_optimiser_does_what_torch_does(case: str, clip: float | None) -> None:
     optimiser, make = CASES[case]
-    made = step(regression(), optimiser, clip=clip)
-    made.set_params(start())
+    train = step(regression(), optimiser, clip=clip)
+    train.set_params(start())
     p = {n: torch.nn.Parameter(torch.from_numpy(a.copy())) for n, a in start().items()}
     peer = make(list(p.values()))
     for batch in batches(20):
@@ -54,9 +54,9 @@ def test_an_optimiser_does_what_torch_does(case: str, clip: float | None) -> Non
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(list(p.values()), clip)
         peer.step()
-        assert made.run(batch) == pytest.approx(loss.item(), rel=1e-5)
+        assert train.run(batch) == pytest.approx(loss.item(), rel=1e-5)
     for name, want in p.items():
-        np.testing.assert_allclose(made.params[name], want.detach().numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(train.params[name], want.detach().numpy(), rtol=0, atol=1e-5)
 
 
 SIZES = {"vocab": 65, "dim": 48, "layers": 2, "heads": 4, "context": 32}
@@ -80,8 +80,8 @@ def test_the_losses_of_a_llama_are_those_of_torch(clip: float | None) -> None:
     flow = char_model.decoder(**SIZES)
     weights = flow.init(random.key(0))
     built = flow.custom(char_model.mean_loss).build(weights)
-    made = step(built.module, adamw(3e-3, weight_decay=0.1), list(weights), clip=clip)
-    made.set_params(built.params)
+    train = step(built.module, adamw(3e-3, weight_decay=0.1), list(weights), clip=clip)
+    train.set_params(built.params)
     model = hugging_face(weights)
     peer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     rng = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def test_the_losses_of_a_llama_are_those_of_torch(clip: float | None) -> None:
     losses, theirs = [], []
     for _ in range(50):
         rows = words[rng.integers(0, len(words), 4)]
-        losses.append(made.run({"tokens": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}))
+        losses.append(train.run({"tokens": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}))
         logits = model(torch.from_numpy(rows[:, :-1].astype(np.int64))).logits
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), torch.from_numpy(rows[:, 1:].astype(np.int64)).flatten()

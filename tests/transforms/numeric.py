@@ -68,8 +68,8 @@ def _sample_case(op: str, sample: Sample, wide: DType) -> Case:
         is_packed = rlx.dtype(spec.dtype).is_packed
         operands.append(graph.input(name, spec.shape, spec.dtype if is_packed else array.dtype))
         arrays[name] = array
-    made = graph.apply(op, *operands, **sample.attrs)
-    return Case(lower(graph.set_outputs(made if isinstance(made, tuple) else [made])), arrays)
+    results = graph.apply(op, *operands, **sample.attrs)
+    return Case(lower(graph.set_outputs(results if isinstance(results, tuple) else [results])), arrays)
 
 
 def moved(arrays: Arrays, tangents: Arrays, by: float) -> dict[str, Array]:
@@ -93,10 +93,10 @@ def dot(a: Sequence[Array], b: Sequence[Array]) -> float:
     return float(sum((x * y).sum() for x, y in zip(a, b, strict=True)))
 
 
-def assert_close(found: Array, wanted: Array, tolerance: float, where: str = "") -> None:
-    assert found.shape == wanted.shape, (where, found.shape, wanted.shape)
+def assert_close(actual: Array, wanted: Array, tolerance: float, where: str = "") -> None:
+    assert actual.shape == wanted.shape, (where, actual.shape, wanted.shape)
     scale = max(1.0, float(np.abs(wanted).max(initial=0)))
-    error = float(np.abs(found - wanted).max(initial=0)) / scale
+    error = float(np.abs(actual - wanted).max(initial=0)) / scale
     assert error <= tolerance, f"{where}: off by {error:.2e}"
 
 
@@ -104,11 +104,11 @@ def check_forward(case: Case, rng: np.random.Generator, tolerance: float = 1e-6,
     """The JVP against differences; gives tangents in and out."""
     graph = jvp(case.graph, case.floats)
     tangents = case.random(case.floats, rng)
-    given = dict(case.arrays) | {f"tangent_{n}": t for n, t in tangents.items()}
-    found = evaluate(graph, given, sizes)[len(case.graph.outputs) :]
+    inputs = dict(case.arrays) | {f"tangent_{n}": t for n, t in tangents.items()}
+    tangents_out = evaluate(graph, inputs, sizes)[len(case.graph.outputs) :]
     wanted = by_differences(case.graph, case.arrays, tangents, sizes)
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted, strict=True):
+    assert len(tangents_out) == len(wanted)
+    for a, b in zip(tangents_out, wanted, strict=True):
         assert_close(a, b, tolerance, "jvp")
 
 
@@ -151,8 +151,8 @@ def check_vmap(case: Case, rng: np.random.Generator, batched: Sequence[str], siz
         lanes.append(lane)
     stacked = dict(case.arrays) | {n: np.stack([lane[n] for lane in lanes], axes[n]) for n in batched}
     out = [int(rng.integers(0, o.rank + 1)) for o in case.graph.outputs]
-    found = evaluate(vmap(case.graph, axes, out, size=size), stacked)
+    results = evaluate(vmap(case.graph, axes, out, size=size), stacked)
     wanted = [evaluate(case.graph, lane) for lane in lanes]
-    for i, (array, axis) in enumerate(zip(found, out, strict=True)):
+    for i, (array, axis) in enumerate(zip(results, out, strict=True)):
         want = np.stack([w[i] for w in wanted], axis)
         np.testing.assert_allclose(array.astype(np.float64), want.astype(np.float64), rtol=1e-12, atol=1e-12)

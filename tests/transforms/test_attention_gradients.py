@@ -72,8 +72,8 @@ def program(
 ) -> rlx.Graph:  # fmt: skip
     """attention and the gradients of `wanted`; `shapes` are (shape, element type) by name."""
     graph = rlx.Graph("attention")
-    given = {n: graph.input(n, shape, dtype) for n, (shape, dtype) in shapes.items() if n != "dy"}
-    graph.set_outputs([graph.attention(given["q"], given["k"], given["v"], given.get("mask"), **attrs)])
+    inputs = {n: graph.input(n, shape, dtype) for n, (shape, dtype) in shapes.items() if n != "dy"}
+    graph.set_outputs([graph.attention(inputs["q"], inputs["k"], inputs["v"], inputs.get("mask"), **attrs)])
     return vjp(graph, list(wanted))
 
 
@@ -91,9 +91,9 @@ def seeded(graph: rlx.Graph, arrays: dict[str, Array]) -> dict[str, Array]:
     return {n: a for n, a in arrays.items() if n != "dy"} | {name: arrays["dy"]}
 
 
-def assert_near(found: Array, exact: Array, tolerance: float) -> None:
-    assert found.shape == exact.shape
-    np.testing.assert_allclose(found, exact, rtol=0, atol=tolerance * max(1.0, np.abs(exact).max(initial=0)))
+def assert_near(actual: Array, exact: Array, tolerance: float) -> None:
+    assert actual.shape == exact.shape
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=tolerance * max(1.0, np.abs(exact).max(initial=0)))
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def test_gradients_are_those_of_the_formulas(kind: str, target: str) -> None:
         mask, meaning = masked(kind, arrays)
         cap = 3.0 if number % 2 else None
         exact = gradients(**arrays, **meaning, scale=0.3, cap=cap)
-        found = run(arrays | mask, target=target, mask_kind=kind, scale=0.3, softcap=cap)
-        for ours, theirs in zip(found, exact, strict=False):
+        results = run(arrays | mask, target=target, mask_kind=kind, scale=0.3, softcap=cap)
+        for ours, theirs in zip(results, exact, strict=False):
             assert_near(ours, theirs, 1e-12 if dtype == "f64" else 2e-5)
 
 
@@ -164,16 +164,16 @@ def test_gradients_are_limits_of_differences() -> None:
     dy, step = arrays["dy"], 1e-6
 
     def result(**moved: Array) -> float:
-        given = {n: moved.get(n, arrays[n]) for n in "qkv"}
-        made = forward(**given, seen=causal(5, 7), bias=np.zeros(1), scale=3**-0.5, cap=1.5)[4]
-        return float((made * dy).sum())
+        inputs = {n: moved.get(n, arrays[n]) for n in "qkv"}
+        y = forward(**inputs, seen=causal(5, 7), bias=np.zeros(1), scale=3**-0.5, cap=1.5)[4]
+        return float((y * dy).sum())
 
-    for name, found in zip("qkv", run(arrays, mask_kind="causal", softcap=1.5), strict=True):
-        for at in np.ndindex(found.shape):
-            moved = np.zeros(found.shape)
+    for name, gradient in zip("qkv", run(arrays, mask_kind="causal", softcap=1.5), strict=True):
+        for at in np.ndindex(gradient.shape):
+            moved = np.zeros(gradient.shape)
             moved[at] = step
             slope = (result(**{name: arrays[name] + moved}) - result(**{name: arrays[name] - moved})) / (2 * step)
-            assert abs(slope - found[at]) < 1e-8
+            assert abs(slope - gradient[at]) < 1e-8
 
 
 def test_one_program_serves_all_lengths() -> None:
@@ -217,8 +217,8 @@ def test_the_gradient_of_a_bias_is_that_of_the_scores() -> None:
     arrays = operands(2, 9, 17, 4, 2, 8, 8)
     bias = np.random.default_rng(1).standard_normal((1, 4, 9, 17)).astype(np.float32)
     exact = gradients(**arrays, bias=bias, scale=8**-0.5, cap=2.0)
-    found = run(arrays | {"mask": bias}, ("q", "k", "v", "mask"), mask_kind="bias", softcap=2.0)
-    for ours, theirs in zip(found, (*exact[:3], exact[3].sum(0, keepdims=True)), strict=True):
+    results = run(arrays | {"mask": bias}, ("q", "k", "v", "mask"), mask_kind="bias", softcap=2.0)
+    for ours, theirs in zip(results, (*exact[:3], exact[3].sum(0, keepdims=True)), strict=True):
         assert_near(ours, theirs, 1e-5)
 
 

@@ -18,8 +18,8 @@ def launches(compiled: Any) -> list[Launch]:
 
 def readers(compiled: Any, name: str) -> list[str]:
     """The kernels that read a buffer."""
-    found = [x for x in launches(compiled) if any(v.buffer == name for v in x.views(written=False))]
-    return [x.kernel.symbol.split(".")[0] for x in found]
+    reading = [x for x in launches(compiled) if any(v.buffer == name for v in x.views(written=False))]
+    return [x.kernel.symbol.split(".")[0] for x in reading]
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -52,20 +52,20 @@ def test_gradients_of_norms_are_limits_of_differences(kind: str) -> None:
     def result(**moved: Any) -> float:
         x, gamma, beta = (moved.get(n, arrays[n]) for n in ("x", "gamma", "beta"))
         centred = x - x.mean(1, keepdims=True) if kind == "layer" else x
-        made = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 0.1) * gamma + beta
-        return float((made * arrays["dy"]).sum())
+        y = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 0.1) * gamma + beta
+        return float((y * arrays["dy"]).sum())
 
     g = rlx.Graph("norm")
-    given = [g.input(n, arrays[n].shape, "f64") for n in ("x", "gamma", "beta")]
-    g.set_outputs([g.one(f"{kind}_norm", *given, eps=0.1)])
+    inputs = [g.input(n, arrays[n].shape, "f64") for n in ("x", "gamma", "beta")]
+    g.set_outputs([g.one(f"{kind}_norm", *inputs, eps=0.1)])
     back = vjp(g, ["x", "gamma", "beta"])
-    feed = {n: arrays[n] for n in ("x", "gamma", "beta")} | {"d_output": arrays["dy"]}
-    for name, found in zip(("x", "gamma", "beta"), rlx.compile(back).run(feed)[1:], strict=True):
-        for at in np.ndindex(found.shape):
-            step = np.zeros(found.shape)
+    feeds = {n: arrays[n] for n in ("x", "gamma", "beta")} | {"d_output": arrays["dy"]}
+    for name, gradient in zip(("x", "gamma", "beta"), rlx.compile(back).run(feeds)[1:], strict=True):
+        for at in np.ndindex(gradient.shape):
+            step = np.zeros(gradient.shape)
             step[at] = 1e-6
             slope = (result(**{name: arrays[name] + step}) - result(**{name: arrays[name] - step})) / 2e-6
-            assert abs(slope - found[at]) < 1e-7
+            assert abs(slope - gradient[at]) < 1e-7
 
 
 # -- cross-entropy ----------------------------------------------------------------------------------------------------
@@ -85,8 +85,8 @@ def test_logits_that_are_wanted_are_kept() -> None:
     rng = np.random.default_rng(0)
     x, labels = rng.standard_normal((4, 9)).astype(np.float32), np.int32([1, 0, 8, 3])
     seeds = {"d_output_0": np.float32(1), "d_output_1": np.zeros((4, 9), np.float32)}
-    _, kept, dx = rlx.compile(vjp(g, ["x"])).run({"x": x, "labels": labels} | seeds)
-    np.testing.assert_array_equal(kept, x * 2)
+    _, output, dx = rlx.compile(vjp(g, ["x"])).run({"x": x, "labels": labels} | seeds)
+    np.testing.assert_array_equal(output, x * 2)
     shares = np.exp(2.0 * x.astype(np.float64))
     shares /= shares.sum(1, keepdims=True)
     np.testing.assert_allclose(dx, 2 * (shares - np.eye(9)[labels]), atol=1e-6)
@@ -103,8 +103,8 @@ def test_a_state_is_not_memory_to_spare(op: str) -> None:
         g.set_outputs([getattr(g, op)(x, at, other) * 2.0, *([x + 1.0] if again else [])])
         state = rng.standard_normal((4, 9)).astype(np.float32)
         before = state.copy()
-        feed = {"x": state, "at": np.int32([1, 0, 3, 3]), "other": np.ones(other.shape, np.float32)}
-        rlx.compile(g, threads=1).run(feed)
+        inputs = {"x": state, "at": np.int32([1, 0, 3, 3]), "other": np.ones(other.shape, np.float32)}
+        rlx.compile(g, threads=1).run(inputs)
         np.testing.assert_array_equal(state, before)
 
 

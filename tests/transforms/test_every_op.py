@@ -87,16 +87,16 @@ def test_rules_are_for_ops_that_exist() -> None:
     assert {
         *names,
         *rule_tables.batching,
-        *rule_tables.FLAT,
+        *rule_tables.ZERO_GRADIENT,
         *rule_tables.NO_DERIVATIVE,
         *rule_tables.STRAIGHT_THROUGH,
     } <= set(registry.OPS)
 
 
 def test_an_op_is_declared_without_derivative_or_has_a_rule_but_not_both() -> None:
-    none = {*rule_tables.FLAT, *rule_tables.NO_DERIVATIVE}
+    none = {*rule_tables.ZERO_GRADIENT, *rule_tables.NO_DERIVATIVE}
     assert not none & {*rule_tables.partials, *rule_tables.vjp, *rule_tables.linearise, *rule_tables.parts}
-    assert not set(rule_tables.FLAT) & set(rule_tables.NO_DERIVATIVE)
+    assert not set(rule_tables.ZERO_GRADIENT) & set(rule_tables.NO_DERIVATIVE)
 
 
 @pytest.mark.parametrize("op", sorted(rule_tables.NO_DERIVATIVE))
@@ -225,5 +225,5 @@ def test_a_query_that_sees_no_key_has_no_gradient() -> None:
     mask = g.input("mask", (1, 2), "bool")
     g.set_outputs([g.attention(q, k, v, mask, mask_kind="custom")])
     x = np.ones((1, 2, 1, 4))
-    for found in gradient(g, q=x, k=x, v=x, mask=np.array([[False, False]])):
-        np.testing.assert_array_equal(found, 0 * x)
+    for gradients in gradient(g, q=x, k=x, v=x, mask=np.array([[False, False]])):
+        np.testing.assert_array_equal(gradients, 0 * x)

@@ -27,8 +27,8 @@ rng = np.random.default_rng(7)
 
 def body_of(inputs: dict[str, Any], build: Callable[..., Any]) -> rlx.Graph:
     g = rlx.Graph("body")
-    made = build(*(g.input(n, s, "f64") for n, s in inputs.items()))
-    return g.set_outputs(made if isinstance(made, (tuple, list)) else [made])
+    results = build(*(g.input(n, s, "f64") for n, s in inputs.items()))
+    return g.set_outputs(results if isinstance(results, (tuple, list)) else [results])
 
 
 def numbers(*shape: int) -> Array:
@@ -72,10 +72,10 @@ def arrays(length: int) -> dict[str, Array]:
 @given(length=st.integers(1, 9), reverse=st.booleans(), data=st.data())
 def test_the_gradient_of_a_scan_is_that_of_its_steps(length: int, reverse: bool, data: Any) -> None:
     checkpoints = data.draw(st.integers(0, length))
-    given_ = arrays(length) | {"d_output_0": numbers(3), "d_output_1": numbers(length, 3)}
-    found = evaluate(vjp(looped(rnn(), length, reverse, checkpoints), ["c", "w", "xs"]), given_)
-    wanted = evaluate(vjp(unrolled(rnn(), length, reverse), ["c", "w", "xs"]), given_)
-    for a, b in zip(found, wanted, strict=True):
+    inputs = arrays(length) | {"d_output_0": numbers(3), "d_output_1": numbers(length, 3)}
+    results = evaluate(vjp(looped(rnn(), length, reverse, checkpoints), ["c", "w", "xs"]), inputs)
+    wanted = evaluate(vjp(unrolled(rnn(), length, reverse), ["c", "w", "xs"]), inputs)
+    for a, b in zip(results, wanted, strict=True):
         assert_close(a, b, 1e-12)
 
 
@@ -93,10 +93,10 @@ def test_a_scan_has_derivatives_of_every_order(checkpoints: int) -> None:
 def test_a_scan_of_unknown_length_has_a_gradient(checkpoints: int) -> None:
     symbolic = vjp(looped(rnn(), "n", checkpoints=checkpoints), ["c", "w", "xs"])
     for length in (0, 1, 2, 3, 8):
-        given_ = arrays(length) | {"d_output_0": numbers(3), "d_output_1": numbers(length, 3)}
-        found = evaluate(symbolic, given_, {"n": length})
-        fixed = evaluate(vjp(looped(rnn(), length), ["c", "w", "xs"]), given_)
-        for a, b in zip(found, fixed, strict=True):
+        inputs = arrays(length) | {"d_output_0": numbers(3), "d_output_1": numbers(length, 3)}
+        results = evaluate(symbolic, inputs, {"n": length})
+        fixed = evaluate(vjp(looped(rnn(), length), ["c", "w", "xs"]), inputs)
+        for a, b in zip(results, fixed, strict=True):
             assert_close(a, b, 1e-12)
 
 
@@ -115,9 +115,9 @@ def test_a_scan_with_integers_among_its_carries_has_a_gradient() -> None:
     c, table = g.input("c", (), "f64"), g.input("t", (5,), "f64")
     finals, _ = g.scan_general([g.constant(0), c], body, 5, broadcasts=[table])
     g.set_outputs([finals[1]])
-    found = evaluate(grad(g, ["c", "t"]), {"c": np.array(2.0), "t": np.array([1.0, 2, 3, 4, 5])})
-    np.testing.assert_allclose(found[0], 120)
-    np.testing.assert_allclose(found[1], 240 / np.array([1.0, 2, 3, 4, 5]))
+    gradients = evaluate(grad(g, ["c", "t"]), {"c": np.array(2.0), "t": np.array([1.0, 2, 3, 4, 5])})
+    np.testing.assert_allclose(gradients[0], 120)
+    np.testing.assert_allclose(gradients[1], 240 / np.array([1.0, 2, 3, 4, 5]))
 
 
 @contextmanager
@@ -152,19 +152,19 @@ def test_checkpoints_bound_what_is_kept_and_computed(length: int, checkpoints: i
     step = body_of({"c": (3,)}, lambda c: (c * 1.1).tanh())
     g = rlx.Graph("g")
     g.set_outputs([g.scan_checkpointed(g.input("c", (3,), "f64"), step, length, checkpoints).sum()])
-    made = value_and_grad(g, "c")
+    back = value_and_grad(g, "c")
     start = {"c": numbers(3)}
     with counting("tanh") as count:
-        found = evaluate(made, start)
+        results = evaluate(back, start)
     assert count[0] <= 2 * length
     plain = rlx.Graph("plain")
     c = plain.input("c", (3,), "f64")
     for _ in range(length):
         c = (c * 1.1).tanh()
     plain.set_outputs([c.sum()])
-    for a, b in zip(found, evaluate(value_and_grad(plain, "c"), start), strict=True):
+    for a, b in zip(results, evaluate(value_and_grad(plain, "c"), start), strict=True):
         assert_close(a, b, 1e-12)
-    segments = [n for n in made.nodes if n.op == "scan"]
+    segments = [n for n in back.nodes if n.op == "scan"]
     outside = sum(rows_of(n, (3,)) for n in segments)
     inside = max((rows_kept(n.attrs["body"], (3,)) for n in segments), default=0)
     assert outside + inside <= checkpoints + -(-length // checkpoints), (outside, inside)
@@ -176,9 +176,9 @@ def rows_of(node: Any, shape: tuple[int, ...]) -> int:
 
 
 def test_a_plain_scan_computes_each_step_once() -> None:
-    made = value_and_grad(_summed(looped(rnn(), 9)), ["c", "w"])
+    back = value_and_grad(_summed(looped(rnn(), 9)), ["c", "w"])
     with counting("tanh") as count:
-        evaluate(made, arrays(9))
+        evaluate(back, arrays(9))
     assert count[0] == 9
 
 
@@ -192,22 +192,22 @@ def test_the_scan_backward_builders_take_what_vjp_makes() -> None:
     step = body_of({"c": (3,), "x": (3,)}, lambda c, x: (c * x).tanh() + c)
     body_vjp = vjp(step, ["c", "x"])
     body_vjp.outputs = body_vjp.outputs[1:]
-    given_ = {"c": numbers(3), "xs": numbers(6, 3), "up": numbers(3)}
+    inputs = {"c": numbers(3), "xs": numbers(6, 3), "up": numbers(3)}
     g = rlx.Graph("g")
     c, xs, up = g.input("c", (3,), "f64"), g.input("xs", (6, 3), "f64"), g.input("up", (3,), "f64")
     rows = body_of({"c": (3,), "x": (3,)}, lambda c, x: ((c * x).tanh() + c,) * 2)
     trajectory = g.scan_general([c], rows, 6, xs=[xs])[1][0]
-    kept = trajectory.gather(np.array([1, 3, 5], np.int32))
+    checkpoints = trajectory.gather(np.array([1, 3, 5], np.int32))
     g.set_outputs([
         g.scan_backward(c, trajectory, up, [xs], body_vjp, 6, save_trajectory=False),
         g.scan_backward_xs(c, trajectory, up, [xs], body_vjp, 6, 0, save_trajectory=False),
-        g.scan_backward_with_checkpoints(c, kept, up, [xs], body_vjp, 6, 3, step, save_trajectory=False),
-        g.scan_backward_xs_with_checkpoints(c, kept, up, [xs], body_vjp, 6, 0, 3, step, save_trajectory=False),
+        g.scan_backward_with_checkpoints(c, checkpoints, up, [xs], body_vjp, 6, 3, step, save_trajectory=False),
+        g.scan_backward_xs_with_checkpoints(c, checkpoints, up, [xs], body_vjp, 6, 0, 3, step, save_trajectory=False),
     ])  # fmt: skip
     plain = rlx.Graph("plain")
     plain.set_outputs([plain.scan_with_xs(plain.input("c", (3,), "f64"), [plain.input("xs", (6, 3), "f64")], step, 6)])
-    wanted = evaluate(vjp(plain, ["c", "xs"]), {"c": given_["c"], "xs": given_["xs"], "d_output": given_["up"]})[1:]
-    for i, a in enumerate(evaluate(g, given_)):
+    wanted = evaluate(vjp(plain, ["c", "xs"]), {"c": inputs["c"], "xs": inputs["xs"], "d_output": inputs["up"]})[1:]
+    for i, a in enumerate(evaluate(g, inputs)):
         assert_close(a, wanted[i % 2], 1e-12)
 
 
@@ -235,7 +235,7 @@ def test_a_while_loop_has_derivatives() -> None:
 
 
 def test_an_unbounded_while_loop_has_no_gradient() -> None:
-    with pytest.raises(GraphError, match="while_loop: its gradient needs to know how many steps") as caught:
+    with pytest.raises(GraphError, match="while_loop: its gradient needs a maximum number of steps") as caught:
         grad(doubling(None), "x")
     assert caught.value.hint and "max_steps" in caught.value.hint
 
@@ -245,10 +245,10 @@ def test_lanes_of_a_while_loop_stop_when_they_are_done(batched: list[str]) -> No
     many = vmap(doubling(None), {n: 0 for n in batched}, size=4)
     at: dict[str, Array] = {"x": np.array(1.5), "w": np.array(1.7)}
     lanes = {"x": np.array([0.1, 1.5, 20.0, 3.0]), "w": np.array([1.7, 2.0, 5.0, 1.1])}
-    (found,) = evaluate(many, at | {n: lanes[n] for n in batched})
+    (result,) = evaluate(many, at | {n: lanes[n] for n in batched})
     for i in range(4):
         one = at | {n: lanes[n][i] for n in batched}
-        np.testing.assert_allclose(found[i], evaluate(doubling(None), one)[0], rtol=1e-12)
+        np.testing.assert_allclose(result[i], evaluate(doubling(None), one)[0], rtol=1e-12)
 
 
 # -- branches --------------------------------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ def test_a_custom_function_closes_under_transforms(rules: str) -> None:
     )  # fmt: skip
 
 
-def _doubled(given_: dict[str, Array]) -> dict[str, Array]:
-    return {n: np.stack([a, a]) for n, a in given_.items()}
+def _doubled(inputs: dict[str, Array]) -> dict[str, Array]:
+    return {n: np.stack([a, a]) for n, a in inputs.items()}
 
 
 @pytest.mark.parametrize("rules", [(vjp_body(5.0), None), (None, jvp_body(5.0)), (vjp_body(5.0), jvp_body(5.0))])
@@ -399,11 +399,11 @@ LOOPS: dict[str, Callable[[], Case]] = {
 def test_gradients_of_loops_run_as_machine_code(name: str) -> None:
     case = LOOPS[name]()
     first = reverse_case(case, rng)
-    graph, given_ = in_f32(first)
+    graph, inputs = in_f32(first)
     name = case.floats[0]
     direction = {f"tangent_{name}": numbers(*case.arrays[name].shape)}
-    for made, extra in ((graph, {}), (hvp(_summed(graph.copy()), name), direction)):
-        leaves_ = {n.attrs["name"] for n in leaves(made)}
-        run_with = {n: np.asarray(a, np.float32) for n, a in (given_ | extra).items() if n in leaves_}
-        for a, b in zip(rlx.compile(made).run(run_with), evaluate(made, run_with), strict=True):
+    for transformed, extra in ((graph, {}), (hvp(_summed(graph.copy()), name), direction)):
+        leaves_ = {n.attrs["name"] for n in leaves(transformed)}
+        run_with = {n: np.asarray(a, np.float32) for n, a in (inputs | extra).items() if n in leaves_}
+        for a, b in zip(rlx.compile(transformed).run(run_with), evaluate(transformed, run_with), strict=True):
             np.testing.assert_allclose(a, b, rtol=3e-4, atol=3e-5)

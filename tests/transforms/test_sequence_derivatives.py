@@ -34,14 +34,14 @@ def delta_net(seq: Any) -> rlx.Graph:
 
 
 def arrays(graph: rlx.Graph, seq: int) -> dict[str, Array]:
-    made = {}
+    values = {}
     for node in graph.inputs:
         shape = [seq if isinstance(d, rlx.Dim) else d for d in node.types[0].shape]
-        made[node.attrs["name"]] = rng.uniform(-0.5, 0.5, shape)
+        values[node.attrs["name"]] = rng.uniform(-0.5, 0.5, shape)
     for name, low in (("delta", 0.1), ("beta", 0.5), ("g", -0.6), ("a", -0.9)):
-        if name in made:
-            made[name] = made[name] * 0.5 + low
-    return made
+        if name in values:
+            values[name] = values[name] * 0.5 + low
+    return values
 
 
 KINDS: list[Callable[[Any], rlx.Graph]] = [selective, delta_net]
@@ -52,21 +52,21 @@ def test_a_gradient_does_not_depend_on_how_a_sequence_is_cut(kind: Callable[[Any
     """Of unknown length, where everything is cut and padded, against one chunk, which is not; and at other lengths."""
     symbolic = grad(kind("seq"), [n.attrs["name"] for n in kind(1).inputs])
     for seq in (0, 1, 7, CHUNK):
-        given = arrays(kind("seq"), seq)
-        found = evaluate(symbolic, given, {"seq": seq})
-        for a, b in zip(found, evaluate(grad(kind(seq), list(given)), given), strict=True):
+        inputs = arrays(kind("seq"), seq)
+        results = evaluate(symbolic, inputs, {"seq": seq})
+        for a, b in zip(results, evaluate(grad(kind(seq), list(inputs)), inputs), strict=True):
             assert_close(a, b, 1e-12)
     for seq in (65, 128, 131):
-        given = arrays(kind("seq"), seq)
-        whole = evaluate(symbolic, given, {"seq": seq})
-        for a, b in zip(whole, evaluate(grad(kind(seq), list(given)), given), strict=True):
+        inputs = arrays(kind("seq"), seq)
+        together = evaluate(symbolic, inputs, {"seq": seq})
+        for a, b in zip(together, evaluate(grad(kind(seq), list(inputs)), inputs), strict=True):
             assert_close(a, b, 1e-12)
-        names = list(given)
-        direction = {n: rng.normal(size=a.shape) for n, a in given.items()}
-        slope = sum(float((direction[n] * d).sum()) for n, d in zip(names, whole, strict=True))
+        names = list(inputs)
+        direction = {n: rng.normal(size=a.shape) for n, a in inputs.items()}
+        slope = sum(float((direction[n] * d).sum()) for n, d in zip(names, together, strict=True))
         h = 1e-6
         high, low = (
-            float(evaluate(kind(seq), {n: a + s * direction[n] for n, a in given.items()})[0]) for s in (h, -h)
+            float(evaluate(kind(seq), {n: a + s * direction[n] for n, a in inputs.items()})[0]) for s in (h, -h)
         )
         assert abs((high - low) / (2 * h) - slope) < 1e-6 * max(1.0, abs(slope))
 
@@ -77,11 +77,11 @@ def test_linear_attention_keeps_states_at_chunk_ends_only() -> None:
     q, k, v = (g.input(n, (2, seq, 4, N), "f64") for n in "qkv")
     gate, state = g.input("g", (2, seq, 4), "f64"), g.input("state", (2, 4, N, N), "f64")
     y, last = g.gated_linear_attention_carry(q, k, v, gate, state)
-    made = vjp(g.set_outputs([(y * y).sum() + last.sum()]), "state")
-    scans = [n for n in made.nodes if n.op == "scan"]
-    kept = sum(int(n.attrs["length"]) for n in scans for o in n.attrs["body"].outputs[n.attrs["carries"] :]
+    gradient = vjp(g.set_outputs([(y * y).sum() + last.sum()]), "state")
+    scans = [n for n in gradient.nodes if n.op == "scan"]
+    saved = sum(int(n.attrs["length"]) for n in scans for o in n.attrs["body"].outputs[n.attrs["carries"] :]
                if o.shape == (2, 4, N, N))  # fmt: skip
-    assert kept == seq // CHUNK
+    assert saved == seq // CHUNK
     forward, back = scans
     assert forward.attrs["length"] == back.attrs["length"] == 5
     inside = [n for n in back.attrs["body"].nodes if n.op == "scan"]

@@ -64,10 +64,10 @@ def run(graph: rlx.Graph, inputs: dict[str, Array], params: dict[str, Array], de
     return list(f.run(inputs))
 
 
-def close(found: Array, wanted: Any, where: str, tolerance: float = TOLERANCE) -> None:
+def close(actual: Array, wanted: Any, where: str, tolerance: float = TOLERANCE) -> None:
     wanted = wanted.detach().numpy()
-    assert found.shape == wanted.shape, where
-    error = np.abs(found - wanted).max() / np.abs(wanted).max()
+    assert actual.shape == wanted.shape, where
+    error = np.abs(actual - wanted).max() / np.abs(wanted).max()
     assert error < tolerance, f"{where}: {error:.1e}"
 
 
@@ -115,9 +115,9 @@ def test_a_decoder_has_the_gradients_of_torch(which: str, device: str, tmp_path:
     logits = model(torch.tensor(tokens.astype(np.int64)), use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 96), torch.tensor(wanted.astype(np.int64)).reshape(-1))
     loss.backward()
-    found = run(value_and_grad(graph, list(theirs)), {"tokens": tokens, "labels": wanted}, params, device)
-    close(found[0], loss, "loss")
-    for (name, value), ours in zip(theirs.items(), found[1:], strict=True):
+    results = run(value_and_grad(graph, list(theirs)), {"tokens": tokens, "labels": wanted}, params, device)
+    close(results[0], loss, "loss")
+    for (name, value), ours in zip(theirs.items(), results[1:], strict=True):
         close(ours, value.grad, name)
 
 
@@ -135,8 +135,8 @@ def test_a_decoder_has_the_gradients_of_torch_in_f64(tmp_path: Path) -> None:
         logits.reshape(-1, 96), torch.tensor(wanted.astype(np.int64)).reshape(-1)
     ).backward()
     wide = {n: a.astype(np.float64) for n, a in params.items()}
-    found = run(grad(graph, list(theirs)), {"tokens": tokens, "labels": wanted}, wide, "reference")
-    for (name, value), ours in zip(theirs.items(), found, strict=True):
+    gradients = run(grad(graph, list(theirs)), {"tokens": tokens, "labels": wanted}, wide, "reference")
+    for (name, value), ours in zip(theirs.items(), gradients, strict=True):
         close(ours, value.grad, name, 2e-5)  # torch's tables of sines are of f32
 
 
@@ -154,12 +154,12 @@ def test_bert_has_the_gradients_of_torch(device: str, tmp_path: Path) -> None:
     theirs = {n: p for n, p in model.named_parameters() if graph.has(n)}
     states = model(torch.tensor(tokens.astype(np.int64))).last_hidden_state
     (states * torch.tensor(factor)).sum().backward()
-    given = {
+    inputs = {
         "tokens": tokens, "token_types": 0 * tokens, "positions": np.arange(11, dtype=np.int32)[None] + 0 * tokens,
         "attention_mask": np.ones((2, 11), np.float32), "weight": factor,
     }  # fmt: skip
-    found = run(grad(graph, list(theirs)), given, params, device)
-    for (name, value), ours in zip(theirs.items(), found, strict=True):
+    gradients = run(grad(graph, list(theirs)), inputs, params, device)
+    for (name, value), ours in zip(theirs.items(), gradients, strict=True):
         if np.abs(value.grad.numpy()).max() > 1e-4:  # keys have no use for a bias: its gradient is rounding
             close(ours, value.grad, name)
 
@@ -172,8 +172,8 @@ def layer(g: rlx.Graph, x: rlx.Value, w: dict[str, rlx.Value]) -> rlx.Value:
     x = x + g.attention(q, k, v, mask_kind="causal").reshape(batch, seq, 32) @ w["o"]
     h = x.rms_norm(w["n2"], eps=1e-6)
     gate: rlx.Value = (h @ w["gate"]).silu()
-    made: rlx.Value = x + (gate * (h @ w["up"])) @ w["down"]
-    return made
+    y: rlx.Value = x + (gate * (h @ w["up"])) @ w["down"]
+    return y
 
 
 SHAPES = {"n1": (24,), "q": (24, 32), "k": (24, 16), "v": (24, 16), "o": (32, 24), "n2": (24,), "gate": (24, 40),

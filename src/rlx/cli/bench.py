@@ -1,8 +1,8 @@
-"""`rlx bench MODEL`: how fast a model is here, and how close that comes to what this machine can do.
+"""`rlx bench MODEL`: measures the speed of a model, and how close it is to the limits of this machine.
 
-A decoder reads prompts (`pp128`, `pp512`) and writes tokens (`tg128`), as llama-bench calls it; an encoder embeds. The
-limits are measured in the same run: for prompts the multiply-adds of the kind that each kernel does (floats, or 8-bit
-integers), for tokens reads from memory.
+Decoders are measured in prefill (`pp128`, `pp512`) and decode (`tg128`), named as in llama-bench, encoders in
+embedding. The limits are measured in the same run: peak multiply-adds for prefill (f32 or int8, as each kernel does
+them), memory bandwidth for decode.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from rlx.types import evaluate
 
 PROMPTS = (128, 512)
 ANSWER = 128
-TEXTS = ((1, 32), (1, 128), (32, 128))  # texts, tokens of each
-START = 8  # tokens of the prompt before the answer
+TEXTS = ((1, 32), (1, 128), (32, 128))  # texts, tokens per text
+START = 8  # tokens of the prompt before decode
 SENTENCE = "it was not the one that had been there for them all to see from this old house with a garden by his side"
-AT_LEAST_S = 0.3  # of embedding, before a rate is believed
+MIN_S = 0.3  # minimum time of an embedding measurement
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: a number, and where it has one, the share of what the machine can do."""
+    """One line: a measurement and, if it has a limit, the share of it."""
 
     name: str
     value: float
@@ -65,7 +65,7 @@ class Row:
 
 
 def _digits(value: float) -> int:
-    """Decimals that leave three digits or more.
+    """Decimals for at least three significant digits.
 
     >>> [_digits(v) for v in (0.0123, 1.5, 42.0, 310.0)]
     [4, 2, 1, 0]
@@ -74,11 +74,13 @@ def _digits(value: float) -> int:
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("bench", help="measure a model, and compare with what the machine can do")
+    command = commands.add_parser("bench", help="measure a model, and compare with the limits of the machine")
     command.add_argument("model", nargs="?", default=hub.DEFAULT, help=f"a model on this machine ({hub.DEFAULT})")
-    command.add_argument("--threads", type=int, help="of the pool; all usable cores if not given")
-    command.add_argument("--repeat", type=int, default=3, help="times; the median counts (3)")
-    command.add_argument("--cold", action="store_true", help="compile without the cache of kernels and programs")
+    command.add_argument("--threads", type=int, help="number of threads (default: all usable cores)")
+    command.add_argument(
+        "--repeat", type=int, default=3, help="number of measurements, of which the median is shown (3)"
+    )
+    command.add_argument("--cold", action="store_true", help="compile without the cache")
     command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=run)
@@ -99,15 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
         with console.status("measuring the machine"):
             limits = backend_of(compiled.target).ceilings(compiled.target, compiled.threads)
         if limits is None:
-            raise CapabilityError(f"bench: nobody has measured what {compiled.device} can do")
+            raise CapabilityError(f"bench: the limits of device {compiled.device} are not known")
         rows = [
-            Row("load", loading, "s", note="until it is ready"),
+            Row("load", loading, "s", note="until ready to run"),
             Row("compile", compiling, "s", note="without the cache" if arguments.cold else "from the cache"),
         ]
         measure: Any = _decoder_rows if isinstance(model, LanguageModel) else _encoder_rows
         measure = _vision_rows if isinstance(model, VisionModel) else measure
         for row in measure(model, limits, arguments.repeat):
-            rows.append(_believed(row))
+            rows.append(_checked(row))
         memory = model.memory()
         rows.append(Row("memory", memory.total, "bytes", note=_parts(memory)))
         about = {"model": files.name, "target": compiled.target.name, "threads": compiled.threads}
@@ -118,12 +120,12 @@ def run(arguments: argparse.Namespace) -> int:
         f"{files.name} on {compiled.target.name}, {compiled.threads} threads; machine: {limits.gflops:.0f} GFLOPS f32, "
         f"{limits.gops['dot_u7']:.0f} GOPS int8, {limits.memory_gb_per_second:.1f} GB/s from memory"
     )
-    console.table(("row", "value", "unit", "of what is possible"), [row.cells() for row in rows])
+    console.table(("row", "value", "unit", "share of the limit"), [row.cells() for row in rows])
     return 0
 
 
-def _believed(row: Row) -> Row:
-    """A row, with a warning in place of a share that cannot be."""
+def _checked(row: Row) -> Row:
+    """The row, with a warning instead of a share above 100%."""
     if row.fraction is None or row.fraction <= 1:
         return row
     why = f"suspicious: {row.fraction:.2f} of {row.limit}; do the weights fit into a cache, or was the machine busy?"
@@ -132,13 +134,15 @@ def _believed(row: Row) -> Row:
 
 # -- starting --------------------------------------------------------------------------------------------------------
 def compile_seconds(graph: Graph, *, cold: bool) -> float:
-    """Seconds from a graph to machine code, in a process that has compiled nothing before."""
-    own = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | ({"RLX_CACHE": "off"} if cold else {})
+    """Seconds to compile a graph in a new process."""
+    environment = (
+        os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | ({"RLX_CACHE": "off"} if cold else {})
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".rlx", encoding="utf-8") as file:
         file.write(graph.text(full=True))
         file.flush()
         command = [sys.executable, "-c", _COMPILE, file.name]
-        return float(subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout)
+        return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
 _COMPILE = """
@@ -161,7 +165,7 @@ def _decoder_rows(model: LanguageModel, limits: Ceilings, repeat: int) -> Iterat
     program = _program(model)
 
     def prompt(length: int) -> list[int]:
-        return [int(t) for t in random.integers(0, vocabulary, length)]  # no two begin alike: nothing is reused
+        return [int(t) for t in random.integers(0, vocabulary, length)]  # random, so that no prefix is reused
 
     for length in PROMPTS:
         name = f"pp{length}"
@@ -171,37 +175,37 @@ def _decoder_rows(model: LanguageModel, limits: Ceilings, repeat: int) -> Iterat
         seconds = _median(
             name, repeat, lambda n=length: model.generate(prompt(n), max_tokens=1).timings.prompt_seconds  # type: ignore[misc]
         )  # fmt: skip
-        share = least_seconds(program, limits, 1, length) / seconds
+        share = min_seconds(program, limits, 1, length) / seconds
         yield Row(name, length / seconds, "tok/s", share, "the multiply-adds")
 
-    # A stop token would end the answer early.
-    going_on = {t: -math.inf for t in model.tokenizer.stop_ids} if model.checkpoint.tokenizer else {}
+    # Exclude stop tokens, which would end the answer early.
+    no_stop = {t: -math.inf for t in model.tokenizer.stop_ids} if model.checkpoint.tokenizer else {}
     count = min(ANSWER, model.context - START - 1)
 
     def answer() -> float:
-        done = model.generate(prompt(START), max_tokens=count, temperature=0.0, logit_bias=going_on)
+        done = model.generate(prompt(START), max_tokens=count, temperature=0.0, logit_bias=no_stop)
         assert len(done.tokens) == count
         return 1 / done.timings.answer_per_second
 
     seconds = _median(f"tg{count}", repeat, answer)
     moved = token_bytes(program, START + count // 2)
     share = moved / seconds / (limits.memory_gb_per_second * 1e9)
-    yield Row(f"tg{count}", 1 / seconds, "tok/s", share, "the bandwidth", f"{show_size(moved)} a token")
+    yield Row(f"tg{count}", 1 / seconds, "tok/s", share, "the bandwidth", f"{show_size(moved)} per token")
 
 
 def token_bytes(program: Program, past: int) -> int:
-    """Bytes that one decoded token must read: the weights of the matmuls, and the keys and values before it."""
+    """Bytes that one decode step must read: weights of matmuls, and the cached keys and values."""
     sizes = phase_sizes(1, 1, past, program.symbols)
     return sum(evaluate(x.bytes, sizes) for x in program.launches if x.kernel.kind in ("matmul", "attention"))
 
 
-def least_seconds(program: Program, limits: Ceilings, batch: int, seq: int, *, causal: bool = True) -> float:
-    """Seconds that the multiply-adds of a run take at least; of attention only those that a causal mask leaves."""
+def min_seconds(program: Program, limits: Ceilings, batch: int, seq: int, *, causal: bool = True) -> float:
+    """Minimum seconds for the multiply-adds of a run; a causal mask reduces those of attention."""
     sizes = phase_sizes(batch, seq, symbols=program.symbols)
     total = 0.0
     for launch in program.launches:
-        seen = (seq + 1) / 2 / (sizes["blocks"] * 64) if causal and launch.kernel.kind == "attention" else 1.0
-        total += evaluate(launch.flops, sizes) * seen / limits.peak(launch.kernel.arithmetic())
+        visible = (seq + 1) / 2 / (sizes["blocks"] * 64) if causal and launch.kernel.kind == "attention" else 1.0
+        total += evaluate(launch.flops, sizes) * visible / limits.peak(launch.kernel.arithmetic())
     return total
 
 
@@ -212,7 +216,7 @@ def _encoder_rows(model: EmbeddingModel, limits: Ceilings, repeat: int) -> Itera
         texts = texts_of(model, count, length)
         name = f"embed {count}x{length}"
         seconds = _median(name, repeat, lambda texts=texts: _per_call(lambda: model.embed(texts)))  # type: ignore[misc]
-        share = least_seconds(program, limits, count, length, causal=False) / seconds
+        share = min_seconds(program, limits, count, length, causal=False) / seconds
         note = f"{count / seconds:.0f} texts/s, {seconds * 1e3:.2f} ms"
         yield Row(name, count * length / seconds, "tok/s", share, "the multiply-adds", note)
 
@@ -227,7 +231,7 @@ def _vision_rows(model: VisionModel, limits: Ceilings, repeat: int) -> Iterator[
 
 
 def texts_of(model: EmbeddingModel, count: int, length: int) -> list[str]:
-    """Texts of so many tokens each, the special ones counted. No two are alike: a second one would cost nothing."""
+    """Different texts of `length` tokens each, including special ones. Equal texts would be computed only once."""
     texts, known = [], SENTENCE.split()
     for i in range(count):
         words = [known[(i + j * (1 + i // len(known))) % len(known)] for j in range(length)]
@@ -239,7 +243,7 @@ def texts_of(model: EmbeddingModel, count: int, length: int) -> list[str]:
 
 def _per_call(work: Callable[[], Any]) -> float:
     calls, begin = 0, time.perf_counter()
-    while (spent := time.perf_counter() - begin) < AT_LEAST_S or not calls:
+    while (spent := time.perf_counter() - begin) < MIN_S or not calls:
         work()
         calls += 1
     return spent / calls
@@ -247,7 +251,7 @@ def _per_call(work: Callable[[], Any]) -> float:
 
 # -- measuring -------------------------------------------------------------------------------------------------------
 def _median(name: str, repeat: int, seconds: Callable[[], float]) -> float:
-    """The median of some runs, after one that warms up."""
+    """The median of `repeat` runs, after a warm-up."""
     with console.status(f"measuring {name}"):
         seconds()
         return statistics.median(seconds() for _ in range(repeat))

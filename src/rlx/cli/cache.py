@@ -1,4 +1,4 @@
-"""`rlx cache`: where compiled programs and started models are kept, how large they are; `--clear` removes them."""
+"""`rlx cache`: shows location and size of the cache of compiled programs and model snapshots; `--clear` empties it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlx.backends.cache_folder import SNAPSHOTS, Cache, current, file_of, snapsh
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "cache",
-        help="show or clear the cache of compiled programs and started models",
-        epilog="RLX_CACHE is off, readonly or a folder; RLX_CACHE_LIMIT is how many gigabytes started models may take",
+        help="show or clear the cache of compiled programs and model snapshots",
+        epilog="RLX_CACHE is off, readonly or a folder; RLX_CACHE_LIMIT limits model snapshots, in gigabytes",
     )
     command.add_argument("--clear", action="store_true", help="remove everything in it")
     command.add_argument("--verify", action="store_true", help="read the weights of all snapshots; remove damaged ones")
@@ -37,13 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def verify(store: Cache) -> int:
-    """Compare every byte of every snapshot with its digest."""
+    """Check the digest of every snapshot, and remove damaged ones."""
     from rlx.errors import FormatError
     from rlx.runtime import container
 
-    found = store.snapshots()
+    snapshots = store.snapshots()
     bad = 0
-    for path in found:
+    for path in snapshots:
         seen = file_of(path)
         try:
             file = container.read(path, "a snapshot")
@@ -51,5 +51,5 @@ def verify(store: Cache) -> int:
         except FormatError as error:
             bad += 1
             print(f"{error}: {'removed' if store.drop(path, seen) else 'could not be removed'}")
-    print(f"{bad} of {len(found)} snapshots were damaged")
+    print(f"{bad} of {len(snapshots)} snapshots were damaged")
     return 0

@@ -1,4 +1,4 @@
-"""A conversation on a terminal: lines in, answers out, with everything said so far sent along.
+"""Interactive chat on a terminal. Each message is sent with the conversation so far.
 
 Ctrl-C stops an answer, not the program; Ctrl-D or /bye leaves.
 """
@@ -26,11 +26,11 @@ def loop(
     model: LanguageModel, options: Mapping[str, Any], *, system: str | None = None, raw: bool = False,
     read: Callable[[str], str] = input,
 ) -> int:  # fmt: skip
-    """Read, answer, again, until the user leaves. `read` asks for one line."""
+    """Read messages and stream answers until the user leaves. `read` prompts for one line."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives `input` its editing and its history
-    talk = Conversation(model, options, system=system, raw=raw)
-    console.aside("/help shows the commands; Ctrl-D leaves")
+        import readline  # noqa: F401  adds line editing and history to `input`
+    conversation = Conversation(model, options, system=system, raw=raw)
+    console.dim_note("/help shows the commands; Ctrl-D leaves")
     while True:
         try:
             text = _message(read)
@@ -46,14 +46,14 @@ def loop(
             case "/bye" | "/exit" | "/quit":
                 return 0
             case "/clear":
-                talk.clear()
-                console.aside("forgotten")
+                conversation.clear()
+                console.dim_note("forgotten")
             case "/help" | "/?":
                 console.note(HELP)
             case word if word.startswith("/") and not any(c.isspace() for c in word) and "/" not in word[1:]:
                 console.note(f"{word} is no command\n{HELP}")
             case _:
-                talk.say(text)
+                conversation.send(text)
 
 
 def _message(read: Callable[[str], str]) -> str:
@@ -70,7 +70,7 @@ def _message(read: Callable[[str], str]) -> str:
 
 
 class Conversation:
-    """What was said so far, and a model that goes on with it."""
+    """The history of a chat, and the model that continues it."""
 
     def __init__(
         self, model: LanguageModel, options: Mapping[str, Any], *, system: str | None = None, raw: bool = False
@@ -85,38 +85,38 @@ class Conversation:
         """Forget everything but the system message."""
         self.history = self.system
 
-    def say(self, text: str) -> None:
-        """Stream the answer to a message. What was said of it stays in the history, all of it or up to Ctrl-C."""
+    def send(self, text: str) -> None:
+        """Stream the answer to a message. The answer, complete or cut by Ctrl-C, goes into the history."""
         turn = [*self.history, *messages(None, text)]
         hint = "/clear forgets what was said before" if len(self.history) > len(self.system) else None
-        said, stream = "", None
+        answer, stream = "", None
         try:
             stream = begin(self.model, text if self.plain else turn, self.options, hint)
             for piece in stream:
-                said += piece
+                answer += piece
                 console.write(piece)
             console.write("\n")
-            say_timings(self.model, stream.completion)
+            print_timings(self.model, stream.completion)
         except KeyboardInterrupt:
             if stream is not None:
                 stream.close()
             console.write("\n")
-            console.aside("stopped" if said else "stopped; the message is forgotten")
+            console.dim_note("stopped" if answer else "stopped; the message is forgotten")
         except RlxError as error:  # a message that cannot be answered does not end the conversation
             console.explain(error)
-        if said and not self.plain:
-            self.history = [*turn, {"role": "assistant", "content": said}]
+        if answer and not self.plain:
+            self.history = [*turn, {"role": "assistant", "content": answer}]
 
 
 # -- one turn --------------------------------------------------------------------------------------------------------
 def messages(system: str | None, *texts: str) -> list[dict[str, str]]:
-    """A system message, if there is one, and what the user says."""
-    said = [("system", system or "")] if system else []
-    return [{"role": role, "content": text} for role, text in [*said, *(("user", t) for t in texts)]]
+    """A system message, if there is one, and the user's messages."""
+    system_message = [("system", system or "")] if system else []
+    return [{"role": role, "content": text} for role, text in [*system_message, *(("user", t) for t in texts)]]
 
 
 def is_plain(model: LanguageModel, system: str | None, raw: bool) -> bool:
-    """Whether text is continued as it is, without a chat template."""
+    """Whether texts are continued without a chat template."""
     if model.template is not None:
         return raw
     if system:
@@ -127,14 +127,14 @@ def is_plain(model: LanguageModel, system: str | None, raw: bool) -> bool:
 
 
 def begin(
-    model: LanguageModel, said: str | Messages, options: Mapping[str, Any], hint: str | None = None
+    model: LanguageModel, prompt: str | Messages, options: Mapping[str, Any], hint: str | None = None
 ) -> TextStream:
-    """The answer to a text as it is, or to a conversation through the template. There must be room for one."""
-    talk = not isinstance(said, str)
-    tokens = model.prompt_ids(said, "run") if isinstance(said, str) else model.chat_tokens(said)
+    """Stream the continuation of a text, or the answer to a conversation. Raises if the context has no room for it."""
+    is_chat = not isinstance(prompt, str)
+    tokens = model.prompt_ids(prompt, "run") if isinstance(prompt, str) else model.chat_tokens(prompt)
     count = len(tokens)
     if count < model.context:
-        return model.stream(tokens, chat=talk, **options)
+        return model.stream(tokens, chat=is_chat, **options)
     longest = int(model.checkpoint.config.context)
     ways = [hint or "shorten the text", *([f"start with --context {longest}"] if count < longest else [])]
     raise RequestError(
@@ -143,18 +143,18 @@ def begin(
     )
 
 
-def say_timings(model: LanguageModel, done: Completion) -> None:
-    """The line after an answer; before it, what cut the answer short, if anything did."""
+def print_timings(model: LanguageModel, done: Completion) -> None:
+    """Print timings after an answer, and why it was cut, if it was."""
     usage, timings = done.usage, done.timings
     if done.finish_reason == "length":
         full = usage.prompt_tokens + usage.completion_tokens >= model.context
         why = f"the context of {model.context} tokens is full" if full else "--max-tokens allows more"
         count = usage.completion_tokens
-        console.aside(f"cut after {count} token{'' if count == 1 else 's'}: {why}")
-    cached = f" ({usage.cached_tokens} kept)" if usage.cached_tokens else ""
+        console.dim_note(f"cut after {count} token{'' if count == 1 else 's'}: {why}")
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     threads = "1 thread" if model.threads == 1 else f"{model.threads} threads"
-    console.aside(
-        console.joined([
+    console.dim_note(
+        console.join([
             f"prompt {usage.prompt_tokens} tok{cached} {timings.prompt_per_second:.0f}/s",
             f"answer {usage.completion_tokens} tok {timings.answer_per_second:.0f}/s",
             model.target, threads, f"seed {done.seed}",

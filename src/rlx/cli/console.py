@@ -1,6 +1,6 @@
-"""The terminal: output on stdout; notes, timings and progress on stderr, in colour only where somebody looks.
+"""The terminal: output on stdout; notes, timings and progress on stderr, coloured only on a terminal.
 
-Either stream may be missing, closed, no terminal, or unable to write some characters; none of it stops a command.
+Either stream may be missing, closed, no terminal, or unable to write some characters; none of that stops a command.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from rlx.errors import RequestError, RlxError
 
 OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, NO_MEMORY, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130  # exit codes
 _GREY, _PLAIN, _ERASE = "\033[90m", "\033[0m", "\r\033[2K"
-# What a model says may hold anything; on a terminal, control characters would do more than show.
+# Model output may contain anything; control characters must not reach a terminal.
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 
 
-CHUNK = 1 << 20  # bytes that are read at a time
+CHUNK = 1 << 20  # bytes per read
 
 
 class UsageError(RequestError):
-    """A command line that cannot be meant."""
+    """An invalid command line."""
 
 
-def read_at_most(source: IO[bytes], most: int, what: str, *, before: int = 0) -> bytes:
-    """All bytes of a file or pipe; one that never ends, or has more than `most` with those `before`, is refused."""
+def read_at_most(source: IO[bytes], limit: int, name: str, *, before: int = 0) -> bytes:
+    """Read a file or pipe to its end. Raises UsageError if its size and `before` together exceed `limit`."""
     parts, size = list[bytes](), before
     while chunk := source.read(CHUNK):
         parts.append(chunk)
         size += len(chunk)
-        if size > most:
+        if size > limit:
             which = "has" if not before else "and what was read before it have"
-            raise UsageError(f"{what} {which} more than {most >> 20} MiB, which is the most that is read")
+            raise UsageError(f"{name} {which} more than {limit >> 20} MiB, which is the limit")
     return b"".join(parts)
 
 
 def prepare() -> None:
-    """Let no character stop the output: names of files go out as they came in, others become question marks."""
+    """Make stdout accept any character: undecodable file names are written unchanged, others become question marks."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         known = sys.stdout.encoding.lower().replace("-", "") == "utf8"
@@ -47,7 +47,7 @@ def prepare() -> None:
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether somebody sits at the other end."""
+    """Whether a stream is an open terminal."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
@@ -55,20 +55,20 @@ def is_terminal(stream: IO[str] | None) -> bool:
 
 
 def is_rich(stream: IO[str] | None) -> bool:
-    """Whether it is a terminal that can overwrite a line."""
+    """Whether a stream is a terminal with colours and cursor control."""
     return is_terminal(stream) and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def write(text: str) -> None:
-    """A piece of the output, at once."""
+    """Write a piece of the output and flush."""
     if sys.stdout is not None:
         sys.stdout.write(text.translate(_CONTROLS) if is_terminal(sys.stdout) else text)
         sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A line to the user, beside the output."""
-    if sys.stderr is not None:  # print would take stdout instead
+    """Print a line on stderr."""
+    if sys.stderr is not None:  # print would fall back to stdout
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
 
@@ -81,18 +81,18 @@ def warn(
     file: object = None,
     line: object = None,
 ) -> None:
-    """A warning as a line, in place of the source that `warnings` shows to programmers."""
+    """Show a warning as one line, without the source line that `warnings` prints."""
     note(f"rlx: warning: {message}")
 
 
-def aside(text: str) -> None:
-    """A line for those who look for it: grey on a terminal."""
+def dim_note(text: str) -> None:
+    """Print a line on stderr, grey on a terminal."""
     coloured = is_rich(sys.stderr) and not os.environ.get("NO_COLOR")
     note(f"{_GREY}{text}{_PLAIN}" if coloured else text)
 
 
 def explain(error: RlxError) -> None:
-    """An error as people read it: what, then the notes."""
+    """Print an error and its notes."""
     note(f"rlx: {error}")
     for line in error.notes:
         note(line)
@@ -100,7 +100,7 @@ def explain(error: RlxError) -> None:
 
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
-    """What is being waited for: a line on a terminal that goes away again, nothing elsewhere."""
+    """Show what is running: a line on a terminal, erased afterwards."""
     shown = is_rich(sys.stderr)
     if shown:
         sys.stderr.write(f"{text} ...")
@@ -113,8 +113,8 @@ def status(text: str) -> Iterator[None]:
             sys.stderr.flush()
 
 
-def joined(parts: Sequence[str]) -> str:
-    """Parts of a line, with dots between them where stderr can show dots."""
+def join(parts: Sequence[str]) -> str:
+    """Join parts of a line with dots, or bars if stderr cannot encode dots."""
     try:
         "·".encode(getattr(sys.stderr, "encoding", None) or "ascii")
     except UnicodeEncodeError:
@@ -123,9 +123,9 @@ def joined(parts: Sequence[str]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[str] | None = None) -> None:
-    """A table on stdout: drawn on a terminal, plain columns elsewhere.
+    """Print a table on stdout: drawn on a terminal, plain columns elsewhere.
 
-    Columns of `numbers` are at the right: all but the first and the last, if it is not said.
+    Columns in `numbers` are right-aligned; by default all but the first and the last.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     right = set(header[1:-1] if numbers is None else numbers)

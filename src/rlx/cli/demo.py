@@ -1,4 +1,4 @@
-"""`rlx demo`: builds a small gated feed-forward block, compiles it, runs it, and shows what became of it."""
+"""`rlx demo`: builds, compiles and runs a small gated feed-forward block, and shows its program."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`rlx embed [TEXT or FILE ...]`: vectors of texts and of the lines of files, or a ranked search over them.
 
-A file or folder that exists is read; image files are for vision models and are passed on by name.
-
-Results go to stdout, everything else to stderr.
+Arguments that are existing files or folders are read; image files are passed to vision models by name. Results go to
+stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError, RequestError
 
 DEFAULT = "minilm-l6"
-MAX_BYTES = 256 << 20  # of all files of texts and stdin together
-MANY = 256  # texts, from which on a bar is drawn
-DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # what models call the prompt of what is searched
+MAX_BYTES = 256 << 20  # of all text files and stdin together
+MANY = 256  # texts that need a progress bar
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # models' names of the prompt for documents
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".npy")
 TEXTS = (".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".log")
-# Begins like a path, ends like a folder, or has a file name with a suffix behind a slash; not the address of a page.
+# Starts like a path, ends in a slash, or has a slash and a file suffix; not a URL.
 _PATH = re.compile(r"(?!.*://)((\.{0,2}|~)/.+|.+/|.+/[^/]+\.[A-Za-z][A-Za-z0-9]{0,7})")
 MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 
@@ -55,18 +54,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--file", metavar="FILE", action="append",
         help=f"one text per line, or a folder of such files, up to {MAX_BYTES >> 20} MiB in all; - is stdin",
     )  # fmt: skip
-    command.add_argument("--out", type=Path, metavar="FILE.npy", help="write the vectors here, a row a text")
-    command.add_argument("--query", metavar="TEXT", help="rank the texts by how close they are to this one")
+    command.add_argument("--out", type=Path, metavar="FILE.npy", help="write the vectors here, one row per text")
+    command.add_argument("--query", metavar="TEXT", help="rank the texts by similarity to this one")
     command.add_argument("--top", type=int, default=10, metavar="N", help="with --query: how many to show (10)")
-    command.add_argument("--prompt", metavar="NAME", help="put this prompt of the model before each text")
+    command.add_argument("--prompt", metavar="NAME", help="prepend this prompt of the model to each text")
     command.add_argument(
-        "--no-truncate", action="store_true", help="refuse texts that are too long instead of cutting them"
+        "--no-truncate", action="store_true", help="reject texts that are too long instead of truncating them"
     )
-    command.add_argument("--batch-size", type=int, metavar="N", help="texts computed at a time")
+    command.add_argument("--batch-size", type=int, metavar="N", help="texts per batch")
     command.add_argument(
-        "--precision", choices=("auto", "f32", "int8"), default="auto", help="int8: matrix products in 8-bit integers"
+        "--precision",
+        choices=("auto", "f32", "int8"),
+        default="auto",
+        help="int8: weights and activations in 8-bit integers",
     )
-    command.add_argument("--threads", type=int, metavar="N", help="of the pool; all usable cores if not given")
+    command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all usable cores)")
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
     command.set_defaults(run=run)
 
@@ -75,26 +77,26 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     places = read_texts(arguments.texts, arguments.file)
     texts = [place.text for place in places]
-    with opened(arguments.model, arguments.threads, arguments.precision) as model:
+    with open_model(arguments.model, arguments.threads, arguments.precision) as model:
         begin = time.perf_counter()
         vectors = vectors_of(model, texts, arguments)
-        found: dict[str, Any] = {"model": model.name, _what(model): len(texts), "dim": model.dim}
+        report: dict[str, Any] = {"model": model.name, _unit_name(model): len(texts), "dim": model.dim}
         if arguments.out is not None:
             save(arguments.out, vectors)
-            found["out"] = str(arguments.out)
+            report["out"] = str(arguments.out)
         if arguments.query is not None:
-            found["results"] = ranked(model, arguments.query, places, vectors, arguments.top)
+            report["results"] = rank(model, arguments.query, places, vectors, arguments.top)
         elif arguments.out is None:
-            found["vectors"] = vectors
+            report["vectors"] = vectors
         seconds = time.perf_counter() - begin
-        show(found, len(texts), as_json=arguments.json)
-        say_timings(model, len(texts), seconds)
+        show(report, len(texts), as_json=arguments.json)
+        print_timings(model, len(texts), seconds)
     return 0
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be before anything is fetched or computed."""
+    """Check the arguments before anything is downloaded or computed."""
     for option in ("top", "threads", "batch_size"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
@@ -112,7 +114,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A text and where it stands: in a line of a file, or among all texts where it is in none."""
+    """A text and its line in a file, or its number among the texts of the command line."""
 
     text: str
     line: int
@@ -123,44 +125,44 @@ class Place:
 
 
 def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]:
-    """The texts of the command line, the lines of the files among them, then those of `files` or of stdin."""
-    found: list[Place] = []
+    """Texts of the command line, with paths replaced by the lines of the files, then the lines of `files` or stdin."""
+    places: list[Place] = []
     reader = _Reader()
     for text in texts:
         if _is_path(text):
-            found += reader.lines_of(text)
+            places += reader.lines_of(text)
         elif _is_missing(text):
             raise UsageError(f"embed: {text!r} is written like a path, and nothing is there", hint=_as_text(text))
         else:
-            found.append(Place(text, len(found) + 1))
+            places.append(Place(text, len(places) + 1))
     if not files:
         if texts:
-            return found
+            return places
         if sys.stdin is None or console.is_terminal(sys.stdin):
             raise UsageError("embed: there are no texts", hint="rlx embed 'a text' or rlx embed --file lines.txt")
         files = ["-"]
     for file in files:
-        found += reader.lines_of(file) if file != "-" else reader.lines_of_stdin(len(found))
-    return found
+        places += reader.lines_of(file) if file != "-" else reader.lines_of_stdin(len(places))
+    return places
 
 
 def _is_path(text: str) -> bool:
-    """Whether a word of the command line is a file or folder to read: there is one, and it is no image."""
+    """Whether an argument is an existing file or folder, and not an image."""
     try:
         return Path(text).exists() and Path(text).suffix.lower() not in IMAGES
-    except (OSError, ValueError):  # too long for a name, or with a null in it
+    except (OSError, ValueError):  # too long for a name, or contains a null byte
         return False
 
 
 def _is_missing(text: str) -> bool:
-    """Whether a word can only be meant as the path of a file or folder, and there is none. Models look for images."""
+    """Whether an argument looks like a path that does not exist. Images are checked by the model."""
     if _is_image(text) or any(c.isspace() for c in text):
         return False
     if _PATH.fullmatch(text) is None and not text.lower().endswith(TEXTS):
         return False
     try:
         return not Path(text).exists()
-    except (OSError, ValueError):  # too long for a name, or with a null in it
+    except (OSError, ValueError):  # too long for a name, or contains a null byte
         return False
 
 
@@ -173,33 +175,33 @@ def _as_text(word: str) -> str:
 
 
 class _Reader:
-    """Reads lines of files and of stdin, of all of them together no more than `MAX_BYTES`."""
+    """Reads lines of files and stdin, up to `MAX_BYTES` in total."""
 
     def __init__(self) -> None:
         self.size = 0  # of the texts so far
 
     def lines_of(self, name: str) -> list[Place]:
-        """The lines of a file, or of all files of a folder that are text."""
+        """The lines of a file, or of all text files of a folder."""
         path = Path(name)
         if not path.is_dir():
             return self._lines_of_file(name)
         if any((path / model).exists() for model in MODEL_FILES):
             raise UsageError(f"embed: {name} is the folder of a model", hint=f"rlx embed -m {name} ...")
-        found: list[Place] = []
-        others = 0
+        places: list[Place] = []
+        skipped = 0
         for file in sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")):
             try:
-                found += self._lines_of_file(str(file))
+                places += self._lines_of_file(str(file))
             except UsageError as error:
                 if not isinstance(error.__cause__, UnicodeDecodeError):
                     raise
-                others += 1
-        if others:
-            console.note(f"{name}: {others} file{'s' * (others != 1)} passed over: not UTF-8 text")
-        return found
+                skipped += 1
+        if skipped:
+            console.note(f"{name}: {skipped} file{'s' * (skipped != 1)} passed over: not UTF-8 text")
+        return places
 
     def lines_of_stdin(self, before: int) -> list[Place]:
-        """The lines of stdin, counted from the texts before it."""
+        """The lines of stdin, numbered after the texts before it."""
         return [Place(text, before + i + 1) for i, text in enumerate(self._lines("-"))]
 
     def _lines_of_file(self, name: str) -> list[Place]:
@@ -210,15 +212,15 @@ class _Reader:
         try:
             with contextlib.nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as source:
                 data = console.read_at_most(source, MAX_BYTES, f"embed: {where}", before=self.size)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the name
             raise UsageError(f"embed: {where} cannot be read: {getattr(error, 'strerror', error)}") from error
         texts = lines(data, where)
-        self.size += len(data)  # a file that is no text is passed over and takes no room
+        self.size += len(data)  # files that are not text do not count
         return texts
 
 
 def lines(data: bytes, where: str) -> list[str]:
-    """The lines of a UTF-8 text; empty ones count, so that rows are lines.
+    """The lines of a UTF-8 text, including empty ones, so that row numbers are line numbers.
 
     >>> lines(b"one\\r\\n\\ntwo", "x.txt")
     ['one', '', 'two']
@@ -231,14 +233,14 @@ def lines(data: bytes, where: str) -> list[str]:
             f"embed: {where}, line {line}: not UTF-8 text: byte {data[error.start]:#04x}",
             hint="convert it first, for example with iconv",
         ) from error
-    found = [line.removesuffix("\r") for line in text.split("\n")]
-    return found if found[-1] else found[:-1]
+    rows = [line.removesuffix("\r") for line in text.split("\n")]
+    return rows if rows[-1] else rows[:-1]
 
 
 # -- a model ---------------------------------------------------------------------------------------------------------
-def opened(name: str, threads: int | None, precision: str = "auto") -> EmbeddingModel | VisionModel:
-    """The model, fetched if it is absent, with a line while it loads."""
-    hub.resolve(name)  # draws a bar of its own
+def open_model(name: str, threads: int | None, precision: str = "auto") -> EmbeddingModel | VisionModel:
+    """Load the model, downloading it if necessary."""
+    hub.resolve(name)  # shows its own progress
     with console.status(f"loading {name}"):
         model = load(name, threads=threads, precision=precision)
     if not isinstance(model, (EmbeddingModel, VisionModel)):
@@ -248,7 +250,7 @@ def opened(name: str, threads: int | None, precision: str = "auto") -> Embedding
 
 
 def vectors_of(model: EmbeddingModel | VisionModel, texts: Sequence[str], arguments: argparse.Namespace) -> Array:
-    """The vectors of texts; for a vision model these are the names of image files."""
+    """The vectors of texts, or of image files for a vision model."""
     if isinstance(model, VisionModel):
         if arguments.prompt is not None:
             raise UsageError(f"embed: {model.name} reads images, which have no --prompt")
@@ -262,21 +264,21 @@ def vectors_of(model: EmbeddingModel | VisionModel, texts: Sequence[str], argume
     )  # fmt: skip
 
 
-def _what(model: EmbeddingModel | VisionModel) -> str:
+def _unit_name(model: EmbeddingModel | VisionModel) -> str:
     return "images" if isinstance(model, VisionModel) else "texts"
 
 
 def _document_prompt(model: EmbeddingModel, arguments: argparse.Namespace) -> str | None:
     if arguments.prompt is not None or arguments.query is None:
-        given: str | None = arguments.prompt
-        return given
+        prompt: str | None = arguments.prompt
+        return prompt
     return next((name for name in DOCUMENT_PROMPTS if name in model.settings.prompts), None)
 
 
-def ranked(
+def rank(
     model: EmbeddingModel | VisionModel, query: str, places: Sequence[Place], vectors: Array, top: int
 ) -> list[dict[str, Any]]:
-    """The texts closest to the query, closest first. What several lines say comes once, empty lines not at all."""
+    """The texts most similar to the query, in order. Skips duplicates and empty lines."""
     if isinstance(model, VisionModel):
         scores = vectors / np.linalg.norm(vectors, axis=1, keepdims=True) @ model.encode_image(query, normalize=True)
     else:
@@ -284,18 +286,18 @@ def ranked(
         scores = model.similarity(vectors, model.embed(query, prompt=prompt))
     first = {place.text: i for i, place in reversed(list(enumerate(places))) if place.text.strip()}
     order = sorted(first.values(), key=lambda i: (-scores[i], i))
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for i in order[:top]:
         place = places[i]
         named = {} if place.file is None else {"file": place.file}
-        found.append({"score": round(float(scores[i]), 6), **named, "line": place.line, "text": place.text})
-    return found
+        results.append({"score": round(float(scores[i]), 6), **named, "line": place.line, "text": place.text})
+    return results
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
 def save(path: Path, vectors: Array) -> None:
-    """Write a .npy file whole or not at all."""
-    target = Path(os.path.realpath(path))  # through a link, not in its place
+    """Write a .npy file atomically."""
+    target = Path(os.path.realpath(path))  # write through a symbolic link, do not replace it
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         try:
@@ -309,33 +311,33 @@ def save(path: Path, vectors: Array) -> None:
         raise RequestError(f"embed: {path} cannot be written: {error.strerror}") from error
 
 
-def show(found: dict[str, Any], count: int, *, as_json: bool) -> None:
-    """Results on stdout: ranked lines, or a vector a line."""
-    vectors = found.get("vectors")
+def show(report: dict[str, Any], count: int, *, as_json: bool) -> None:
+    """Print results: ranked lines, or one vector per line."""
+    vectors = report.get("vectors")
     if as_json:
-        data = found if vectors is None else found | {"vectors": [_numbers(row) for row in vectors]}
+        data = report if vectors is None else report | {"vectors": [_numbers(row) for row in vectors]}
         console.write(json.dumps(data, ensure_ascii=False) + "\n")
-    elif "results" in found:
-        for result in found["results"]:
+    elif "results" in report:
+        for result in report["results"]:
             place = f"{result['file']}:{result['line']}  " if "file" in result else ""
             console.write(f"{result['score']:.4f}  {place}{result['text']}\n")
     elif vectors is not None:
         for row in vectors:
             console.write(json.dumps(_numbers(row)) + "\n")
-    if "out" in found:
-        console.note(f"{count} vectors of {found['dim']} numbers in {found['out']}")
+    if "out" in report:
+        console.note(f"{count} vectors of {report['dim']} numbers in {report['out']}")
 
 
-def say_timings(model: EmbeddingModel | VisionModel, count: int, seconds: float) -> None:
-    """One grey line at the end."""
+def print_timings(model: EmbeddingModel | VisionModel, count: int, seconds: float) -> None:
+    """Print timings, as a grey line."""
     spent = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-    what = _what(model)
-    rate = f"{count} {what} {spent} {count / seconds:.0f}/s" if count != 1 else f"1 {what[:-1]} {spent}"
-    how = f"{model.pooling} of {model.dim}" if isinstance(model, EmbeddingModel) else f"{model.dim} numbers"
+    unit_name = _unit_name(model)
+    rate = f"{count} {unit_name} {spent} {count / seconds:.0f}/s" if count != 1 else f"1 {unit_name[:-1]} {spent}"
+    shape = f"{model.pooling} of {model.dim}" if isinstance(model, EmbeddingModel) else f"{model.dim} numbers"
     threads = f"{model.threads} thread{'s' if model.threads > 1 else ''}"
-    console.aside(console.joined([rate, how, model.target, threads]))
+    console.dim_note(console.join([rate, shape, model.target, threads]))
 
 
 def _numbers(row: Array) -> list[float]:
-    """As few digits as give the same f32 again."""
+    """Numbers with enough digits to recover the f32 exactly."""
     return [float(f"{value:.9g}") for value in row]

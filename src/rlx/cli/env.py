@@ -1,4 +1,4 @@
-"""`rlx env`: what rlx sees of this machine, for bug reports and doubts."""
+"""`rlx env`: versions, target, threads and cache, for bug reports."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`rlx inspect MODEL_OR_FILE`: a model, or a graph as text, at any level from HIR down to assembly.
+"""`rlx inspect MODEL_OR_FILE`: shows a model, or a graph file, at any level from HIR down to assembly.
 
-Layers that are alike are shown once; `--stage` shows one of them, `--all` everything, as text that can be read back.
-One program serves every batch, length and past; `--phase`, `--batch`, `--seq` and `--past` say for which of them sizes,
-bytes and flops are shown. Weights are neither read nor packed, but with `--time`, which runs the program.
+Repeated layers are shown once; `--stage` shows one of them, `--all` everything, as text that can be parsed. One program
+serves every batch size and length; `--phase`, `--batch`, `--seq` and `--past` select the sizes for which shapes, bytes
+and flops are shown. Weights are read only with `--time`, which runs the program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-import rlx.hir.blocks  # noqa: F401  declares the ops that files may use
+import rlx.hir.blocks  # noqa: F401  registers the ops that files may use
 from rlx import hub
 from rlx.backends.base import backend, backend_of
 from rlx.cli import console
@@ -29,7 +29,7 @@ from rlx.engine.load_settings import CONTEXT
 from rlx.errors import FormatError, NotFoundError, shortened
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
-from rlx.inspect.fold_layers import SECTION, Group, Line, folded, lines_of, tree_text
+from rlx.inspect.fold_layers import SECTION, Group, Line, fold_lines, lines_of, tree_text
 from rlx.inspect.levels import graph_lines, head, launch_lines, plain_interface_lines, stage_of, tail
 from rlx.inspect.links import link_text
 from rlx.inspect.page import graph_columns, graph_page
@@ -59,19 +59,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--level", choices=LEVELS, default="mir")
     command.add_argument("--stage", help="only this part, such as layers.0 or layers.*.attn")
     command.add_argument("--phase", choices=("prefill", "decode"), default="prefill")
-    command.add_argument("--batch", type=int, default=1, help="sequences at once (1)")
-    command.add_argument("--seq", type=int, help="tokens of each (128; 1 in decode)")
-    command.add_argument("--past", type=int, help="tokens before them (0; 512 in decode)")
+    command.add_argument("--batch", type=int, default=1, help="sequences (1)")
+    command.add_argument("--seq", type=int, help="tokens per sequence (128; 1 in decode)")
+    command.add_argument("--past", type=int, help="cached tokens before them (0; 512 in decode)")
     command.add_argument("--size", action="append", default=[], metavar="NAME=N", help="the size of another symbol")
     command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
-    command.add_argument("--target", help="what to generate code for (default: the best here; `rlx env` lists them)")
+    command.add_argument(
+        "--target", help="target of the code (default: the best of this machine; `rlx env` lists them)"
+    )
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
-    command.add_argument("--all", action="store_true", help="also what is like a layer that is shown")
+    command.add_argument("--all", action="store_true", help="also show repeated layers")
     command.add_argument("--find", metavar="TEXT", help="only lines that contain this")
-    command.add_argument("--links", action="store_true", help="with each line the ops and launches it belongs to")
-    command.add_argument("--time", action="store_true", help="run it on this machine, and show what each launch takes")
-    command.add_argument("--html", "--page", type=Path, metavar="FILE", help="all levels side by side as a web page")
+    command.add_argument("--links", action="store_true", help="annotate each line with its ops and launches")
+    command.add_argument("--time", action="store_true", help="run it on this machine, and show the time of each launch")
+    command.add_argument("--html", "--page", type=Path, metavar="FILE", help="write all levels to a web page")
     command.add_argument("--fusion", action="store_true", help="what was fused, what was missed and why")
     command.set_defaults(run=run)
 
@@ -80,11 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     machine = backend("cpu").target(arguments.target)
     if arguments.time and arguments.target:
         raise UsageError(f"inspect: --time runs on this machine, found --target {arguments.target}")
-    graph, profile, about, context = _opened(arguments)
+    graph, profile, about, context = _open_graph(arguments)
     sizes = _sizes(arguments, graph, context)
     report = None
     if arguments.time:
-        report, graph, profile = _timed(arguments, graph, sizes, _tokens(arguments, context)[1])
+        report, graph, profile = _profile(arguments, graph, sizes, _tokens(arguments, context)[1])
     if arguments.html is not None:
         page = graph_page(graph, machine, profile=profile, assembly=arguments.level == "asm", report=report)
         arguments.html.write_text(page, "utf-8")
@@ -93,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"# {about}, {machine.name}")
     if sizes:
         print(f"# {arguments.phase}: " + ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items())))
-    chosen = Shown(arguments.stage, arguments.find, arguments.all)
+    chosen = Selection(arguments.stage, arguments.find, arguments.all)
     if arguments.links:
-        lines = linked(graph, arguments.level, machine, profile, chosen, built=arguments.built)
+        lines = linked_lines(graph, arguments.level, machine, profile, chosen, built=arguments.built)
     else:
         lines = show(graph, arguments.level, machine, chosen, profile=profile, sizes=sizes, built=arguments.built,
                      bind=arguments.bind, fusion=arguments.fusion, report=report)  # fmt: skip
@@ -104,9 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# -- what is looked at -----------------------------------------------------------------------------------------------
-def _opened(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None, str, int | None]:
-    """The graph, its profile, a title, and how many tokens a sequence may have."""
+# -- the graph -------------------------------------------------------------------------------------------------------
+def _open_graph(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None, str, int | None]:
+    """The graph, its profile, a title, and the model's context."""
     if arguments.what.endswith(".rlx"):
         graph = load(Path(arguments.what))
         return graph, None, f"graph {graph.name}", None
@@ -115,14 +117,14 @@ def _opened(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None
     with checkpoint.file:
         if family.kind != "decoder" and (arguments.phase == "decode" or arguments.past):
             raise UsageError(f"inspect: {arguments.what} is an encoder: it has neither decode nor a past")
-        made = build_checkpoint(checkpoint, arguments.cache)
+        built = build_checkpoint(checkpoint, arguments.cache)
         about = f"{arguments.what}: {family.name} {family.kind}, {config.layers} layers"
         context = min(CONTEXT, int(config.context)) if family.kind == "decoder" else None
-        return made.module, made.profile, about, context
+        return built.module, built.profile, about, context
 
 
 def load(path: Path) -> Graph:
-    """The graph in a file, checked."""
+    """Parse and verify a graph file."""
     try:
         with open(path, "rb") as file:
             text = str(console.read_at_most(file, MAX_BYTES, f"inspect: {path}"), "utf-8")
@@ -135,7 +137,7 @@ def load(path: Path) -> Graph:
 
 
 def phase_sizes(batch: int, seq: int, past: int = 0, symbols: Iterable[str] = ()) -> dict[str, int]:
-    """The sizes of the symbols that models use, for `seq` new tokens after `past` others; of rings, those named."""
+    """Sizes of the models' symbols for `seq` new tokens after `past` cached ones; of rings, only those in `symbols`."""
     layout = KvLayout()
     blocks = layout.blocks(past + seq)
     windows = {s: int(s[4:]) for s in symbols if s[:4] == "ring" and s[4:].isdecimal()}
@@ -145,15 +147,15 @@ def phase_sizes(batch: int, seq: int, past: int = 0, symbols: Iterable[str] = ()
 
 
 def _tokens(arguments: argparse.Namespace, context: int | None) -> tuple[int, int]:
-    """New tokens of a sequence, and those before them."""
+    """New and cached tokens per sequence."""
     decode = arguments.phase == "decode"
     seq = arguments.seq if arguments.seq is not None else 1 if decode else 128
-    usual = 512 if context is None else max(0, min(512, context - seq))
-    return seq, arguments.past if arguments.past is not None else usual if decode else 0
+    default_past = 512 if context is None else max(0, min(512, context - seq))
+    return seq, arguments.past if arguments.past is not None else default_past if decode else 0
 
 
 def _sizes(arguments: argparse.Namespace, graph: Graph, context: int | None) -> dict[str, int]:
-    """The binding that was asked for, of the symbols that the graph has."""
+    """The requested sizes of the graph's symbols."""
     seq, past = _tokens(arguments, context)
     if arguments.time and context is not None and seq + past > context:
         raise UsageError(f"inspect: --time of {past} + {seq} tokens, the model has a context of {context}")
@@ -169,10 +171,10 @@ def _sizes(arguments: argparse.Namespace, graph: Graph, context: int | None) -> 
     return {name: known[name] for name in graph.symbols() if name in known}
 
 
-def _timed(
+def _profile(
     arguments: argparse.Namespace, graph: Graph, sizes: Mapping[str, int], past: int
 ) -> tuple[Report, Graph, CompileProfile | None]:
-    """A report with times, and what was run: the model with its weights, or a graph file with weights of ones."""
+    """A report with times and the graph that was run: a model with its weights, or a graph file with synthetic ones."""
     missing = [symbol for symbol in graph.symbols() if symbol not in sizes]
     if missing:
         raise UsageError(f"inspect: --time needs the size of {', '.join(missing)}", hint=f"--size {missing[0]}=128")
@@ -186,7 +188,7 @@ def _timed(
 
 
 def _inputs(compiled: CompiledGraph, sizes: Mapping[str, int], past: int) -> dict[str, Any]:
-    """Inputs to time a run with. New tokens stand behind those before them, so attention reads all of the past."""
+    """Synthetic inputs. Positions of new tokens follow the cached ones, so that attention reads all of the past."""
     inputs = {name: stand_in(type_, sizes) for name, type_ in compiled.input_types.items()}
     if "positions" in inputs:
         shape = inputs["positions"].shape
@@ -195,19 +197,19 @@ def _inputs(compiled: CompiledGraph, sizes: Mapping[str, int], past: int) -> dic
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """What of a level is printed: a stage, lines with a text, copies of a layer too."""
+class Selection:
+    """Which lines of a level are printed: those of a stage, those that contain a text, repeated layers."""
 
     stage: str | None = None
     text: str | None = None
     all: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def is_everything(self) -> bool:
         return self.stage is None and self.text is None
 
     def of(self, lines: Sequence[Line]) -> list[Line]:
-        """The lines among these that are asked for."""
+        """The selected lines."""
         in_stage = [x for x in lines if matches(self.stage, x.stage)]
         if not in_stage and self.stage is not None:
             named = ", ".join(dict.fromkeys(x.stage.split(".")[0] for x in lines if x.stage))
@@ -215,38 +217,38 @@ class Shown:
         if self.text is None:
             return in_stage
         word = self.text.lower()
-        found = [x for x in in_stage if word in f"{x.text} {x.stage} {x.place}".lower()]
-        if not found:
+        hits = [x for x in in_stage if word in f"{x.text} {x.stage} {x.place}".lower()]
+        if not hits:
             raise UsageError(f"inspect: no line has {shortened(self.text, 80)!r}", hint="--level lir searches launches")
-        return found
+        return hits
 
     def tree(self, lines: Sequence[Line], text: Callable[[Line], str]) -> Iterator[str]:
-        """Lines under the titles of their stages; what is alike once."""
-        yield from tree_text(folded(lines), lambda x: text(x).removeprefix("  "), all_=self.all, pad="  ")
+        """Lines grouped by stage; repeated layers once."""
+        yield from tree_text(fold_lines(lines), lambda x: text(x).removeprefix("  "), all_=self.all, pad="  ")
 
 
 def matches(pattern: str | None, stage: str) -> bool:
-    """Whether a stage path lies in the part that a pattern names."""
+    """Whether a stage path is inside the part that a pattern names."""
     if pattern is None:
         return True
-    wanted, found = pattern.split("."), stage.split(".")
-    return len(found) >= len(wanted) and all(fnmatchcase(f, w) for f, w in zip(found, wanted, strict=False))
+    pattern_parts, path = pattern.split("."), stage.split(".")
+    return len(path) >= len(pattern_parts) and all(fnmatchcase(f, w) for f, w in zip(path, pattern_parts, strict=False))
 
 
 # -- levels ----------------------------------------------------------------------------------------------------------
 def show(
-    graph: Graph, level: str, machine: Target, shown: Shown, *, profile: CompileProfile | None = None,
+    graph: Graph, level: str, machine: Target, shown: Selection, *, profile: CompileProfile | None = None,
     sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False, fusion: bool = False,
     report: Report | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """The graph at a level, line by line."""
+    """The lines of a graph at a level."""
     if level == "hir" or (level == "mir" and built):
         yield from _graph_lines(graph if level == "hir" else lower(graph), shown)
         return
     if level == "mir":
         result = optimise(lower(graph), machine, profile)
         yield from _graph_lines(result.bind if bind else result.main, shown)
-        fused = str(result.report)
+        fusion_report = str(result.report)
     else:
         plan = cached_plan(graph, machine, profile)
         program = plan.bind if bind else plan.main
@@ -259,19 +261,19 @@ def show(
             kernels = {x.kernel: program.launches[x.launch].kernel for x in chosen if x.launch >= 0}
             text = backend_of(machine).kernel_text(kernels.values(), machine, assembly=level == "asm")
             yield from text.splitlines()
-        fused = str(plan.fusion)
+        fusion_report = str(plan.fusion)
     if fusion:
-        yield f"\n{fused}"
+        yield f"\n{fusion_report}"
 
 
-def _graph_lines(graph: Graph, shown: Shown) -> Iterator[str]:
-    if shown.is_whole and shown.all:
+def _graph_lines(graph: Graph, shown: Selection) -> Iterator[str]:
+    if shown.is_everything and shown.all:
         yield from graph.text(origins=True).splitlines()
         return
     last = ""
 
     def text(line: Line) -> str:
-        """A line with its place, unless the line before had the same, and with the pass that made it."""
+        """A line with the pass that made it, and its source line unless the line before has the same."""
         nonlocal last
         place = source_line(line.place)
         note = line.place.removeprefix(place).removeprefix(", ") if place == last else line.place
@@ -280,13 +282,13 @@ def _graph_lines(graph: Graph, shown: Shown) -> Iterator[str]:
 
     lines = shown.of(graph_lines(graph))
     body = shown.tree(lines, text)
-    yield from (head(graph), *body, tail(graph), "}") if shown.is_whole else body
+    yield from (head(graph), *body, tail(graph), "}") if shown.is_everything else body
 
 
 def _program_lines(
-    program: Program, numbers: set[int], sizes: Mapping[str, int], shown: Shown, report: Report | None
+    program: Program, numbers: set[int], sizes: Mapping[str, int], shown: Selection, report: Report | None
 ) -> Iterator[str]:
-    """The program under a binding: interface, launches with concrete sizes, kernels, and the sum of it."""
+    """A program with these sizes: interface, launches, kernels, totals."""
     is_bound = set(program.symbols) <= set(sizes)
     total = sum(x.seconds for x in report.launches) if report is not None else 0.0
     number = {id(launch): i for i, launch in enumerate(program.launches)}
@@ -294,18 +296,18 @@ def _program_lines(
     def text(launch: Launch) -> str:
         notes = []
         if report is not None and total:
-            taken = report.launches[number[id(launch)]].seconds
-            notes.append(f"{taken * 1e6:.1f} µs {taken / total:.1%}")
+            seconds = report.launches[number[id(launch)]].seconds
+            notes.append(f"{seconds * 1e6:.1f} µs {seconds / total:.1%}")
         known = launch
         if is_bound:
-            known = bound(launch, sizes, program.loop_symbols())
+            known = bind_launch(launch, sizes, program.loop_symbols())
             notes.append(" -> ".join(_shapes(known.views(written=side)) for side in (False, True)))
             notes.append(f"{show_size(int(known.bytes))}, {evaluate(launch.flops, sizes) / 1e6:.3g} MFLOP")
         stage = f"{stage_of(launch.where)}: " if shown.all and stage_of(launch.where) else ""
         return launch_text(known) + (f"  # {stage}{', '.join(notes)}" if notes or stage else "")
 
     lines = launch_lines(program, [stage_of(x.where) for x in program.launches], show=text)
-    if shown.is_whole:
+    if shown.is_everything:
         first, *declared = plain_interface_lines(program)
         yield first.text
         yield from (x.text for x in declared) if shown.all else shown.tree(declared, lambda x: x.text)
@@ -318,8 +320,8 @@ def _program_lines(
     if not is_bound:
         return
     runs = program.runs(program.all_steps(sizes))
-    often = [(program.launches[i], runs[i]) for i in sorted(numbers - {-1})]
-    moved, flops = (sum(evaluate(getattr(x, name), sizes) * n for x, n in often) for name in ("bytes", "flops"))
+    counted = [(program.launches[i], runs[i]) for i in sorted(numbers - {-1})]
+    moved, flops = (sum(evaluate(getattr(x, name), sizes) * n for x, n in counted) for name in ("bytes", "flops"))
     kernels = len({x.kernel.symbol for x in launches})
     yield ""
     yield f"# {len(launches)} launches of {kernels} kernels: {show_size(moved)} of operands, {flops / 1e6:.4g} MFLOP"
@@ -328,17 +330,19 @@ def _program_lines(
         yield f"# launches take {total * 1e6:.1f} µs together, a run {report.seconds * 1e6:.1f} µs"
 
 
-def linked(
-    graph: Graph, level: str, machine: Target, profile: CompileProfile | None, shown: Shown, *, built: bool = False
+def linked_lines(
+    graph: Graph, level: str, machine: Target, profile: CompileProfile | None, shown: Selection, *, built: bool = False
 ) -> Iterator[str]:
-    """The lines of a level, each with the ops (as lowered) and launches that it belongs to."""
+    """The lines of a level, each with its lowered ops and launches."""
     if level not in ("hir", "mir", "lir"):
         raise UsageError(f"inspect: --links is for levels hir, mir and lir, found {level}")
     line, columns = graph_columns(graph, machine, profile=profile)
     titles = {"hir": ("as built",), "mir": ("lowered", "as built") if built else ("optimised",), "lir": ("LIR",)}
     column = next(c for wanted in titles[level] for c in columns if wanted in c.title)
-    once = [x for x in column.items if isinstance(x, Group) and x.kind == SECTION]  # what runs once is left out
-    lines = list(lines_of([x for x in column.items if x not in once]))
+    bind_groups = [
+        x for x in column.items if isinstance(x, Group) and x.kind == SECTION
+    ]  # the bind program is left out
+    lines = list(lines_of([x for x in column.items if x not in bind_groups]))
     notes = link_text(line, level)
 
     def text(shown_line: Line) -> str:
@@ -348,8 +352,8 @@ def linked(
     yield from shown.tree([x for x in shown.of(lines) if x.stage or x.sources or x.launch >= 0], text)
 
 
-def bound(launch: Launch, sizes: Mapping[str, int], loops: Iterable[str] = ()) -> Launch:
-    """A launch with numbers in place of symbols; those of loops stay."""
+def bind_launch(launch: Launch, sizes: Mapping[str, int], loops: Iterable[str] = ()) -> Launch:
+    """A launch with numbers in place of symbols, except loop symbols."""
 
     def number(word: object) -> object:
         match word:
@@ -370,6 +374,6 @@ def _shapes(views: Iterable[View]) -> str:
 
 
 def arena(program: Program, sizes: Mapping[str, int]) -> int:
-    """Bytes of the temporary buffers together, as the planner lays them."""
+    """Bytes of the planned arena of temporary buffers."""
     lives = memory.lifetimes(program)
     return memory.plan(lives, {x.name: evaluate(program.buffers[x.name].type.bytes, sizes) for x in lives}).size

@@ -1,4 +1,4 @@
-"""Models of commands: loaded as `rlx.load` does it, by a process that can say which file was cut short under it."""
+"""`rlx.load` for commands, with a handler for bus errors that names the file that was truncated while in use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _AFTER = (
 
 @functools.wraps(load_model)
 def load(*args: Any, **settings: Any) -> Loaded:
-    # The code that catches bus errors is there before the first load, if it need not be compiled: a cold start loads
-    # LLVM beside other work, and should not wait for it here.
+    # Install the handler before the first load if its code is cached. A cold start loads LLVM in the background and
+    # should not wait for it here.
     backend = device(settings.get("device", "cpu")).backend
     backend.catch_bus_errors(BAD_FILE, _BEFORE, _AFTER, compiling=False)
-    found = load_model(*args, **settings)
+    model = load_model(*args, **settings)
     backend.catch_bus_errors(BAD_FILE, _BEFORE, _AFTER)
-    return found
+    return model

@@ -1,4 +1,4 @@
-"""The command line: one file a command. Errors are messages without tracebacks; exit codes tell failures apart."""
+"""The command line: one file per command. Errors are printed without traceback; the exit code tells their kind."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """All commands and their options, or those of one: what another needs is not even imported."""
+    """The parser for all commands, or for one, which imports only that command."""
     top = argparse.ArgumentParser(prog="rlx", description="An ML compiler and runtime.")
     top.add_argument("--version", action="version", version=f"rlx {rlx.__version__}")
     top.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
     for name in COMMANDS if command is None else [command]:
         importlib.import_module(f"rlx.cli.{name}").add(commands)
-    for inner in commands.choices.values():  # people write it at the end of the line that failed
+    for inner in commands.choices.values():  # also accepted after the command
         inner.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the result is the exit code."""
+    """Run a command and return the exit code."""
     with warnings.catch_warnings():
         warnings.showwarning = console.warn
         return _main(argv)
@@ -63,16 +63,16 @@ def _main(argv: Sequence[str] | None) -> int:
         if not words:
             parser().print_help(sys.stderr)
             return USAGE
-        if words == ["--version"]:  # which needs no command
+        if words == ["--version"]:  # without a command
             print(f"rlx {rlx.__version__}")
             return OK
         arguments = parser(first if first in COMMANDS else None).parse_args(words)
         with added_at(Origin(f"rlx {first}"), sys._getframe()):  # not the script that calls `main`
             code = int(arguments.run(arguments))
         if sys.stdout is not None:
-            sys.stdout.flush()  # what cannot be written is found here, not when Python ends
+            sys.stdout.flush()  # report write errors here, not when Python exits
         return code
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         _drop_output()
         return OK
     except KeyboardInterrupt:
@@ -110,7 +110,7 @@ def _explain(error: Exception, command: str) -> None:
 
 
 def _drop_output() -> None:
-    """Let Python end in peace: what is left in the buffer of stdout goes nowhere."""
+    """Discard the rest of stdout's buffer, so that Python exits without an error."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""`rlx models`: the models that rlx knows by name, and those it fetched from the Hugging Face hub."""
+"""`rlx models`: lists the models of the catalogue, and those downloaded from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("name", "kind", "size", "licence", "here", "about")
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("models", help="list the models")
-    command.add_argument("--json", action="store_true", help="everything that is known, as JSON")
+    command.add_argument("--json", action="store_true", help="all details, as JSON")
     command.set_defaults(run=run)
 
 
@@ -39,7 +39,7 @@ def _row(entry: Entry, files: ModelFiles | None) -> tuple[str, ...]:
 
 
 def facts(entry: Entry, files: ModelFiles | None) -> dict[str, Any]:
-    """What the catalogue knows of a model, and where it is."""
+    """The catalogue's entry of a model, and its folder."""
     return {
         "name": entry.name,
         "aliases": list(entry.aliases),

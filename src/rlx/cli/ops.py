@@ -1,4 +1,4 @@
-"""`rlx ops [NAME]`: the ops by group, or everything about one: meaning, samples, and where each of its rules is.
+"""`rlx ops [NAME]`: lists the ops by group, or shows one: meaning, samples, and where each of its rules is.
 
 `rlx ops --markdown` writes `docs/ops.md`.
 """
@@ -35,14 +35,14 @@ CLASSES = {
     "floats": FLOATS,
     "integers": INTEGERS,
 }
-EXAMPLES = 2  # of an op on the page
+EXAMPLES = 2  # per op
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("ops", help="list the ops, or show one")
     command.add_argument("name", nargs="?", help="an op")
-    command.add_argument("--markdown", action="store_true", help="all ops as a page")
-    command.add_argument("--module", "-m", help="a module of your own that declares ops; it is imported first")
+    command.add_argument("--markdown", action="store_true", help="all ops as a Markdown page")
+    command.add_argument("--module", "-m", help="import this module first, for ops that it declares")
     command.set_defaults(run=run)
 
 
@@ -68,16 +68,16 @@ def _import(module: str) -> None:
 
 
 def groups(ops: Iterable[OpDef]) -> dict[str, list[OpDef]]:
-    """Ops by the file that declares them, in its order."""
-    found: dict[str, list[OpDef]] = {}
+    """Ops by the file that declares them, in order of declaration."""
+    by_group: dict[str, list[OpDef]] = {}
     for op in ops:
-        found.setdefault(op.group, []).append(op)
-    return dict(sorted(found.items()))
+        by_group.setdefault(op.group, []).append(op)
+    return dict(sorted(by_group.items()))
 
 
 # -- one op -----------------------------------------------------------------------------------------------------------
 def describe(op: OpDef) -> str:
-    """One op: its signature, its text, its cells with file and line."""
+    """An op: its signature, its docstring, and file and line of each rule."""
     lines = [f"{op.name}{_signature(op)}   [{op.level}, {op.group}]", "", op.doc, ""]
     lines += [f"  {label:12} {text}" for label, text in facts(op)]
     for cell, place in cells(op).items():
@@ -96,30 +96,30 @@ def _signature(op: OpDef) -> str:
 
 
 def cells(op: OpDef) -> dict[str, str]:
-    """Where each thing that is known of an op is written."""
+    """File and line of each rule of an op."""
     forms.load_all()
-    found = {"declared": op.place, "type rule": registry.place_of(op.rule)}
+    places = {"declared": op.place, "type rule": registry.place_of(op.rule)}
     if op.reference is not None:
-        found["reference"] = registry.place_of(op.reference)
+        places["reference"] = registry.place_of(op.reference)
     if op.name in scalar_form:
-        found["scalar form"] = registry.place_of(scalar_form[op.name])
+        places["scalar form"] = registry.place_of(scalar_form[op.name])
     elif registry.ELEMENTWISE in op.traits:
-        found["scalar form"] = f"the emitter's {op.scalar!r}"
+        places["scalar form"] = f"the emitter's {op.scalar!r}"
     if op.name in loop_form:
-        found["loop form"] = registry.place_of(loop_form[op.name])
+        places["loop form"] = registry.place_of(loop_form[op.name])
     if op.decompose is not None:
-        found["decomposed"] = registry.place_of(op.decompose)
+        places["decomposed"] = registry.place_of(op.decompose)
     if op.name in common_form:
-        found["common form"] = registry.place_of(common_form[op.name])
+        places["common form"] = registry.place_of(common_form[op.name])
     if op.name in rlx.hir.lower.lowering:
-        found["lowering"] = registry.place_of(rlx.hir.lower.lowering[op.name])
+        places["lowering"] = registry.place_of(rlx.hir.lower.lowering[op.name])
     root = os.path.dirname(os.path.dirname(os.path.abspath(inspect.getfile(rlx))))
     inside = root + os.sep
-    return {cell: place.removeprefix(inside) for cell, place in found.items()}
+    return {cell: place.removeprefix(inside) for cell, place in places.items()}
 
 
 def facts(op: OpDef) -> Iterator[tuple[str, str]]:
-    """What samples tell: the element types of each operand, and examples."""
+    """Facts derived from samples: element types of each operand, and examples."""
     types = operand_types(op)
     if len(set(types.values())) == 1:
         yield "types", next(iter(types.values()))
@@ -129,11 +129,11 @@ def facts(op: OpDef) -> Iterator[tuple[str, str]]:
         yield "example", text
 
 
-# -- what samples tell ------------------------------------------------------------------------------------------------
+# -- samples ----------------------------------------------------------------------------------------------------------
 def examples(op: OpDef) -> list[str]:
-    """Samples that the op's own type rule was asked about, the shortest first."""
-    found = [text for s in op.samples if (text := _example(op, s)) is not None]
-    return sorted(dict.fromkeys(found), key=len)[:EXAMPLES]
+    """Samples with their result types, shortest first."""
+    texts = [text for s in op.samples if (text := _example(op, s)) is not None]
+    return sorted(dict.fromkeys(texts), key=len)[:EXAMPLES]
 
 
 def _example(op: OpDef, s: Sample) -> str | None:
@@ -141,13 +141,13 @@ def _example(op: OpDef, s: Sample) -> str | None:
     results = _results(op, s, operands)
     if results is None or any(isinstance(v, Graph) for v in s.attrs.values()):
         return None
-    given = ["none" if t is None else str(t) for t in operands]
-    given += [f"{k}={attr_text(v if not isinstance(v, list) else tuple(v))}" for k, v in s.attrs.items()]
-    return f"{op.name}({', '.join(given)}) -> {', '.join(map(str, results))}"
+    arguments = ["none" if t is None else str(t) for t in operands]
+    arguments += [f"{k}={attr_text(v if not isinstance(v, list) else tuple(v))}" for k, v in s.attrs.items()]
+    return f"{op.name}({', '.join(arguments)}) -> {', '.join(map(str, results))}"
 
 
 def _results(op: OpDef, s: Sample, operands: list[TensorType | None]) -> tuple[TensorType, ...] | None:
-    """The types that the op gives for operands of a sample; None where it refuses them."""
+    """The result types for operands of a sample; None if the type rule rejects them."""
     graph = Graph("sample", level=op.level)
     leaves = [None if t is None else graph.param(f"p{i}", t.shape, t.dtype) for i, t in enumerate(operands)]
     try:
@@ -157,24 +157,26 @@ def _results(op: OpDef, s: Sample, operands: list[TensorType | None]) -> tuple[T
 
 
 def operand_types(op: OpDef) -> dict[str, str]:
-    """The element types that each operand may have, found by asking the type rule about samples."""
+    """The element types of each operand that the type rule accepts, in place of those of samples."""
     names = op.schema.operands[:1] if op.schema.variadic else op.schema.operands
-    taken = [[d for d in dtypes.ALL if any(_accepts(op, s, i, d) for s in op.samples)] for i in range(len(names))]
-    needs_number = all(dtypes.BOOL in accepted for accepted in taken) and not _takes_bools(op)
-    found = {}
-    for position, (name, accepted) in enumerate(zip(names, taken, strict=True)):
+    accepted_types = [
+        [d for d in dtypes.ALL if any(_accepts(op, s, i, d) for s in op.samples)] for i in range(len(names))
+    ]
+    needs_number = all(dtypes.BOOL in accepted for accepted in accepted_types) and not _takes_bools(op)
+    types = {}
+    for position, (name, accepted) in enumerate(zip(names, accepted_types, strict=True)):
         specs = [o for s in op.samples for o in s.operands[position : position + 1] if o is not None]
         packed = sorted({o.dtype for o in specs if dtypes.dtype(o.dtype).is_packed})
         if needs_number:
             numbers = _class_of([d for d in accepted if d is not dtypes.BOOL])
-            found[name] = f"{numbers}; bool beside a number"
+            types[name] = f"{numbers}; bool beside a number"
         elif accepted or packed:
-            found[name] = ", ".join(filter(None, [_class_of(accepted), *packed]))
-    return found
+            types[name] = ", ".join(filter(None, [_class_of(accepted), *packed]))
+    return types
 
 
 def _takes_bools(op: OpDef) -> bool:
-    """Whether all operands may be bool at once."""
+    """Whether all operands may be bool at the same time."""
     for s in op.samples:
         operands = [None if o is None else TensorType(o.shape, dtypes.BOOL) for o in s.operands]
         if _results(op, s, operands) is not None:
@@ -183,7 +185,7 @@ def _takes_bools(op: OpDef) -> bool:
 
 
 def _accepts(op: OpDef, s: Sample, position: int, wanted: DType) -> bool:
-    """Whether an operand may have a type, together with the others that have the same one as it in a sample."""
+    """Whether an operand, and the others with the same type in the sample, may have another type."""
     own = s.operands[position] if position < len(s.operands) else None
     if own is None or dtypes.dtype(own.dtype).is_packed:
         return False
@@ -212,15 +214,15 @@ Operands of different types promote as in `src/rlx/dtypes.py`. Examples say what
 the lines on which an op is defined.
 """
 SECTIONS = {
-    "Ops": "What graphs are built from.",
+    "Ops": "The ops that graphs are built from.",
     "Blocks": "Pieces of models, one level above ops: they are lowered to the ops above.",
     "Leaves": "Where values come from.",
-    "Made by passes": "Ops of optimised graphs. Nobody calls them.",
+    "Made by passes": "Ops of optimised graphs, which only passes create.",
 }
 
 
 def markdown() -> str:
-    """All ops of rlx as a page."""
+    """All built-in ops as a Markdown page."""
     ops = [op for op in registry.OPS.values() if op.rule.__module__.startswith("rlx.")]
     parts = [INTRODUCTION]
     for title, about in SECTIONS.items():
@@ -257,8 +259,8 @@ def _entry(op: OpDef) -> str:
     lines = [f"#### {op.name}", f"`{op.name}{_signature(op)}`", "", op.doc, ""]
     kinds = inspect.signature(op.rule).parameters
     for name, default in op.schema.attrs.items():
-        said = "required" if default is registry.REQUIRED else f"default `{default!r}`"
-        lines.append(f"- `{name}`: {_annotation(kinds[name].annotation)}, {said}")
+        default_text = "required" if default is registry.REQUIRED else f"default `{default!r}`"
+        lines.append(f"- `{name}`: {_annotation(kinds[name].annotation)}, {default_text}")
     for label, text in facts(op):
         lines.append(f"- {label}: `{text}`" if label == "example" else f"- {label}: {text}")
     lines.append(f"- where: {', '.join(_places(op))}")
@@ -270,9 +272,9 @@ def _annotation(annotation: object) -> str:
 
 
 def _places(op: OpDef) -> Iterator[str]:
-    """Cells of an op as links to files; lines would be out of date every day."""
+    """Rules of an op as links to files, without lines, which change too often."""
     for cell, place in cells(op).items():
         if cell == "type rule":
-            continue  # beside the declaration
+            continue  # next to the declaration
         file = place.rpartition(":")[0]
         yield f"[{cell}](../src/{file})" if file.startswith("rlx/") else f"{cell}: {place}"

@@ -1,4 +1,4 @@
-"""The same model in `transformers`: its logits or vectors, as an outside opinion. Needs torch and transformers."""
+"""Logits or vectors of the same model in `transformers`, for comparison. Needs torch and transformers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rlx.formats.gguf_quants import dequantise
 from rlx.models.load import Checkpoint
 
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2"}
-OVERHEAD = 1.3  # of memory, beside the weights in f32
+OVERHEAD = 1.3  # memory, relative to the weights in f32
 
 
-class Unable(Exception):
-    """There is no such opinion to be had, for a reason that is no defect."""
+class Unavailable(Exception):
+    """The comparison is not possible, for a reason that is not a defect."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two sets of logits or vectors are apart."""
+    """The difference between two sets of logits or vectors."""
 
-    largest: float  # of the largest value
-    divergence: float | None  # mean KL of the distributions, for logits
-    agreement: float | None  # share of rows with the same highest value
+    largest: float  # maximum, relative to the largest value
+    divergence: float | None  # mean KL divergence, for logits
+    agreement: float | None  # share of rows with the same argmax
 
     @classmethod
-    def of(cls, found: Array, wanted: Array, *, logits: bool) -> Difference:
-        a, b = found.astype(np.float64), wanted.astype(np.float64)
+    def of(cls, actual: Array, wanted: Array, *, logits: bool) -> Difference:
+        a, b = actual.astype(np.float64), wanted.astype(np.float64)
         largest = float(np.abs(a - b).max() / np.abs(b).max())
         if not logits:
             return cls(largest, None, None)
@@ -56,64 +56,66 @@ def _log_softmax(x: Array) -> Array:
 
 
 def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:
-    """[seq, vocab] of a decoder."""
+    """Logits `[seq, vocab]` of a decoder."""
     _check_memory(checkpoint)
     with _quiet():
         import torch
 
-        whole = _is_folder(checkpoint) and checkpoint.config.quantization is None  # else it would be read as bf16
-        model = _from_folder(checkpoint, "AutoModelForCausalLM") if whole else _from_parts(checkpoint)
+        is_plain = (
+            _is_folder(checkpoint) and checkpoint.config.quantization is None
+        )  # transformers would read quantised weights as bf16
+        model = _from_folder(checkpoint, "AutoModelForCausalLM") if is_plain else _from_parts(checkpoint)
         with torch.inference_mode():
-            found: Array = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
-    return found
+            result: Array = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
+    return result
 
 
-def vectors(checkpoint: Checkpoint, like: Any, texts: Sequence[str]) -> Array:
-    """[texts, hidden] of an encoder, pooled and normalised as `like` says it does."""
+def vectors(checkpoint: Checkpoint, model: Any, texts: Sequence[str]) -> Array:
+    """Vectors `[texts, hidden]` of an encoder, pooled and normalised as `model` does it."""
     if not _is_folder(checkpoint):
-        raise Unable("an encoder is compared only where it is a folder of safetensors")
-    pooling = str(like.pooling)
+        raise Unavailable("an encoder is compared only where it is a folder of safetensors")
+    pooling = str(model.pooling)
     if pooling not in ("mean", "cls"):
-        raise Unable(f"{pooling} pooling is not known here")
+        raise Unavailable(f"{pooling} pooling is not known here")
     with _quiet():
         import torch
 
-        model = _from_folder(checkpoint, "AutoModel")
+        reference = _from_folder(checkpoint, "AutoModel")
         rows = []
         for text in texts:
-            ids = torch.tensor([like.tokenizer.encode(text, limit=like.limit)])
+            ids = torch.tensor([model.tokenizer.encode(text, limit=model.limit)])
             with torch.inference_mode():
-                hidden = model(input_ids=ids).last_hidden_state[0].float().numpy()
+                hidden = reference(input_ids=ids).last_hidden_state[0].float().numpy()
             rows.append(hidden.mean(0) if pooling == "mean" else hidden[0])
-    found = np.stack(rows)
-    return found / np.linalg.norm(found, axis=1, keepdims=True) if like.normalize else found
+    pooled = np.stack(rows)
+    return pooled / np.linalg.norm(pooled, axis=1, keepdims=True) if model.normalize else pooled
 
 
 def states(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:
-    """[seq, hidden] of an encoder."""
+    """Hidden states `[seq, hidden]` of an encoder."""
     if not _is_folder(checkpoint):
-        raise Unable("an encoder is compared only where it is a folder of safetensors")
+        raise Unavailable("an encoder is compared only where it is a folder of safetensors")
     with _quiet():
         import torch
 
         with torch.inference_mode():
-            given = _from_folder(checkpoint, "AutoModel")(torch.tensor([list(tokens)]))
-        found: Array = given.last_hidden_state[0].float().numpy()
-    return found
+            output = _from_folder(checkpoint, "AutoModel")(torch.tensor([list(tokens)]))
+        hidden: Array = output.last_hidden_state[0].float().numpy()
+    return hidden
 
 
 def image_vectors(checkpoint: Checkpoint, pixels: Sequence[Array]) -> Array:
-    """[images, hidden] of a vision model, from images that are made ready."""
+    """Vectors `[images, hidden]` of a vision model, from preprocessed images."""
     with _quiet():
         import torch
 
         model = _from_folder(checkpoint, "AutoModel")
-        model = getattr(model, "vision_model", model)  # of a model that reads texts too
+        model = getattr(model, "vision_model", model)  # of a model that also encodes texts
         with torch.inference_mode():
             rows = [model(torch.from_numpy(image[None])) for image in pixels]
-        pooled = checkpoint.family.name != "vit"  # whose pooler is a layer for its training
-        found = [(row.pooler_output if pooled else row.last_hidden_state[:, 0])[0] for row in rows]
-    return np.stack([vector.float().numpy() for vector in found])
+        pooled = checkpoint.family.name != "vit"  # ViT's pooler is used only in training
+        pooled_rows = [(row.pooler_output if pooled else row.last_hidden_state[:, 0])[0] for row in rows]
+    return np.stack([vector.float().numpy() for vector in pooled_rows])
 
 
 def _is_folder(checkpoint: Checkpoint) -> bool:
@@ -125,22 +127,22 @@ def _from_folder(checkpoint: Checkpoint, kind: str) -> Any:
     import transformers
 
     if checkpoint.config.quantization is not None:
-        raise Unable("transformers reads quantised weights as bf16 where there is no GPU")
+        raise Unavailable("transformers reads quantised weights as bf16 where there is no GPU")
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    # f32 whatever the file holds, since that is what rlx computes in
+    # f32 whatever the file's type, because rlx computes in f32
     return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
 def _from_parts(checkpoint: Checkpoint) -> Any:
-    """A model of transformers with the weights that our reader found."""
+    """A transformers model with the weights as rlx reads them."""
     import torch
     import transformers
 
     family, c = checkpoint.family, checkpoint.config
     if family.name not in CLASSES:
-        raise Unable(f"a {family.name} out of a {checkpoint.file.format} file is not compared")
+        raise Unavailable(f"a {family.name} out of a {checkpoint.file.format} file is not compared")
     if checkpoint.rope_factors is not None:
-        raise Unable("transformers takes no table of RoPE factors from a GGUF file")
+        raise Unavailable("transformers takes no table of RoPE factors from a GGUF file")
     name = CLASSES[family.name]
     settings = getattr(transformers, f"{name}Config")(
         vocab_size=c.vocab, hidden_size=c.dim, intermediate_size=c.ffn, num_hidden_layers=c.layers,
@@ -154,30 +156,30 @@ def _from_parts(checkpoint: Checkpoint) -> Any:
     if c.tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # its frequencies are no weights
+    model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # its frequencies are not weights
     return model
 
 
 def _weight(checkpoint: Checkpoint, key: str) -> Array:
-    """A weight as f32; queries and keys whose heads are kept in pairs are put in halves."""
+    """A weight as f32; rows of queries and keys are reordered from pairs to halves."""
     type_, c = checkpoint.weights.type(key), checkpoint.config
     shape = tuple(int(n) for n in type_.shape)
     values = dequantise(checkpoint.weights.array(key), type_.dtype, int(np.prod(shape))).reshape(shape)
     if getattr(c, "pairs", False) and ("q_proj" in key or "k_proj" in key):
         pairs = values.reshape(-1, c.head_dim // 2, 2, *shape[1:])
         values = pairs.swapaxes(1, 2).reshape(shape)
-    return np.array(values, np.float32)  # torch wants memory that may be written
+    return np.array(values, np.float32)  # torch needs writable memory
 
 
 def _check_memory(checkpoint: Checkpoint) -> None:
     needed = int(4 * OVERHEAD * sum(checkpoint.file.entry(n).size for n in checkpoint.file.names))
     free = free_memory()
     if free is not None and needed > free:
-        raise Unable(f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+        raise Unavailable(f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
 
 
 def free_memory() -> int | None:
-    """Bytes that can still be had, or None where the system does not say."""
+    """Available memory in bytes, or None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -187,7 +189,7 @@ def free_memory() -> int | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the libraries from talking, and from the network."""
+    """Silence the libraries, and keep them off the network."""
     before = {
         n: os.environ.get(n) for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
     }

@@ -1,4 +1,4 @@
-"""`rlx pull NAME`: fetch a model, so that it is there when it is wanted. Its path goes to stdout."""
+"""`rlx pull NAME`: downloads a model and prints its path."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlx.hub.store import show_size
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("pull", help="fetch a model")
-    command.add_argument("names", nargs="*", metavar="NAME", help=f"a name; {hub.DEFAULT} if none is given")
-    command.add_argument("--revision", help="a branch, tag or commit, of a model of the Hugging Face hub")
+    command = commands.add_parser("pull", help="download a model")
+    command.add_argument("names", nargs="*", metavar="NAME", help=f"a model name (default: {hub.DEFAULT})")
+    command.add_argument("--revision", help="branch, tag or commit of a Hugging Face model")
     command.add_argument("--accept-licence", "--accept-license", action="store_true", help="accept the model's terms")
-    command.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    command.add_argument("-q", "--quiet", action="store_true", help="do not show progress")
     command.set_defaults(run=run)
 
 

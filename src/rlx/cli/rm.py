@@ -1,4 +1,4 @@
-"""`rlx rm NAME`: delete a model that rlx fetched. It asks first, unless told not to."""
+"""`rlx rm NAME`: deletes a downloaded model, after asking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlx.hub.store import show_size
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("rm", help="delete a fetched model")
+    command = commands.add_parser("rm", help="delete a downloaded model")
     command.add_argument("names", nargs="+", metavar="NAME", help="a catalogue name or org/name[:quant]")
     command.add_argument("-y", "--yes", action="store_true", help="do not ask")
     command.set_defaults(run=run)
@@ -19,8 +19,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     code = 0
     for name in arguments.names:
-        hub.locate(name)  # an error, if there can be no such model
-        if not arguments.yes and not _agreed(name):
+        hub.locate(name)  # raises for an invalid name
+        if not arguments.yes and not _confirm(name):
             print(f"{name}: kept", file=sys.stderr)
             code = 1
             continue
@@ -29,9 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _agreed(name: str) -> bool:
+def _confirm(name: str) -> bool:
     if sys.stdin is None or not sys.stdin.isatty():
-        print("nobody to ask here: -y says yes", file=sys.stderr)
+        print("cannot ask without a terminal: use -y", file=sys.stderr)
         return False
     print(f"Delete {name}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

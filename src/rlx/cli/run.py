@@ -1,4 +1,4 @@
-"""`rlx run [MODEL] [PROMPT]`: a model answers. The answer goes to stdout, everything else to stderr."""
+"""`rlx run [MODEL] [PROMPT]`: chats, or answers one prompt. The answer goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -24,42 +24,45 @@ from rlx.hub.pull import names_a_model
 from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-MAX_BYTES = 64 << 20  # of stdin; ten times what the longest contexts hold
-PATIENCE_S = 3.0  # of silence on stdin, before it is said what is being waited for
+MAX_BYTES = 64 << 20  # of stdin; ten times the longest contexts
+PATIENCE_S = 3.0  # wait for stdin before printing a note
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("run", help="chat with a model, or have it answer one prompt")
     command.add_argument("words", nargs="*", metavar="[MODEL] [PROMPT]", help="a model, a prompt, or both")
     command.add_argument("-m", "--model", help="catalogue name, file, folder or org/name[:quant]")
-    command.add_argument(
-        "-p", "--prompt", help=f"what to say to it; what comes on stdin is added, up to {MAX_BYTES >> 20} MiB"
-    )
+    command.add_argument("-p", "--prompt", help=f"the prompt; text from stdin is appended, up to {MAX_BYTES >> 20} MiB")
     command.add_argument("--system", help="a system message")
     command.add_argument("--raw", action="store_true", help="continue the text, without the chat template")
-    command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of the answer (512)")
-    command.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token")
-    command.add_argument("--top-k", type=int, metavar="K", help="of the k likeliest tokens")
-    command.add_argument("--top-p", type=float, metavar="P", help="of the likeliest tokens that make up this share")
+    command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens of the answer (512)")
+    command.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
+    command.add_argument("--top-k", type=int, metavar="K", help="sample from the k likeliest tokens")
     command.add_argument(
-        "--min-p", type=float, metavar="P", help="of tokens at least this likely, as a share of the likeliest"
+        "--top-p", type=float, metavar="P", help="sample from the likeliest tokens that add up to this probability"
     )
     command.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1: tokens that were there become less likely"
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample from tokens with at least this share of the highest probability",
     )
-    command.add_argument("--seed", type=int, help="the same seed, the same answer")
+    command.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1: makes earlier tokens less likely"
+    )
+    command.add_argument("--seed", type=int, help="the same seed gives the same answer")
     command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text")
-    command.add_argument("--threads", type=int, metavar="N", help="of the pool; all usable cores if not given")
-    command.add_argument("--context", type=int, metavar="N", help="positions to make room for")
+    command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all usable cores)")
+    command.add_argument("--context", type=int, metavar="N", help="maximum tokens, prompt and answer together")
     command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    command.add_argument("--stream", action="store_true", help="with --json: a line for each piece, then the object")
+    command.add_argument("--stream", action="store_true", help="with --json: one line per piece, then the object")
     command.set_defaults(run=run)
 
 
 @dataclass(frozen=True)
 class Request:
-    """How answers are to be made."""
+    """Settings of the answers."""
 
     options: Mapping[str, Any]  # for LanguageModel.stream
     system: str | None = None
@@ -69,24 +72,24 @@ class Request:
 def run(arguments: argparse.Namespace) -> int:
     name, prompt = split_words(arguments.words, arguments.model, arguments.prompt)
     request = _request(arguments)
-    prompt = _with_piped(prompt)
+    prompt = _with_stdin(prompt)
     if prompt is None and console.is_terminal(sys.stdin) and console.is_terminal(sys.stdout):
         if arguments.json:
             raise UsageError("run: --json wants a prompt", hint="rlx run --json -p '...'")
-        with opened(name or hub.DEFAULT, arguments) as model:
+        with open_model(name or hub.DEFAULT, arguments) as model:
             return chat.loop(model, request.options, system=request.system, raw=request.raw)
     if prompt is None or not prompt.strip():
         raise UsageError(
             "run: there is no prompt" if prompt is None else "run: the prompt is empty",
             hint='rlx run "Explain gravity to a child."; on a terminal, rlx run without a prompt is a chat',
         )
-    with opened(name or hub.DEFAULT, arguments) as model:
+    with open_model(name or hub.DEFAULT, arguments) as model:
         return answer(model, prompt, request, as_json=arguments.json, as_lines=arguments.stream)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
 def split_words(words: list[str], model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-    """One word is a model if it names one, a prompt if it has white space, else a mistake; two are both."""
+    """Model and prompt. A single word is a model if it names one, a prompt if it has white space, else an error."""
     if len(words) + (model is not None) + (prompt is not None) > 2 or (len(words) == 2 and (model or prompt)):
         raise UsageError("run: takes at most a model and a prompt", hint="put the prompt in quotes")
     match words:
@@ -101,7 +104,7 @@ def split_words(words: list[str], model: str | None, prompt: str | None) -> tupl
         case [word] if not word or any(c.isspace() for c in word):
             return None, word
     try:
-        hub.locate(words[0])  # says what is wrong with the name
+        hub.locate(words[0])  # raises what is wrong with the name
     except NotFoundError as error:
         error.add_note(f"  to send it as a prompt: rlx run -p {shlex.quote(words[0])}")
         raise
@@ -109,7 +112,7 @@ def split_words(words: list[str], model: str | None, prompt: str | None) -> tupl
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    """The settings, refused before anything is fetched or loaded if they cannot be."""
+    """The settings, checked before anything is downloaded or loaded."""
     sampling = {n: v for n in SAMPLING if (v := getattr(arguments, n)) is not None}
     try:
         Sampling(**sampling)
@@ -128,13 +131,13 @@ def _request(arguments: argparse.Namespace) -> Request:
     return Request(options, arguments.system, arguments.raw)
 
 
-def _with_piped(prompt: str | None) -> str | None:
-    """The prompt and what comes on stdin, where that is no terminal."""
+def _with_stdin(prompt: str | None) -> str | None:
+    """The prompt with the text from stdin, unless that is a terminal."""
     if prompt is not None:
-        prompt = _utf8("the prompt", os.fsencode(prompt))  # whatever the locale made of it
+        prompt = _utf8("the prompt", os.fsencode(prompt))  # independent of the locale
     if sys.stdin is None or console.is_terminal(sys.stdin):
         return prompt
-    text = _read_stdin().removesuffix("\n")  # what `echo` puts there; a base model would take it for a paragraph's end
+    text = _read_stdin().removesuffix("\n")  # of `echo`; a base model would read it as the end of a paragraph
     if not text.strip():
         return prompt
     return text if prompt is None else f"{prompt}\n\n{text}"
@@ -144,31 +147,31 @@ def _read_stdin() -> str:
     try:
         if not select.select([sys.stdin], [], [], PATIENCE_S)[0]:
             console.note("reading the rest of the prompt from stdin; `< /dev/null` if there is none")
-    except (OSError, ValueError):  # no file: nothing to wait for
+    except (OSError, ValueError):  # not a file: nothing to wait for
         pass
     source = getattr(sys.stdin, "buffer", None)
     try:
-        if source is None:  # text in memory, as notebooks have it
+        if source is None:  # text in memory, as in notebooks
             return sys.stdin.read()
         return _utf8("stdin", console.read_at_most(source, MAX_BYTES, "run: stdin"))
     except (OSError, ValueError):  # closed, or a folder
         return ""
 
 
-def _utf8(what: str, data: bytes) -> str:
+def _utf8(source: str, data: bytes) -> str:
     try:
         return str(data, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"run: {what} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}",
+            f"run: {source} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}",
             hint="convert it first, for example with iconv",
         ) from error
 
 
 # -- a model ---------------------------------------------------------------------------------------------------------
-def opened(name: str | Path, arguments: argparse.Namespace) -> LanguageModel:
-    """The model, fetched if it is absent, with a line while it loads."""
-    hub.resolve(name)  # draws a bar of its own
+def open_model(name: str | Path, arguments: argparse.Namespace) -> LanguageModel:
+    """Load the model, downloading it if necessary."""
+    hub.resolve(name)  # shows its own progress
     with console.status(f"loading {name}"):
         model = load(name, threads=arguments.threads, context=arguments.context, cache=arguments.cache)
     if not isinstance(model, LanguageModel):
@@ -181,9 +184,11 @@ def opened(name: str | Path, arguments: argparse.Namespace) -> LanguageModel:
 def answer(
     model: LanguageModel, prompt: str, request: Request, *, as_json: bool = False, as_lines: bool = False
 ) -> int:
-    """Answer one prompt on stdout, then say on stderr how fast."""
-    said = prompt if chat.is_plain(model, request.system, request.raw) else chat.messages(request.system, prompt)
-    stream = chat.begin(model, said, request.options)
+    """Answer one prompt on stdout, then print timings on stderr."""
+    conversation = (
+        prompt if chat.is_plain(model, request.system, request.raw) else chat.messages(request.system, prompt)
+    )
+    stream = chat.begin(model, conversation, request.options)
     try:
         for piece in stream:
             if not as_json:
@@ -194,19 +199,19 @@ def answer(
         stream.close()
         if not as_json:
             console.write("\n")
-        console.aside("interrupted")
+        console.dim_note("interrupted")
         raise
     done = stream.completion
     if as_json:
         console.write(json.dumps(facts(done), ensure_ascii=False) + "\n")
     elif not done.text.endswith("\n"):
         console.write("\n")
-    chat.say_timings(model, done)
+    chat.print_timings(model, done)
     return 0
 
 
 def facts(done: Completion) -> dict[str, Any]:
-    """A completion as plain data."""
+    """A completion as plain data for JSON."""
     usage, timings = done.usage, done.timings
     return {
         "text": done.text,

@@ -1,4 +1,4 @@
-"""`rlx show NAME`: a model's files, hashes, licence and place, and what its weights say of themselves; no fetching."""
+"""`rlx show NAME`: files, hashes, licence and location of a model, and the header of its weights. Offline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlx.hub.catalogue import find
 from rlx.hub.pull import model_folder
 from rlx.hub.store import file_sha256, show_size
 
-_LONG = 100  # characters; of a longer text in a header, a chat template say, only the length is shown
+_LONG = 100  # characters; of longer header values, such as chat templates, only the length is shown
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("show", help="show a model: files, hashes, licence, header")
     command.add_argument("name", metavar="NAME", help="a catalogue name, org/name[:quant], a file or a folder")
-    command.add_argument("--check", action="store_true", help="hash the files again, and compare with the catalogue")
+    command.add_argument("--check", action="store_true", help="compare the hashes of the files with the catalogue")
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=run)
 
@@ -29,41 +29,41 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     files = locate(arguments.name)
     entry = files.entry if files else find(arguments.name)
-    found = describe(arguments.name, entry, files)
+    info = describe(arguments.name, entry, files)
     if arguments.check and files:
-        _hash(found, files)
+        _add_hashes(info, files)
     if arguments.json:
-        print(json.dumps(found, indent=2, default=str))
+        print(json.dumps(info, indent=2, default=str))
     else:
-        print("\n".join(_lines(found)))
-    wrong = [f["name"] for f in found["files"] if f.get("found_sha256", f.get("sha256")) != f.get("sha256")]
+        print("\n".join(_lines(info)))
+    wrong = [f["name"] for f in info["files"] if f.get("found_sha256", f.get("sha256")) != f.get("sha256")]
     if wrong:
-        raise FormatError(f"{found['name']}: not as in the catalogue: {', '.join(wrong)}", hint="rlx rm, then rlx pull")
+        raise FormatError(f"{info['name']}: not as in the catalogue: {', '.join(wrong)}", hint="rlx rm, then rlx pull")
     return 0
 
 
 def describe(name: str, entry: Entry | None, files: ModelFiles | None) -> dict[str, Any]:
-    """All that is known of a model without a network."""
-    found: dict[str, Any] = {"name": files.name if files else name, "present": files is not None}
+    """All that is known of a model without network access."""
+    info: dict[str, Any] = {"name": files.name if files else name, "present": files is not None}
     if entry is not None:
-        found = facts(entry, files)
+        info = facts(entry, files)
     elif files is not None:
-        found["source"], found["size"], found["folder"] = files.source, files.size, str(files.folder)
-        found["revision"] = files.revision
-    found.setdefault("files", [])
+        info["source"], info["size"], info["folder"] = files.source, files.size, str(files.folder)
+        info["revision"] = files.revision
+    info.setdefault("files", [])
     if files is None:
-        found["hint"] = f"rlx pull {name}"
+        info["hint"] = f"rlx pull {name}"
         if entry is not None:
-            found["would_be_in"] = str(model_folder(entry))
-        return found
+            info["would_be_in"] = str(model_folder(entry))
+        return info
     if entry is None:
-        found["files"] = [{"name": _relative(f, files.folder), "size": f.stat().st_size} for f in files.files]
-    found["header"] = header(files.path)
-    return found
+        info["files"] = [{"name": _relative(f, files.folder), "size": f.stat().st_size} for f in files.files]
+    info["header"] = header(files.path)
+    return info
 
 
 def header(path: Path) -> dict[str, Any]:
-    """What a file of weights says of itself."""
+    """The header of a weights file: format, tensors, metadata."""
     from rlx.formats import open_tensors
 
     with open_tensors(path) as file:
@@ -80,8 +80,8 @@ def header(path: Path) -> dict[str, Any]:
         }
 
 
-def _hash(found: dict[str, Any], files: ModelFiles) -> None:
-    for row, path in zip(found["files"], files.files, strict=True):
+def _add_hashes(info: dict[str, Any], files: ModelFiles) -> None:
+    for row, path in zip(info["files"], files.files, strict=True):
         hashed = file_sha256(path)
         row["found_sha256"] = hashed
         row.setdefault("sha256", hashed)
@@ -91,27 +91,27 @@ def _relative(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    lines = [found["name"] + (f": {found['about']}" if "about" in found else "")]
+def _lines(info: dict[str, Any]) -> list[str]:
+    lines = [info["name"] + (f": {info['about']}" if "about" in info else "")]
     for key in ("kind", "family", "licence", "origin", "revision", "aliases"):
-        value = found.get(key)
+        value = info.get(key)
         if value:
             lines.append(f"  {key:9} {', '.join(value) if isinstance(value, list) else value}")
-    packages = found.get("packages", [])
+    packages = info.get("packages", [])
     if packages:
         more = f" and {len(packages) - 1} more" if len(packages) > 1 else ""
         first = packages[0]
-        size = show_size(found["download_size"])
+        size = show_size(info["download_size"])
         lines.append(f"  {'package':9} {first['project']} {first['version']} ({first['registry']}){more}, {size}")
-    where = found.get("folder") or f"not here: {found['hint']}"
+    where = info.get("folder") or f"not here: {info['hint']}"
     lines += [f"  {'where':9} {where}", "", "files"]
-    for file in found["files"]:
+    for file in info["files"]:
         checked = "" if "found_sha256" not in file else "  ok" if file["found_sha256"] == file["sha256"] else "  WRONG"
         lines.append(f"  {file['name']}  {show_size(file['size'])}" + checked)
         if "sha256" in file:
             lines.append(f"    sha256 {file['sha256']}")
-    if "header" in found:
-        lines += ["", *_header_lines(found["header"])]
+    if "header" in info:
+        lines += ["", *_header_lines(info["header"])]
     return lines
 
 

@@ -1,6 +1,6 @@
-"""`rlx tour EXPRESSION`: one expression at each level, and what each pass changed on the way.
+"""`rlx tour EXPRESSION`: shows an expression at each level, and what each pass changes.
 
-The expression is read as Python, but never run: names, numbers, operators and ops of rlx, nothing else.
+The expression is parsed as Python but not executed: names, numbers, operators and ops of rlx, nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-import rlx.hir.blocks  # noqa: F401  declares the ops
+import rlx.hir.blocks  # noqa: F401  registers the ops
 from rlx.backends.base import backend, backend_of
 from rlx.cli.console import UsageError, is_rich
 from rlx.errors import RlxError, ShapeError, nearest
@@ -34,10 +34,10 @@ from rlx.runtime.session import compile
 from rlx.target import Target
 from rlx.types import Size, TensorType, as_size, concrete
 
-LONGEST = 2000  # characters of an expression
+MAX_CHARS = 2000  # of an expression
 Shape = tuple[Size, ...]
-FIRST: Shape = (as_size("rows"), 64)  # the shape of the first name, unless said
-ROWS = 5  # what run-time sizes are in the run at the end
+FIRST: Shape = (as_size("rows"), 64)  # default shape of the first name
+ROWS = 5  # run-time sizes in the final run
 OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floor_divide", ast.Mod: "mod",
     ast.Pow: "pow", ast.MatMult: "matmul", ast.Lt: "less", ast.LtE: "less_equal", ast.Gt: "greater",
@@ -51,10 +51,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--shape", action="append", default=[], metavar="NAME=SIZES", help="such as x=rows,64 or ids=4:i32"
     )
-    command.add_argument("--input", action="append", default=[], metavar="NAME", help="a further name that is an input")
-    command.add_argument("--target", help="what to generate code for (default: the best here; `rlx env` lists them)")
+    command.add_argument("--input", action="append", default=[], metavar="NAME", help="another name that is an input")
+    command.add_argument(
+        "--target", help="target of the code (default: the best of this machine; `rlx env` lists them)"
+    )
     command.add_argument("--lines", type=int, default=16, help="lines of LLVM text and assembly (16)")
-    command.add_argument("--svg", metavar="FILE", help="draw the levels side by side instead")
+    command.add_argument("--svg", metavar="FILE", help="draw the levels as a picture instead")
     command.add_argument("--html", metavar="FILE", help="write the levels as a web page instead")
     command.set_defaults(run=run)
 
@@ -95,7 +97,7 @@ def _coloured() -> Callable[[str, str], None]:
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 def read(text: str, shapes: dict[str, tuple[Shape, str]] | None = None, inputs: Sequence[str] = ()) -> Graph:
-    """The graph of an expression. Shapes that are not given are chosen so that they fit."""
+    """Parse an expression into a graph. Missing shapes are chosen to fit."""
     reader = _Reader(text, shapes or {}, inputs)
     try:
         result = reader.value(reader.tree)
@@ -115,15 +117,15 @@ class _Reader:
 
     def __init__(self, text: str, shapes: dict[str, tuple[Shape, str]], inputs: Sequence[str]) -> None:
         self.text, self.shapes, self.inputs = text, shapes, inputs
-        self.tree = _parsed(text)
+        self.tree = _parse(text)
         self.names: list[str] = []
-        self.columns = 32  # of the next weight that is chosen
+        self.columns = 32  # of the next chosen weight
         called = {n.func.id for n in ast.walk(self.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         blocks = [op for op in called if op in registry.OPS and registry.OPS[op].level == registry.HIR]
         self.graph = Graph("tour", level=registry.HIR if blocks else registry.MIR)
 
     def value(self, node: ast.expr, fitting: Callable[[], Shape] = lambda: FIRST) -> Any:
-        """What an expression stands for; `fitting` is the shape of a name that is met for the first time."""
+        """The value of an expression; `fitting` is the shape of a name at its first occurrence."""
         match node:
             case ast.Name():
                 return self.leaf(node.id, fitting)
@@ -138,7 +140,7 @@ class _Reader:
             case ast.UnaryOp(op=ast.USub() | ast.Invert()):
                 return self.apply(node, OPERATORS[type(node.op)], [self.value(node.operand, fitting)], {})
             case ast.Attribute(attr="mT"):
-                return self.apply(node, "transpose", [x := self.value(node.value)], {"axes": _swapped(x)})
+                return self.apply(node, "transpose", [x := self.value(node.value)], {"axes": _swapped_axes(x)})
             case ast.Call(func=ast.Name(id=name)):
                 return self.call(node, name, node.args)
             case ast.Call(func=ast.Attribute(value=first, attr=name)):
@@ -163,7 +165,7 @@ class _Reader:
         return self.apply(node, op, [a, self.value(right, lambda: self.fitting(op, "b", [a]))], {})
 
     def fitting(self, op: str, operand: str, before: Sequence[Any]) -> Shape:
-        """A shape for an operand of an op, given those before it: a matrix where it is one, else as long as a row."""
+        """A shape for an operand that fits those before it: a matrix for weights, otherwise a row."""
         values = [v for v in before if isinstance(v, Value) and v.rank]
         if not values:
             return FIRST
@@ -181,14 +183,14 @@ class _Reader:
             case _:
                 return first[-1:]
 
-    def call(self, node: ast.Call, name: str, given: Sequence[ast.expr]) -> Any:
+    def call(self, node: ast.Call, name: str, arguments: Sequence[ast.expr]) -> Any:
         definition = registry.OPS.get(name)
         if definition is None or definition.traits & {registry.LEAF, registry.FUSED}:
             known = [n for n, o in registry.OPS.items() if not o.traits & {registry.LEAF, registry.FUSED}]
             self.fail(node.func, f"no op is called {name!r}", hint=nearest(name, known) or "`rlx ops` lists them")
         names = definition.schema.operands
         operands: list[Any] = []
-        for i, argument in enumerate(given):
+        for i, argument in enumerate(arguments):
             role = names[min(i, len(names) - 1)] if names else ""
             operands.append(self.value(argument, partial(self.fitting, name, role, tuple(operands))))
         attrs = {k.arg: self.attribute(k.value) for k in node.keywords if k.arg is not None}
@@ -200,31 +202,31 @@ class _Reader:
         for operand in operands:
             if isinstance(operand, tuple):
                 self.fail(node, f"an operand has {len(operand)} results", hint="pick one: topk(x, k=2)[0]")
-        return self.guarded(node, lambda: self.graph.apply(op, *operands, **attrs))
+        return self.with_caret(node, lambda: self.graph.apply(op, *operands, **attrs))
 
     def attribute(self, node: ast.expr) -> Any:
         try:
-            return ast.literal_eval(node)  # numbers, texts and tuples of them: no names, no calls
+            return ast.literal_eval(node)  # literals only: no names, no calls
         except (ValueError, TypeError, MemoryError, RecursionError):
             self.fail(node, "this is not a number, a text or a tuple")
 
     def pick(self, node: ast.Subscript, index: Any) -> Value:
-        found = self.value(node.value)
-        if not isinstance(found, tuple) or not 0 <= index < len(found):
+        results = self.value(node.value)
+        if not isinstance(results, tuple) or not 0 <= index < len(results):
             self.fail(
                 node,
                 "this picks nothing",
                 hint="[0] picks the first of several results of an op; arrays are not cut here",
             )
-        picked: Value = found[index]
+        picked: Value = results[index]
         return picked
 
     # -- errors --
-    def guarded(self, node: ast.expr, build: Callable[[], Any]) -> Any:
+    def with_caret(self, node: ast.expr, build: Callable[[], Any]) -> Any:
         try:
             return build()
         except RlxError as error:
-            notes = [n for n in error.notes if "built at: " not in n]  # this file is not where the user looks
+            notes = [n for n in error.notes if "built at: " not in n]  # lines of this file do not help the user
             more = ["  hint: give shapes with --shape NAME=SIZES"] if isinstance(error, ShapeError) else []
             error.__notes__ = [*_caret(self.text, node), *notes, *more]
             raise
@@ -238,15 +240,15 @@ class _Reader:
         raise error
 
 
-def _swapped(x: Any) -> tuple[int, ...]:
-    """The axes of a matrix turned over; of anything else, axes that the op complains about."""
+def _swapped_axes(x: Any) -> tuple[int, ...]:
+    """Axes that transpose a matrix; for anything else, axes that the op rejects."""
     rank = x.rank if isinstance(x, Value) else 0
     return (*range(rank - 2), rank - 1, rank - 2) if rank > 1 else ()
 
 
-def _parsed(text: str) -> ast.expr:
-    if len(text) > LONGEST:
-        raise UsageError(f"tour: the expression has {len(text)} characters, expected at most {LONGEST}")
+def _parse(text: str) -> ast.expr:
+    if len(text) > MAX_CHARS:
+        raise UsageError(f"tour: the expression has {len(text)} characters, expected at most {MAX_CHARS}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -260,7 +262,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _caret(text: str, node: ast.expr) -> list[str]:
-    """The line that a part of the expression is on, and a mark below it."""
+    """The source line of a part of the expression, and a marker below it."""
     lines = text.strip().splitlines()
     line = lines[node.lineno - 1].encode()  # columns count bytes
     end = node.end_col_offset if node.end_lineno == node.lineno else len(line)
@@ -273,7 +275,7 @@ Lines = Iterator[tuple[str, str]]
 
 
 def tour(graph: Graph, machine: Target, expression: str, lines: int) -> Lines:
-    """The whole way of a graph, as lines with a style each."""
+    """A graph at all levels, as (style, line) pairs."""
     yield "title", expression.strip()
     for number, (title, about, body) in enumerate(_levels(graph, machine, lines), 1):
         yield "", ""
@@ -292,9 +294,9 @@ def _levels(graph: Graph, machine: Target, lines: int) -> Iterator[tuple[str, st
         yield "Lowered to MIR", "Blocks are written with ops.", _plain(line.lowered.text())
     about = "Each pass takes a graph and gives one that means the same. Numbers are those of the graph before it."
     yield "Passes", about, _passes(line)
-    yield "MIR, optimised", "What is left to do in each run.", _plain(line.main.text())
+    yield "MIR, optimised", "The work of each run.", _plain(line.main.text())
     if line.bind.outputs:
-        about = "What depends on weights alone runs once, when they are set. `@0` above is its first result."
+        about = "Nodes that depend only on weights run once, when these are set. `@0` above is its first result."
         yield "The bind program", about, _plain(line.bind.text())
     about = "Kernels are launched on buffers, each split over threads; loops say what a kernel does to elements."
     yield "LIR", about, _plain(line.plan.main.text())
@@ -328,7 +330,7 @@ def _passes(line: Lineage) -> Lines:
 
 
 def _checked(graph: Graph, machine: Target) -> str:
-    """One run on random numbers, against NumPy."""
+    """Compare a run on random inputs with NumPy."""
     rng = np.random.default_rng(0)
     sizes = dict.fromkeys(graph.symbols(), ROWS)
     inputs, params = (
@@ -341,12 +343,12 @@ def _checked(graph: Graph, machine: Target) -> str:
         results.append(compiled.run(inputs))
     gap = max((_gap(a, b) for a, b in zip(*results, strict=True)), default=0.0)
     shapes = ", ".join(str(list(a.shape)) for a in results[0])
-    said = f"The result for {', '.join(f'{k} = {v}' for k, v in sizes.items())}" if sizes else "The result"
-    return f"{said} has shape {shapes}; the largest difference to NumPy is {gap:.1e}."
+    subject = f"The result for {', '.join(f'{k} = {v}' for k, v in sizes.items())}" if sizes else "The result"
+    return f"{subject} has shape {shapes}; the largest difference to NumPy is {gap:.1e}."
 
 
 def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    """The largest difference; infinities and NaN agree with themselves."""
+    """The largest difference; equal infinities and NaN do not count."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     return float(np.abs(np.where(same, 0, a) - np.where(same, 0, b)).max(initial=0))

@@ -1,11 +1,11 @@
-"""`rlx verify MODEL`: is it the right file, does it work here as it should, and does `transformers` agree?
+"""`rlx verify MODEL`: checks a model's files, its results on this machine, and parity with `transformers`.
 
 First checksums, then checks of rlx against itself (weights, tokenizer, machine code against NumPy, decode against
-prefill, one thread against two), then parity with `transformers`, if that is installed. Each says what it found.
+prefill, one thread against two), then parity with `transformers`, if that is installed.
 
-Packed weights are multiplied by activations in 8 bits, which are further from what others compute than a mistake may
-be. So their products are compared on numbers that 8 bits hold, and the whole model with itself in f32: that is what
-NumPy and `transformers` are asked about.
+Quantised weights are multiplied by int8 activations, whose rounding is larger than the differences that a defect might
+cause. So their products are compared on activations that int8 represents exactly, and the whole model is compared with
+NumPy and `transformers` in f32.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ TEXTS = (
 )
 PROMPT = TEXTS[0]
 PICTURES = (((1, 0), (0, 1), (1, 1)), ((3, 1), (1, 2), (2, 3)), ((0, 2), (5, 0), (1, 4)))
-SAMPLE = 1_000_000  # weights of a tensor that are looked at
-LARGEST = 1e6  # of a weight that makes sense
-SMALL = 300_000_000  # weights of a model that NumPy can run in seconds
-SAME = 1e-5  # of two log-probabilities of the same logits: rounding only
-CLOSE = 1e-3  # of the largest logit: far above rounding, far below a mistake
-ALIKE = 0.5  # of the tokens: rounding to 8 bits changes one choice in ten, a mistake nearly all
-APART = 0.25  # of the largest number of vectors: rounding to 8 bits changes hundredths
-SHARP = 1e-4  # of the largest number of a product in f32: far above rounding, below a wrong code of a weight
-PRODUCT_ROWS, PRODUCT_COLUMNS = 21, 99  # some whole blocks of kernels, and an end
+SAMPLE = 1_000_000  # elements checked per tensor
+LARGEST = 1e6  # largest plausible weight
+SMALL = 300_000_000  # weights of a model that NumPy runs in seconds
+SAME = 1e-5  # difference of log-probabilities of the same logits: rounding only
+CLOSE = 1e-3  # relative to the largest logit: far above rounding, far below a defect
+ALIKE = 0.5  # share of equal tokens: int8 activations change one choice in ten, a defect nearly all
+APART = 0.25  # relative to the largest element: int8 activations change hundredths
+SHARP = 1e-4  # relative to the largest element of a product: far above f32 rounding, below one wrong quantised weight
+PRODUCT_ROWS, PRODUCT_COLUMNS = 21, 99  # several kernel tiles, and a remainder
 GREEDY = 16  # tokens
 
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found; `ok` is None where it did not run."""
+    """The result of a check; `ok` is None if it was skipped."""
 
     name: str
     ok: bool | None
@@ -79,18 +79,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found: list[Check] = []
+    results: list[Check] = []
     for check in checks(arguments.model):
         print(check, flush=True)
-        found.append(check)
-    failed = [c.name for c in found if c.ok is False]
-    ran = sum(c.ok is not None for c in found)
+        results.append(check)
+    failed = [c.name for c in results if c.ok is False]
+    ran = sum(c.ok is not None for c in results)
     print(f"{ran} checks ran, " + (f"FAILED: {', '.join(failed)}" if failed else "all fine"))
     return 1 if failed else 0
 
 
 def checks(name: str) -> Iterator[Check]:
-    """All checks in order, one by one. Where the file is not what it should be, the others are not made."""
+    """Run all checks in order; stops if the checksum fails."""
     checksum = check_files(name)
     yield checksum
     if checksum.ok is False:
@@ -106,18 +106,18 @@ def checks(name: str) -> Iterator[Check]:
         model = load(name, threads=2, offline=True)
     with model:
         yield check_tokenizer(model.checkpoint.tokenizer)
-        yield _guarded("runs", lambda: _runs(model, answers))
+        yield _run_check("runs", lambda: _runs(model, answers))
         if "here" not in answers:
             return
         if isinstance(model, LanguageModel):
-            yield _guarded("decode is prefill", lambda: _decode_is_prefill(model))
+            yield _run_check("decode is prefill", lambda: _decode_is_prefill(model))
         if packed:
-            yield _guarded("packed products", lambda: check_products(model.checkpoint.file, model.profile))
-    yield _guarded("threads", lambda: _same_bits(name, answers["here"]))
+            yield _run_check("packed products", lambda: check_products(model.checkpoint.file, model.profile))
+    yield _run_check("threads", lambda: _compare_threads(name, answers["here"]))
     if packed:
-        yield _guarded("8 bits", lambda: _like_exact(name, exact, answers["here"]))
+        yield _run_check("8 bits", lambda: _compare_with_f32(name, exact, answers["here"]))
     if size <= SMALL:
-        yield _guarded("reference", lambda: _like_reference(name, exact))
+        yield _run_check("reference", lambda: _compare_with_reference(name, exact))
     else:
         yield Check(
             "reference", None, f"{size / 1e6:.0f} M weights are too many for NumPy, at most {SMALL / 1e6:.0f} M"
@@ -127,15 +127,15 @@ def checks(name: str) -> Iterator[Check]:
         hint = "pip install torch==2.13.0 transformers"  # plain torch would bring gigabytes for GPUs
         yield Check("transformers", None, f"{' and '.join(missing)} not installed: {hint}")
     else:
-        yield _guarded("transformers", lambda: _like_transformers(path, exact))
+        yield _run_check("transformers", lambda: _compare_with_transformers(path, exact))
 
 
-def _guarded(name: str, check: Callable[[], Check]) -> Check:
-    """A check that raises has failed."""
+def _run_check(name: str, check: Callable[[], Check]) -> Check:
+    """Run a check; one that raises has failed."""
     with console.status(name):
         try:
             return check()
-        except parity.Unable as error:
+        except parity.Unavailable as error:
             return Check(name, None, str(error))
         except RlxError as error:
             return Check(name, False, "; ".join([str(error), *(line.strip() for line in error.notes)]))
@@ -143,7 +143,7 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 def check_files(name: str) -> Check:
-    """Sizes and hashes against the catalogue; every byte is read."""
+    """Compare sizes and hashes of all files with the catalogue."""
     entry = None if Path(name).exists() else find(name)
     if entry is None:
         files = hub.resolve(name, offline=True)
@@ -156,15 +156,15 @@ def check_files(name: str) -> Check:
         return Check("checksum", None, f"nothing to compare with; {sums}")
     folder = model_folder(entry)
     if not folder.is_dir():
-        hub.resolve(name, offline=True)  # says how to get it
+        hub.resolve(name, offline=True)  # raises how to get it
     wrong = []
     for file in entry.files:
         path = folder / file.name
-        found = file_size(path)
-        if found is None:
+        size = file_size(path)
+        if size is None:
             wrong.append(f"{file.name} is absent")
-        elif found != file.size:
-            wrong.append(f"{file.name} has {found} bytes, expected {file.size}")
+        elif size != file.size:
+            wrong.append(f"{file.name} has {size} bytes, expected {file.size}")
         elif (sha256 := file_sha256(path)) != file.sha256:
             wrong.append(f"{file.name} has sha256 {sha256}, expected {file.sha256}")
     if wrong:
@@ -173,7 +173,7 @@ def check_files(name: str) -> Check:
 
 
 def check_weights(file: TensorFile) -> Check:
-    """Samples of every tensor: finite numbers of a sane size, not all the same in a matrix."""
+    """Check samples of every tensor: finite, of plausible size, and not constant in a matrix."""
     wrong = []
     for name in file.names:
         entry = file.entry(name)
@@ -192,7 +192,7 @@ def check_weights(file: TensorFile) -> Check:
 
 
 def _sample(file: TensorFile, entry: TensorEntry) -> Array:
-    """Rows of a tensor, evenly spread; all of a small one."""
+    """Evenly spaced rows of a tensor, or all of a small one."""
     rows = file.array(entry.name)
     count = min(len(rows), max(1, SAMPLE * len(rows) // entry.size))
     picked = np.linspace(0, len(rows) - 1, count).astype(int)
@@ -201,14 +201,14 @@ def _sample(file: TensorFile, entry: TensorEntry) -> Array:
 
 
 def check_tokenizer(tokenizer: Tokenizer | None) -> Check:
-    """Texts to ids and back; where the tokenizer changes text (lower case, say), ids must come back instead."""
+    """Encode and decode texts; if the tokenizer changes text (such as to lower case), the ids must round-trip."""
     if tokenizer is None:
         return Check("tokenizer", None, "the model has none")
     exact, unknown = 0, 0
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special=False)
         if tokenizer.unk_id in ids:
-            unknown += 1  # what the vocabulary lacks cannot come back
+            unknown += 1  # unknown tokens do not round-trip
             continue
         back = tokenizer.decode(ids)
         exact += back.strip(" ") == text.strip(" ")
@@ -219,37 +219,37 @@ def check_tokenizer(tokenizer: Tokenizer | None) -> Check:
         "as the same ids": len(TEXTS) - exact - unknown,
         "have unknown tokens": unknown,
     }
-    found = ", ".join(f"{count} {how}" for how, count in parts.items() if count)
-    return Check("tokenizer", unknown < len(TEXTS), f"of {len(TEXTS)} texts {found}")
+    summary = ", ".join(f"{count} {how}" for how, count in parts.items() if count)
+    return Check("tokenizer", unknown < len(TEXTS), f"of {len(TEXTS)} texts {summary}")
 
 
 # -- rlx against itself ----------------------------------------------------------------------------------------------
-def _writes(model: Any) -> bool:
+def _is_decoder(model: Any) -> bool:
     return isinstance(model, LanguageModel)
 
 
 def answer_of(model: Any) -> Array:
-    """What is compared: logits after each token of the prompt, or the vectors of texts, tokens or images."""
+    """The compared result: logits after each token of the prompt, or vectors of texts, tokens or images."""
     if isinstance(model, VisionModel):
         return model.encode_image(pictures())
-    if not _writes(model) and model.checkpoint.tokenizer is None:
+    if not _is_decoder(model) and model.checkpoint.tokenizer is None:
         states: Array = model.apply({}, prompt_tokens(model))
         return states
-    found: Array = model.logits(prompt_tokens(model)) if _writes(model) else model.embed(list(TEXTS))
-    return found
+    result: Array = model.logits(prompt_tokens(model)) if _is_decoder(model) else model.embed(list(TEXTS))
+    return result
 
 
 def pictures() -> list[Array]:
-    """Some images: stripes of colours, in three directions."""
+    """Test images: coloured stripes in three directions."""
     y, x = np.mgrid[:240, :320]
     return [np.stack([(a * x + b * y) % 256 for a, b in ways], -1).astype(np.uint8) for ways in PICTURES]
 
 
 def prompt_tokens(model: Any) -> list[int]:
-    """The prompt as tokens; numbers stand in for them where there is no tokenizer."""
+    """The prompt as tokens, or arbitrary ids if there is no tokenizer."""
     if model.checkpoint.tokenizer is not None:
-        found: list[int] = model.tokenizer.encode(PROMPT)
-        return found[: model.context - GREEDY - 1]
+        tokens: list[int] = model.tokenizer.encode(PROMPT)
+        return tokens[: model.context - GREEDY - 1]
     vocabulary = int(model.checkpoint.config.vocab)
     return [(7 * i + 3) % vocabulary for i in range(24)]
 
@@ -260,33 +260,33 @@ def _runs(model: Any, answers: dict[str, Array]) -> Check:
         return Check("runs", False, "the result holds NaN or infinity")
     answers["here"] = values
     shape = "×".join(map(str, values.shape))
-    return Check("runs", True, f"{shape} finite {'logits' if _writes(model) else 'vectors'}")
+    return Check("runs", True, f"{shape} finite {'logits' if _is_decoder(model) else 'vectors'}")
 
 
 def _decode_is_prefill(model: LanguageModel) -> Check:
-    """After each number of tokens, and at each token of an answer, as in one piece: same bits, same choices."""
+    """Compare prefixes and decode steps with one prefill: same bits, same choices."""
     tokens = prompt_tokens(model)
-    whole = model.logits(tokens)
+    logits = model.logits(tokens)
     ends = [model.logits(tokens[: n + 1])[-1] for n in range(0, len(tokens), max(len(tokens) // 8, 1))]
     for n, end in zip(range(0, len(tokens), max(len(tokens) // 8, 1)), ends, strict=True):
-        if end.tobytes() != whole[n].tobytes():
+        if end.tobytes() != logits[n].tobytes():
             return Check("decode is prefill", False, f"the logits after {n + 1} tokens depend on what comes later")
     done = model.generate(tokens, max_tokens=GREEDY, temperature=0.0, logprobs=1)
-    made, steps = done.tokens, done.logprobs or []
-    rows = model.logits([*tokens, *made])[len(tokens) - 1 : -1, : model.vocab_size].astype(np.float64)
+    generated, steps = done.tokens, done.logprobs or []
+    rows = model.logits([*tokens, *generated])[len(tokens) - 1 : -1, : model.vocab_size].astype(np.float64)
     again = rows.argmax(axis=1).tolist()
-    if again != made:
-        return Check("decode is prefill", False, f"decoding gives {made}, one prefill of it {again}")
+    if again != generated:
+        return Check("decode is prefill", False, f"decoding gives {generated}, one prefill of it {again}")
     shifted = rows - rows.max(axis=1, keepdims=True)
-    wanted = shifted[np.arange(len(made)), made] - np.log(np.exp(shifted).sum(axis=1))
-    apart = float(np.abs([step.logprob for step in steps] - wanted).max(initial=0.0))
-    if apart > SAME:
-        return Check("decode is prefill", False, f"decoding and one prefill give log-probabilities {apart:.1e} apart")
-    same = f"same bits at {len(ends)} lengths, same {len(made)} greedy tokens"
-    return Check("decode is prefill", True, f"{same}, log-probabilities at most {apart:.0e} apart")
+    wanted = shifted[np.arange(len(generated)), generated] - np.log(np.exp(shifted).sum(axis=1))
+    gap = float(np.abs([step.logprob for step in steps] - wanted).max(initial=0.0))
+    if gap > SAME:
+        return Check("decode is prefill", False, f"decoding and one prefill give log-probabilities {gap:.1e} apart")
+    same = f"same bits at {len(ends)} lengths, same {len(generated)} greedy tokens"
+    return Check("decode is prefill", True, f"{same}, log-probabilities at most {gap:.0e} apart")
 
 
-def _same_bits(name: str, here: Array) -> Check:
+def _compare_threads(name: str, here: Array) -> Check:
     with load(name, threads=1, offline=True) as model:
         alone = answer_of(model)
     if alone.tobytes() != here.tobytes():
@@ -295,27 +295,27 @@ def _same_bits(name: str, here: Array) -> Check:
 
 
 def check_products(file: TensorFile, profile: CompileProfile) -> Check:
-    """Packed weights of each type and width, some columns of three: products by machine code, and NumPy in float64.
+    """Compare products with quantised weights of each type and width, on columns of three tensors, with NumPy float64.
 
-    The left side is numbers that 8 bits hold, the largest of each block among them, so only f32 rounds anything. One
-    product is plain and two are gated, as models have them; one row and many go different ways.
+    The activations are exact in int8, with the maximum in each block, so only f32 rounds. One product is plain and two
+    are gated, as in models; one row and many rows use different kernels.
     """
     kinds: dict[tuple[DType, int], list[str]] = {}
     for entry in map(file.entry, file.names):
         if entry.storage.is_packed and len(entry.shape) > 1:
             kinds.setdefault((entry.storage, entry.shape[-1]), []).append(entry.name)
-    apart = {f"{storage} {k} wide": _product_error(file, names, profile) for (storage, k), names in kinds.items()}
-    wrong = [f"{kind} {error:.1e}" for kind, error in apart.items() if not error < SHARP]
+    errors = {f"{storage} {k} wide": _product_error(file, names, profile) for (storage, k), names in kinds.items()}
+    wrong = [f"{kind} {error:.1e}" for kind, error in errors.items() if not error < SHARP]
     if wrong:
         return Check("packed products", False, f"{', '.join(wrong)} of the largest value from NumPy in float64")
-    worst = f"at most {max(apart.values(), default=0):.0e} of the largest value from NumPy in float64"
+    worst = f"at most {max(errors.values(), default=0):.0e} of the largest value from NumPy in float64"
     return Check(
-        "packed products", True, f"{', '.join(apart)}: {worst}, on numbers that 8 bits hold ({SHARP} is allowed)"
+        "packed products", True, f"{', '.join(errors)}: {worst}, on numbers that 8 bits hold ({SHARP} is allowed)"
     )
 
 
 def _product_error(file: TensorFile, names: Sequence[str], profile: CompileProfile) -> float:
-    """How far machine code is from NumPy, as a part of the largest value."""
+    """The largest difference between machine code and NumPy, relative to the largest value."""
     entry = file.entry(names[0])
     k, weights, graph = entry.shape[-1], dict[str, Array](), Graph("products")
     for i, part in enumerate(("plain", "gate", "up")):
@@ -333,13 +333,13 @@ def _product_error(file: TensorFile, names: Sequence[str], profile: CompileProfi
     plain, gate, up = (x @ w.astype(np.float64).T for w in numbers)
     wanted = plain, gate * (1 + np.tanh(gate / 2)) / 2 * up
     pairs = [(a, b[: len(a)]) for n in (1, len(x)) for a, b in zip(compiled.run({"x": x[:n]}), wanted, strict=True)]
-    return float(np.max([Difference.of(a, b, logits=False).largest for a, b in pairs]))  # NaN, where one is
+    return float(np.max([Difference.of(a, b, logits=False).largest for a, b in pairs]))  # NaN if one is NaN
 
 
-def _like_exact(name: str, exact: str, here: Array) -> Check:
-    """Whether activations in 8 bits change what a model says by no more than they may."""
+def _compare_with_f32(name: str, exact: str, here: Array) -> Check:
+    """Compare int8 activations with f32, with a wide tolerance."""
     with load(name, threads=2, offline=True, precision=exact) as model:
-        difference = Difference.of(here, answer_of(model), logits=_writes(model))
+        difference = Difference.of(here, answer_of(model), logits=_is_decoder(model))
     if difference.agreement is None:
         good, allowed = difference.largest < APART, f"{APART} is allowed"
     else:
@@ -347,27 +347,27 @@ def _like_exact(name: str, exact: str, here: Array) -> Check:
     return Check("8 bits", good, f"activations in 8 bits and in f32: {difference} ({allowed})")
 
 
-def _like_reference(name: str, precision: str) -> Check:
-    """One run of the graph by machine code and by NumPy, op by op as it was built."""
+def _compare_with_reference(name: str, precision: str) -> Check:
+    """Compare a run of machine code with NumPy, which evaluates the graph op by op."""
     with load(name, offline=True, precision=precision) as model:
         reference = Session("reference").compile(model.built.module)
         for param in reference.param_types:
-            made = model.built.params.get(param)
-            reference.set_param(param, model.checkpoint.weights.array(param) if made is None else made)
-        # inputs for each of their own: states are written in place
-        found, wanted = (compiled.run(_inputs(model))[0] for compiled in (model.compiled, reference))
-    rows = int(np.prod(found.shape[:-1]))
-    difference = Difference.of(found.reshape(rows, -1), wanted.reshape(rows, -1), logits=_writes(model))
+            computed = model.built.params.get(param)
+            reference.set_param(param, model.checkpoint.weights.array(param) if computed is None else computed)
+        # separate inputs: states are updated in place
+        actual, wanted = (compiled.run(_inputs(model))[0] for compiled in (model.compiled, reference))
+    rows = int(np.prod(actual.shape[:-1]))
+    difference = Difference.of(actual.reshape(rows, -1), wanted.reshape(rows, -1), logits=_is_decoder(model))
     return Check("reference", difference.largest < CLOSE, f"machine code and NumPy: {difference}")
 
 
 def _inputs(model: Any) -> dict[str, Array]:
-    """What a graph wants for one image, or one sequence from its beginning; logits after each token."""
+    """Graph inputs for one image or one sequence, with logits after each token."""
     if isinstance(model, VisionModel):
         return model.inputs(model.prepare(pictures()[0])[None])
     tokens = prompt_tokens(model)
     row, count = np.array([tokens], np.int32), len(tokens)
-    given = {
+    inputs = {
         "tokens": row,
         "positions": np.arange(count, dtype=np.int32)[None],
         "last_token_idx": np.arange(count, dtype=np.int32),
@@ -379,12 +379,12 @@ def _inputs(model: Any) -> dict[str, Array]:
         cache = KvCache(model.built.cache, 1, model.context)
         cache.reserve(count)
         cache.prepare_write(0, 0, count)
-        given |= cache.rows(0, 1) | BatchSampling().draw([None] * count)
-    return {name: given[name] for name in model.compiled.input_types}
+        inputs |= cache.rows(0, 1) | BatchSampling().draw([None] * count)
+    return {name: inputs[name] for name in model.compiled.input_types}
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
-def _like_transformers(path: Path, precision: str) -> Check:
+def _compare_with_transformers(path: Path, precision: str) -> Check:
     with load(path, offline=True, precision=precision) as model:
         if isinstance(model, LanguageModel):
             wanted = parity.logits(model.checkpoint, prompt_tokens(model))
@@ -394,5 +394,5 @@ def _like_transformers(path: Path, precision: str) -> Check:
             wanted = parity.states(model.checkpoint, prompt_tokens(model))
         else:
             wanted = parity.vectors(model.checkpoint, model, list(TEXTS))
-        difference = Difference.of(answer_of(model), wanted, logits=_writes(model))
+        difference = Difference.of(answer_of(model), wanted, logits=_is_decoder(model))
     return Check("transformers", difference.largest < CLOSE, str(difference))

@@ -1,1 +1,1 @@
-"""Models at work: generation and embeddings."""
+"""Loaded models: text generation, embeddings and image features."""

@@ -1,4 +1,4 @@
-"""Graphs of a checkpoint, as `rlx.load` builds them."""
+"""Builds the graph of a checkpoint, as `rlx.load` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def model_flow(
     checkpoint: Checkpoint, context: int, cache: str, settings: EmbedSettings | None = None,
     layout: KvLayout | None = None,
 ) -> ModelFlow:  # fmt: skip
-    """The stages of a model: a decoder with its cache, an encoder that pools as `settings` or its files say."""
+    """The flow of a model: a decoder with its KV cache, or an encoder with pooling from `settings` or its files."""
     family, config = checkpoint.family, checkpoint.config
     match family.kind:
         case "decoder":
@@ -26,7 +26,7 @@ def model_flow(
 
 
 def build_checkpoint(checkpoint: Checkpoint, cache: str = "auto") -> BuiltModel:
-    """The graph of a model with the usual settings and the profile beside it. Only the types of weights are read."""
+    """The graph of a model with default settings and its own `profile.toml`. Reads only the types of weights."""
     profile = profile_for(None, checkpoint.path)
     if cache == "auto":
         cache = auto_cache(checkpoint, with_precision(profile, "auto"))

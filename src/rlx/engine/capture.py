@@ -1,4 +1,4 @@
-"""Values inside a model: graphs that give captured stages as outputs, and graphs that are cut at edited ones."""
+"""Capturing and editing values inside a model: graphs with extra outputs, and graphs split at edited stages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rlx.arrays import Array
-from rlx.engine.edits import Edit, Edited, checked_edits, cut
-from rlx.engine.sampler import shown
+from rlx.engine.edits import Edit, EditedModel, checked_edits, split_at_stages
+from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError
 from rlx.runtime.compiled import CompiledGraph
 
@@ -21,23 +21,23 @@ def captured_values(
     model: Model, capture: Iterable[str] | str | None, edit: Mapping[str, Edit] | None,
     values: Callable[[CompiledGraph, Mapping[str, Array]], list[Array]],
 ) -> dict[str, Array]:  # fmt: skip
-    """The values that patterns of stage paths ask for; `values` runs a graph that has them as outputs."""
+    """The values of stages whose paths match the patterns; `values` runs a graph that has them as outputs."""
     compiled = model.compiled
     capture = () if capture is None else capture
     patterns = list(capture) if isinstance(capture, Iterable) and not isinstance(capture, str) else [capture]
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise RequestError(f"run: capture is {shown(capture)}, expected patterns of stage paths")
+        raise RequestError(f"run: capture is {short_repr(capture)}, expected patterns of stage paths")
     if edit:
         edits = checked_edits(edit)
-        found = _edited(model, patterns, list(edits)).run(edits, values)
+        results = _edit_graphs(model, patterns, list(edits)).run(edits, values)
     else:
-        built, compiled = _captured(model, patterns) if patterns else (model.built, compiled)
+        built, compiled = _capture_graph(model, patterns) if patterns else (model.built, compiled)
         outputs = values(compiled, {})
-        found = dict(zip(built.output_names[: len(outputs)], outputs, strict=True))
-    return {n: v for n, v in found.items() if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+        results = dict(zip(built.output_names[: len(outputs)], outputs, strict=True))
+    return {n: v for n, v in results.items() if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)}
 
 
-def _captured(model: Model, patterns: Sequence[str]) -> tuple[BuiltModel, CompiledGraph]:
+def _capture_graph(model: Model, patterns: Sequence[str]) -> tuple[BuiltModel, CompiledGraph]:
     def make() -> tuple[BuiltModel, CompiledGraph]:
         built = model._build(patterns)
         return built, model._compile(built)
@@ -45,6 +45,6 @@ def _captured(model: Model, patterns: Sequence[str]) -> tuple[BuiltModel, Compil
     return model._captures.get_or_make(frozenset(patterns), make)
 
 
-def _edited(model: Model, patterns: Sequence[str], edited: Sequence[str]) -> Edited:
+def _edit_graphs(model: Model, patterns: Sequence[str], edited: Sequence[str]) -> EditedModel:
     key = frozenset(patterns), tuple(edited)
-    return model._edits.get_or_make(key, lambda: cut(model._build(patterns), edited, model._compile))
+    return model._edits.get_or_make(key, lambda: split_at_stages(model._build(patterns), edited, model._compile))

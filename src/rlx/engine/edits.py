@@ -1,7 +1,7 @@
-"""Changing values inside a model: it runs up to each edited stage, a function changes the value, it runs on from there.
+"""Editing values inside a model: runs up to each edited stage, applies a function to its value, and continues.
 
-The graph is cut at the edited values, so nothing is computed twice but what both sides of a cut need, and a function
-that changes nothing leaves every bit as it was.
+The graph is split at the edited values, so only nodes that both sides of a split need are computed twice, and an
+identity function changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError, ShapeError, nearest
 from rlx.flow.flow import BuiltModel, matching, stage_values
 from rlx.ir.graph import Value
 from rlx.runtime.compiled import CompiledGraph
 
 Edit = Callable[[Array], Array]
-Values = Callable[[CompiledGraph, Mapping[str, Array]], list[Array]]  # runs a graph, with more inputs
+Values = Callable[[CompiledGraph, Mapping[str, Array]], list[Array]]  # runs a graph with additional inputs
 
 
 def checked_edits(edit: Any) -> dict[str, Edit]:
-    """Functions by pattern."""
+    """Check the `edit` argument: functions by pattern."""
     if edit is None:
         return {}
     if not isinstance(edit, Mapping) or not all(isinstance(p, str) and callable(f) for p, f in edit.items()):
-        raise RequestError(f"run: edit is {shown(edit)}, expected functions by patterns of stage paths")
+        raise RequestError(f"run: edit is {short_repr(edit)}, expected functions by patterns of stage paths")
     return dict(edit)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The part of a model that gives the value of an edited stage, and whose functions change it, in this order."""
+    """The part of a model that computes an edited stage, and the patterns whose functions apply to it, in order."""
 
     path: str
     patterns: tuple[str, ...]
@@ -42,17 +42,17 @@ class Step:
 
     @property
     def input(self) -> str:
-        """What the input of later parts is called that stands for the value."""
+        """The name of the input of later parts that replaces the value."""
         return f"edit.{self.path}"
 
 
 @dataclass(frozen=True)
-class Edited:
-    """A model cut at its edited stages. `same` are outputs that are themselves edited, by the input that has them."""
+class EditedModel:
+    """A model split at its edited stages. `same` maps outputs that are edited values to the input that holds them."""
 
     steps: tuple[Step, ...]
     names: tuple[str, ...]
-    last: CompiledGraph | None  # gives the other outputs, where there are any
+    last: CompiledGraph | None  # computes the other outputs, if there are any
     same: Mapping[str, str]
 
     @property
@@ -60,55 +60,57 @@ class Edited:
         return [*(step.compiled for step in self.steps), *([self.last] if self.last else [])]
 
     def run(self, edits: Mapping[str, Edit], values: Values) -> dict[str, Array]:
-        """The outputs by name."""
-        given: dict[str, Array] = {}
+        """Run all parts; returns the outputs by name."""
+        edited: dict[str, Array] = {}
         for step in self.steps:
-            (value,) = values(step.compiled, _needed(given, step.compiled))
+            (value,) = values(step.compiled, _needed(edited, step.compiled))
             for pattern in step.patterns:
                 value = _replacement(step.path, value, edits[pattern](value.copy()))
-            given[step.input] = value
-        found = {name: given[input] for name, input in self.same.items()}
+            edited[step.input] = value
+        outputs = {name: edited[input] for name, input in self.same.items()}
         if self.last is not None:
-            found |= zip(self.names, values(self.last, _needed(given, self.last)), strict=True)
-        return found
+            outputs |= zip(self.names, values(self.last, _needed(edited, self.last)), strict=True)
+        return outputs
 
 
-def _needed(given: Mapping[str, Array], compiled: CompiledGraph) -> dict[str, Array]:
-    return {name: array for name, array in given.items() if name in compiled.input_types}
+def _needed(edited: Mapping[str, Array], compiled: CompiledGraph) -> dict[str, Array]:
+    return {name: array for name, array in edited.items() if name in compiled.input_types}
 
 
-def cut(built: BuiltModel, patterns: Sequence[str], compile: Callable[[BuiltModel], CompiledGraph]) -> Edited:
-    """The parts of a model, cut at the stages that match some patterns."""
+def split_at_stages(
+    built: BuiltModel, patterns: Sequence[str], compile: Callable[[BuiltModel], CompiledGraph]
+) -> EditedModel:
+    """Split a model at the stages that match the patterns."""
     values = stage_values(built.module)
     main = dict(zip(built.output_names, built.module.outputs, strict=True))
     edited: dict[Value, tuple[str, list[str]]] = {}  # path and patterns
     for pattern in patterns:
-        found = matching(values, pattern) or matching(main, pattern)
-        if not found:
+        matches = matching(values, pattern) or matching(main, pattern)
+        if not matches:
             hint = nearest(pattern, [*values, *main])
             raise RequestError(f"edit: no stage of {built.module.name!r} matches {pattern!r}", hint=hint)
-        for value, path in {value: path for path, value in found.items()}.items():
+        for value, path in {value: path for path, value in matches.items()}.items():
             edited.setdefault(value, (path, []))[1].append(pattern)
-    given: dict[str, Value] = {}
+    inputs: dict[str, Value] = {}
     steps = []
     for value in sorted(edited, key=lambda value: (value.node.id, value.index)):
         path, named = edited[value]
-        step = Step(path, tuple(named), compile(built.cut(given, {path: value})))
-        given[step.input] = value
+        step = Step(path, tuple(named), compile(built.cut(inputs, {path: value})))
+        inputs[step.input] = value
         steps.append(step)
-    inputs = {value: name for name, value in given.items()}
+    input_names = {value: name for name, value in inputs.items()}
     rest = {name: value for name, value in main.items() if value not in edited}
-    last = compile(built.cut(given, rest)) if rest else None
-    same = {name: inputs[value] for name, value in main.items() if value in inputs}
-    return Edited(tuple(steps), tuple(rest), last, same)
+    last = compile(built.cut(inputs, rest)) if rest else None
+    same = {name: input_names[value] for name, value in main.items() if value in input_names}
+    return EditedModel(tuple(steps), tuple(rest), last, same)
 
 
-def _replacement(path: str, value: Array, made: Any) -> Array:
-    """What a function made of a value, which must be of the same kind."""
-    if not hasattr(made, "__array__"):
-        what = f"edit {path!r}: its function gave {shown(made)}, expected an array"
-        raise RequestError(what, hint="return the array, changed or not")
-    array = np.asarray(made)
+def _replacement(path: str, value: Array, result: Any) -> Array:
+    """The checked result of an edit function: same shape and dtype as the value."""
+    if not hasattr(result, "__array__"):
+        message = f"edit {path!r}: its function gave {short_repr(result)}, expected an array"
+        raise RequestError(message, hint="return the array, changed or not")
+    array = np.asarray(result)
     if array.shape != value.shape or array.dtype != value.dtype:
         kinds = [f"{a.dtype}{list(a.shape)}" for a in (array, value)]
         raise ShapeError(f"edit {path!r}: its function gave {kinds[0]}, expected {kinds[1]}, as the stage has it")

@@ -1,6 +1,6 @@
-"""Embeddings: texts to vectors, pooled and normalised as the model's files say, in batches of similar length.
+"""Embedding models: vectors of texts, pooled and normalised as the model's files say, in batches of similar length.
 
-The bits of a text's vector depend on the text alone: not on its neighbours, the batch size or the number of threads.
+The bits of a vector depend only on its text, not on the other texts, the batch size or the number of threads.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.engine.load_settings import whole
+from rlx.engine.load_settings import as_int
 from rlx.engine.logs import warn
 from rlx.engine.model import Model
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.fork_safe_locks import cached_property
 from rlx.hub.progress import progress_bar
 from rlx.models.pooling import EmbedSettings, read_settings
 
-TOKENS = 256  # of a batch for each thread, at most: activations stay in the caches, and threads seldom wait
-ENOUGH = 128  # of a batch for each thread, to be as fast a token: from here on, a shorter text begins another batch
-WINDOW = 8192  # texts that are tokenised and sorted at a time
-LEAST = 1e-12  # what a length is divided by at least, as torch does it
+TOKENS = 256  # maximum per batch and thread: activations stay in cache, and threads rarely wait
+ENOUGH = 128  # per batch and thread for full speed: beyond it, a shorter text starts a new batch
+WINDOW = 8192  # texts tokenised and sorted together
+MIN_NORM = 1e-12  # lower bound of the norm that vectors are divided by, as in torch
 
 
 class EmbeddingModel(Model):
-    """An encoder: `embed` makes vectors of texts. Safe from several threads at once."""
+    """A text encoder: `embed` returns vectors of texts. Thread-safe."""
 
     precisions = ("auto", "f32", "int8")
 
@@ -45,7 +45,7 @@ class EmbeddingModel(Model):
     # -- parts --
     @cached_property
     def settings(self) -> EmbedSettings:
-        """What the model's files say of making vectors."""
+        """Pooling, normalisation, limits and prompts from the model's files."""
         return read_settings(self.checkpoint)
 
     def _warn(self) -> None:
@@ -55,31 +55,31 @@ class EmbeddingModel(Model):
 
     @property
     def pooling(self) -> str:
-        """How token vectors become one: mean, cls, lasttoken, max, weightedmean or mean_sqrt_len_tokens."""
+        """How token vectors are pooled: mean, cls, lasttoken, max, weightedmean or mean_sqrt_len_tokens."""
         return self.settings.kind
 
     @property
     def normalize(self) -> bool:
-        """Whether vectors have length 1, unless a call asks for something else."""
+        """Whether vectors have unit length by default."""
         return self.settings.normalize
 
     @cached_property
     def limit(self) -> int:
-        """Tokens of a text that the model reads, special ones counted; the rest is cut off."""
+        """Maximum tokens per text, including special ones; longer texts are truncated."""
         limit = min(self.settings.limit or self.context, self.context)
         tokenizer = self.checkpoint.tokenizer  # token ids can be read without one
         ends = 0 if tokenizer is None else len(tokenizer.prefix) + len(tokenizer.suffix)
         if limit <= ends:
-            what = f"texts have at most {limit} token{'s' * (limit != 1)}, of which {ends} are special"
+            message = f"texts have at most {limit} token{'s' * (limit != 1)}, of which {ends} are special"
             longest = self.facts.longest
             if min(self.settings.limit or longest, longest) > ends:
-                raise RequestError(f"embed: {what}", hint="load the model with a larger context=")
-            raise FormatError(f"{self.checkpoint.path}: {what}")
+                raise RequestError(f"embed: {message}", hint="load the model with a larger context=")
+            raise FormatError(f"{self.checkpoint.path}: {message}")
         return limit
 
     @property
     def dim(self) -> int:
-        """How many numbers a vector has."""
+        """Size of a vector."""
         dense = self.settings.dense
         return dense[-1][-1] if dense else self.facts.dim
 
@@ -90,24 +90,24 @@ class EmbeddingModel(Model):
     ) -> Array:  # fmt: skip
         """The vector `[dim]` of a text, or the vectors `[texts, dim]` of several, as f32.
 
-        Texts are cut to `limit` tokens, and a warning says how many were; with `truncate=False` that is an error.
-        `prompt` names one of the model's own prompts (`settings.prompts`), to go before each text. `batch_size` texts
-        are computed at a time, by default as many as are fast. `normalize` overrules the model's files.
+        Texts are truncated to `limit` tokens, with one warning for all of them; `truncate=False` makes it an error.
+        `prompt` names one of the model's prompts (`settings.prompts`), which is prepended to each text. `batch_size`
+        defaults to what is fastest. `normalize` overrides the model's files.
         """
         listed = [texts] if isinstance(texts, str) else _checked(texts)
         unit = self._checked_request("embed", batch_size, normalize)
-        before = self._prompt(prompt)
+        prefix = self._prompt(prompt)
         vectors = np.empty((len(listed), self.dim), np.float32)
         cut = 0
         with _progress(len(listed), show_progress) as advance:
             for start in range(0, len(listed), WINDOW):
-                rows = self._encode(listed[start : start + WINDOW], start, before, truncate)
+                rows = self._encode(listed[start : start + WINDOW], start, prefix, truncate)
                 for i, row in enumerate(rows):
                     if len(row) > self.limit:
-                        rows[i] = self._cut(row, start + i, truncate)
+                        rows[i] = self._truncate(row, start + i, truncate)
                         cut += 1
-                found = self._embed_rows(rows, batch_size, advance)
-                vectors[start : start + len(rows)] = _unit(found) if unit else found
+                pooled = self._embed_rows(rows, batch_size, advance)
+                vectors[start : start + len(rows)] = _unit(pooled) if unit else pooled
         if cut:
             warn(
                 "rlx.embed",
@@ -121,20 +121,20 @@ class EmbeddingModel(Model):
     def embed_tokens(
         self, rows: Iterable[Iterable[int]], *, batch_size: int | None = None, normalize: bool | None = None
     ) -> Array:
-        """The vectors `[rows, dim]` of texts that are token ids already, special tokens among them, as f32.
+        """The vectors `[rows, dim]` of token ids, which include special tokens, as f32.
 
-        Rows are as long as their texts, at most `limit`: padding would be read as text. They are batched by length, as
-        `embed` does it, so that hardly any padding is computed.
+        Rows must be unpadded, with at most `limit` tokens. They are batched by length, as in `embed`, so that little
+        padding is computed.
         """
         unit = self._checked_request("embed_tokens", batch_size, normalize)
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable) or getattr(rows, "shape", None) == ():
             raise RequestError(f"embed_tokens: expected rows of token ids, found {type(rows).__name__}")
         listed = [self._checked_row(row, i) for i, row in enumerate(rows)]
-        found = self._embed_rows(listed, batch_size, lambda count: None)
-        return _unit(found) if unit else found
+        pooled = self._embed_rows(listed, batch_size, lambda count: None)
+        return _unit(pooled) if unit else pooled
 
     def similarity(self, a: str | Iterable[str] | Array, b: str | Iterable[str] | Array) -> Any:
-        """How close texts or vectors are: a number for two, a row or a table where a side has several."""
+        """Similarity of texts or vectors: a number for two, a vector or matrix if a side has several."""
         first, second = (side if _are_vectors(side) else self.embed(side) for side in (a, b))
         if not (1 <= first.ndim <= 2 and 1 <= second.ndim <= 2 and first.shape[-1] == second.shape[-1]):
             raise RequestError(
@@ -153,19 +153,19 @@ class EmbeddingModel(Model):
 
     # -- inside --
     def _checked_request(self, verb: str, batch_size: int | None, normalize: bool | None) -> bool:
-        """Whether vectors are to have length 1."""
+        """Check the arguments; returns whether to normalise."""
         self._check_usable()
-        if batch_size is not None and (whole(batch_size) or 0) < 1:
-            raise RequestError(f"{verb}: batch_size is {shown(batch_size)}, expected a whole number from 1")
+        if batch_size is not None and (as_int(batch_size) or 0) < 1:
+            raise RequestError(f"{verb}: batch_size is {short_repr(batch_size)}, expected a whole number from 1")
         if not isinstance(normalize, (bool, np.bool_, NoneType)):
-            raise RequestError(f"{verb}: normalize is {shown(normalize)}, expected True, False or None")
+            raise RequestError(f"{verb}: normalize is {short_repr(normalize)}, expected True, False or None")
         return self.normalize if normalize is None else bool(normalize)
 
     def _checked_row(self, row: Iterable[int], i: int) -> list[int]:
         if isinstance(row, str) or not isinstance(row, Iterable):
-            # a text, a name in what a tokenizer of another library gives, or the ids of one text
+            # a text, a key of another library's tokenizer output, or the ids of a single text
             hint = "embed takes texts" if isinstance(row, str) else "one text is a row too: [[101, 102]]"
-            raise RequestError(f"embed_tokens: row {i}: expected token ids, found {shown(row)}", hint=hint)
+            raise RequestError(f"embed_tokens: row {i}: expected token ids, found {short_repr(row)}", hint=hint)
         ids = self.token_ids(row, f"embed_tokens: row {i}")
         if len(ids) > self.limit:
             raise RequestError(
@@ -180,7 +180,7 @@ class EmbeddingModel(Model):
             return ""
         known = self.settings.prompts
         if not isinstance(name, str):
-            raise RequestError(f"embed: prompt is {shown(name)}, expected the name of one")
+            raise RequestError(f"embed: prompt is {short_repr(name)}, expected the name of one")
         if name not in known:
             raise RequestError(f"embed: the model has no prompt {name!r}", hint=nearest(name, known) or "it has none")
         if known[name] and not self.settings.include_prompt:
@@ -189,23 +189,23 @@ class EmbeddingModel(Model):
             )
         return known[name]
 
-    def _encode(self, texts: Sequence[str], start: int, before: str, truncate: bool) -> list[list[int]]:
-        if before or self.settings.lower:
-            texts = [before + (text.lower() if self.settings.lower else text) for text in texts]
-        enough = [self.tokenizer.clip_text(text, self.limit) for text in texts]
+    def _encode(self, texts: Sequence[str], start: int, prefix: str, truncate: bool) -> list[list[int]]:
+        if prefix or self.settings.lower:
+            texts = [prefix + (text.lower() if self.settings.lower else text) for text in texts]
+        clipped = [self.tokenizer.clip_text(text, self.limit) for text in texts]
         if not truncate:
-            for i, (text, beginning) in enumerate(zip(texts, enough, strict=True)):
+            for i, (text, beginning) in enumerate(zip(texts, clipped, strict=True)):
                 if len(beginning) < len(text):
                     raise self._too_many(start + i, f"more than {self.limit}")
         try:
-            return self.tokenizer.encode_batch(enough)
+            return self.tokenizer.encode_batch(clipped)
         except RequestError as error:
             if start:
                 error.add_note(f"  counted from text {start}")
             raise
 
-    def _cut(self, row: Sequence[int], i: int, truncate: bool) -> list[int]:
-        """A text's first tokens and what closes it."""
+    def _truncate(self, row: Sequence[int], i: int, truncate: bool) -> list[int]:
+        """The first tokens of a text, with its special suffix."""
         if not truncate:
             raise self._too_many(i, f"{len(row)}")
         suffix = self.tokenizer.suffix
@@ -218,13 +218,13 @@ class EmbeddingModel(Model):
         )
 
     def _embed_rows(self, rows: Sequence[Sequence[int]], size: int | None, advance: Callable[[int], None]) -> Array:
-        """[rows, dim] vectors, not normalised. Equal rows are computed once; a row without tokens gives zeros."""
+        """Vectors `[rows, dim]`, not normalised. Equal rows are computed once; an empty row returns zeros."""
         first: dict[tuple[int, ...], int] = {}
         same = [first.setdefault(tuple(row), i) for i, row in enumerate(rows)]
         vectors = np.zeros((len(rows), self.dim), np.float32)
-        for picked in batches({i: len(row) for row, i in first.items() if row}, size, self.threads):
-            vectors[picked] = self._run_batch([rows[i] for i in picked])
-            advance(len(picked))
+        for batch in batches({i: len(row) for row, i in first.items() if row}, size, self.threads):
+            vectors[batch] = self._run_batch([rows[i] for i in batch])
+            advance(len(batch))
         advance(len(rows) - len(first))
         return vectors[same]
 
@@ -235,13 +235,18 @@ class EmbeddingModel(Model):
             tokens[i, : len(row)] = row
             mask[i, : len(row)] = 1
         positions = np.repeat(np.arange(shape[1], dtype=np.int32)[None], shape[0], axis=0)
-        given = {"tokens": tokens, "token_types": np.zeros_like(tokens), "positions": positions, "attention_mask": mask}
+        inputs = {
+            "tokens": tokens,
+            "token_types": np.zeros_like(tokens),
+            "positions": positions,
+            "attention_mask": mask,
+        }
         compiled = self.compiled
-        return np.asarray(compiled.run({name: given[name] for name in compiled.input_types})[0])
+        return np.asarray(compiled.run({name: inputs[name] for name in compiled.input_types})[0])
 
 
 def batches(lengths: dict[int, int], size: int | None = None, threads: int = 1) -> Iterator[list[int]]:
-    """Rows of similar length, longest first: `size` at a time, or as many as are fast with hardly any padding."""
+    """Batches of rows of similar length, longest first: `size` per batch, or the fastest size with little padding."""
     batch: list[int] = []
     for row in sorted(lengths, key=lengths.__getitem__, reverse=True):
         width = lengths[batch[0]] if batch else 0
@@ -270,15 +275,15 @@ def _are_vectors(side: Any) -> TypeGuard[Array]:
 
 
 def _unit(vectors: Array) -> Array:
-    found: Array = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), LEAST)
-    return found
+    unit: Array = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), MIN_NORM)
+    return unit
 
 
 @contextlib.contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where it is a terminal; gives a function that takes how many more texts are done."""
+def _progress(total: int, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar if stderr is a terminal; yields a function that takes the number of newly finished texts."""
     done = 0
-    with progress_bar("embedding", total, of_bytes=False) if shown else contextlib.nullcontext() as tick:
+    with progress_bar("embedding", total, of_bytes=False) if enabled else contextlib.nullcontext() as tick:
 
         def advance(count: int) -> None:
             nonlocal done

@@ -1,7 +1,7 @@
-"""Exported models: program, machine code, tokenizer and settings in one file that starts without compiling.
+"""Exported models: program, machine code, tokenizer and settings in one file that loads without compiling.
 
-The weights are referred to (path and SHA-256 of the model's file, packed when it is loaded) or in the file, packed and
-ready to be mapped. Everything else that a model is made of is in the file, so nothing but tensors is read elsewhere.
+Weights are either referenced (path and SHA-256 of the model's file; packed when loaded) or embedded, packed and ready
+to be mapped. Everything else is in the export, so only tensors are read from other files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rlx.runtime.export import (
     Content,
     ExportFile,
     Extras,
-    consistent,
+    as_format_errors,
     export_graph,
     from_export,
     leaves,
@@ -52,14 +52,14 @@ from rlx.runtime.session import Session
 from rlx.target import KvLayout
 from rlx.types import TensorType
 
-# Settings of `load` that an export has made its own, and what they are where nothing is asked for.
 AnyModel = LanguageModel | EmbeddingModel | VisionModel
-_PLAIN = {"device": "cpu", "precision": "auto", "cache": "auto", "context": None, "profile": None, "patch": None}
+# Settings of `load` that are fixed in an export, and their defaults.
+_DEFAULTS = {"device": "cpu", "precision": "auto", "cache": "auto", "context": None, "profile": None, "patch": None}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def export(what: CompiledGraph | Model, path: PathLike, *, weights: bool = False) -> Path:
-    """Write a compiled graph or a loaded model to a file that starts without compiling; `weights` puts those in too."""
+    """Write a compiled graph or a loaded model to a file that loads without compiling; `weights` embeds the weights."""
     if isinstance(what, CompiledGraph):
         return what.export(Path(path), weights=weights)
     if isinstance(what, Model):
@@ -70,10 +70,10 @@ def export(what: CompiledGraph | Model, path: PathLike, *, weights: bool = False
 def load_exported(
     path: PathLike, *, threads: int | None = None, model: PathLike | None = None, verify: bool = False
 ) -> CompiledGraph | AnyModel:
-    """A compiled graph or a model from a file of `export`, ready to run: its machine code is loaded, so trust it.
+    """Load a compiled graph or a model from a file written by `export`. It contains machine code: load trusted files.
 
-    `model` is where the file with the weights is now, if it has moved. `verify` reads all weights of the export and
-    compares their digest; without it they are mapped and read when they are used.
+    `model` is the path of the model's weights, if they have moved. `verify` checks the digest of embedded weights,
+    which are otherwise mapped and read on demand.
     """
     file = open_export(path, verify=verify)
     if file.manifest["kind"] == "graph":
@@ -81,29 +81,29 @@ def load_exported(
     return _model(file, threads, model)
 
 
-def load_model(path: PathLike, threads: int | None, asked: Mapping[str, Any]) -> AnyModel:
-    """What `rlx.load` gives for an export: a model, if it was exported with the settings that are asked for."""
+def load_model(path: PathLike, threads: int | None, settings: Mapping[str, Any]) -> AnyModel:
+    """Load an exported model for `rlx.load`; settings must be the defaults or those of the export."""
     file = open_export(path)
     if file.manifest["kind"] == "graph":
         name = file.manifest["name"]
         raise FormatError(f"{path}: holds the graph {name!r}, no model", hint=f"rlx.load_exported({str(path)!r})")
     known = file.manifest["model"]
-    for what, value in asked.items():
-        if value not in (_PLAIN[what], known.get(what, _PLAIN[what])):
-            found = f"exported with {known[what]}" if what in known else "fixed when it was exported"
-            raise RequestError(f"{path}: {what} is {value!r}, but {found}", hint="export it anew with other settings")
+    for setting, value in settings.items():
+        if value not in (_DEFAULTS[setting], known.get(setting, _DEFAULTS[setting])):
+            reason = f"exported with {known[setting]}" if setting in known else "fixed when it was exported"
+            raise RequestError(
+                f"{path}: {setting} is {value!r}, but {reason}", hint="export it again with other settings"
+            )
     return _model(file, threads, None)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
-    """Write a loaded model to a file; with `embed` its weights too, packed as the kernels read them."""
+    """Write a loaded model to a file; `embed` adds its weights, packed for the kernels."""
     model._check_usable()
     built, compiled, checkpoint = model.built, model.compiled, model.checkpoint
     if isinstance(built, _Built):
-        raise CapabilityError(
-            f"export: {model.name} comes from an export itself", hint="export the model it was made of"
-        )
+        raise CapabilityError(f"export: {model.name} is itself an export", hint="export the original model")
     tokenizer = checkpoint.tokenizer
     settings = getattr(model, "settings", None)  # of texts or images, where the model makes vectors
     described = None if tokenizer is None else tokenizer.describe()
@@ -123,7 +123,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     contents: dict[str, Content] = {
         "records": text.encode(),
         "records.arrays": {str(i): a for i, a in enumerate(arrays)},
-        "made": {} if embed else {n: a for n, a in built.params.made.items() if n in compiled.param_types},
+        "made": {} if embed else {n: a for n, a in built.params.computed.items() if n in compiled.param_types},
     }
     if tokenizer is not None:
         contents["tokenizer"], contents["tokenizer.tables"] = tokenizer.pack()
@@ -136,11 +136,11 @@ def _classes(family: Family) -> dict[str, type]:
 
 
 def _files(tensors: TensorFile) -> Iterator[dict[str, Any]]:
-    """The files of the weights, and what tells whether they have changed."""
+    """The weight files, with what is needed to detect changes."""
     tensors = tensors.stored
     for path in sorted({tensors.entry(name).file for name in tensors.names}):
-        found = path.stat()
-        yield {"name": path.name, "bytes": found.st_size, "modified": found.st_mtime_ns, "sha256": _sha256(path)}
+        status = path.stat()
+        yield {"name": path.name, "bytes": status.st_size, "modified": status.st_mtime_ns, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:
@@ -151,20 +151,20 @@ def _sha256(path: Path) -> str:
 # -- reading ---------------------------------------------------------------------------------------------------------
 def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> AnyModel:
     about = file.manifest["model"]
-    family, records = _described(file)
+    family, records = _read_records(file)
     checkpoint = _checkpoint(file, family, records, moved)
     session = Session(file.target.device, threads=threads, target=file.target)
     compiled = from_export(file, threads=session.threads, store=session.weights)
-    made = file.arrays("made")
+    computed = file.arrays("made")
     own = leaves(file)
-    params = Params(own, made, checkpoint.weights)
+    params = Params(own, computed, checkpoint.weights)
     known = {} if WEIGHTS in file.manifest["sections"] else dict(params)
     if known:
         compiled.set_params(known)
         compiled.prepare()
     profile = compiled.profile or CompileProfile()
     built = _Built(own, compiled, params, about["outputs"], records["cache"], profile)
-    with consistent(file):
+    with as_format_errors(file):
         model = class_of(family.kind)(
             checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
             patch=_lost_patch if about["patched"] else None,
@@ -175,8 +175,8 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Any
     return model
 
 
-def _described(file: ExportFile) -> tuple[Family, dict[str, Any]]:
-    """What the manifest and the records say of the model, as far as they agree."""
+def _read_records(file: ExportFile) -> tuple[Family, dict[str, Any]]:
+    """The family and the records of a model, checked against the manifest."""
     manifest, about = file.manifest, file.manifest["model"]
     known = [family.name for family in FAMILIES.values() if family.kind == manifest["kind"]]
     if about["family"] not in known:
@@ -207,13 +207,13 @@ def _described(file: ExportFile) -> tuple[Family, dict[str, Any]]:
 
 
 def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], moved: PathLike | None) -> Checkpoint:
-    """The model as its files say it is. Of those only tensors are read, and none where the export has the weights."""
+    """The checkpoint of an exported model. Only tensors are read from the model's files, none if they are embedded."""
     config, tokenizer = records["config"], _tokenizer(file, records["tokenizer"])
     if WEIGHTS in file.manifest["sections"]:
         nothing = TensorFile(file.path, "rlxp", [], {}, [])
         packed = _Packed(nothing, {}, 0)
         return Checkpoint(file.path, nothing, family, config, packed, tokenizer, others=tuple(file.maps))
-    path = _unchanged(file, moved)
+    path = _find_weights(file, moved)
     tensors = open_tensors(path)
     factors = tensors.dequantised(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None
     weights = weights_of(family, config, tensors)
@@ -221,7 +221,7 @@ def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], mo
 
 
 class _Built(BuiltModel):
-    """What was built when the model was exported; the graph is read when somebody asks."""
+    """The built model of an export; its graph is parsed on demand."""
 
     def __init__(
         self, own: Graph, compiled: CompiledGraph, params: Params, output_names: list[str], cache: KvCacheSpec | None,
@@ -238,16 +238,16 @@ class _Built(BuiltModel):
 
 
 class _Packed(FileWeights):
-    """Weights that are there only as kernels read them."""
+    """Embedded weights, which are available only in the kernels' layout."""
 
     def _refuse(self) -> NoReturn:
         raise CapabilityError(
-            f"{self.file.path}: has the weights as kernels read them, not as the model's file has them",
+            f"{self.file.path}: has the weights only in the kernels' layout, not as in the model's file",
             hint="load the model itself, or an export without --weights",
         )
 
     def has(self, key: str) -> bool:
-        return True  # and whoever asks what it is hears why not
+        return True  # reading it raises the explanation
 
     def type(self, key: str) -> TensorType:
         self._refuse()
@@ -263,31 +263,31 @@ def _lost_patch(flow: ModelFlow) -> ModelFlow:
     raise CapabilityError(f"flow {flow.name!r}: the export does not have the patch that the model was loaded with")
 
 
-def _unchanged(file: ExportFile, moved: PathLike | None) -> Path:
-    """Where the model's own file or folder is, with the weights that it had at the export."""
+def _find_weights(file: ExportFile, moved: PathLike | None) -> Path:
+    """The path of the model's file or folder, with weights unchanged since the export."""
     about = file.manifest["model"]
     recorded = Path(about["path"])
     places = [Path(moved)] if moved is not None else [recorded, file.path.parent / recorded.name]
-    found = next((place for place in places if place.exists()), None)
-    if found is None:
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
         raise NotFoundError(
             f"{file.path}: the weights of {about['name']} are not there",
             notes=[f"looked at: {place}" for place in places],
-            hint="rlx.load_exported(..., model=PATH) says where they are; rlx export --weights puts them in",
+            hint="rlx.load_exported(..., model=PATH) says where they are; rlx export --weights embeds them",
         )
-    single = len(about["files"]) == 1 and found.is_file()
-    folder = found if found.is_dir() else found.parent
+    single = len(about["files"]) == 1 and path.is_file()
+    folder = path if path.is_dir() else path.parent
     for known in about["files"]:
-        _check_unchanged(file.path, found if single else folder / known["name"], known)
-    return found
+        _check_unchanged(file.path, path if single else folder / known["name"], known)
+    return path
 
 
 def _check_unchanged(export: Path, path: Path, known: Mapping[str, Any]) -> None:
-    """Compare a file with what it was. Its bytes are read only where its time is another: a copy has one of its own."""
+    """Compare a file with its recorded state. Its SHA-256 is computed only if the modification time differs."""
     try:
-        found = path.stat()
-        was, now = f"{known['bytes']} bytes", f"{found.st_size} bytes"
-        if was == now and found.st_mtime_ns != known["modified"]:
+        status = path.stat()
+        was, now = f"{known['bytes']} bytes", f"{status.st_size} bytes"
+        if was == now and status.st_mtime_ns != known["modified"]:
             was, now = f"SHA-256 {known['sha256']}", f"SHA-256 {_sha256(path)}"
     except OSError as error:
         raise NotFoundError(f"{export}: {path} cannot be read: {error.strerror}") from error
@@ -301,5 +301,5 @@ def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokeniz
     tables, where = file.arrays("tokenizer.tables"), str(file.path)
     if tables:
         check_tables(tables, described["vocab_size"], f"{where}: tokenizer.tables")
-    with consistent(file):
+    with as_format_errors(file):
         return Tokenizer.restore(described, file.section("tokenizer"), tables, where)

@@ -1,6 +1,6 @@
 """Generation: prefill of prompts in chunks through the decoder, then one compiled call per token.
 
-Each call also samples, so that tokens come back from it, and logits only where somebody reads them. The bits of a
+Each call also samples and returns tokens; logits are copied only if they are needed. The bits of a
 sequence do not depend on its neighbours in the batch, on chunking or on reuse of a cached prefix, so the loop is free
 to arrange the work: prompts of similar length are prefilled together, and a sequence that ends makes room for the next.
 """
@@ -18,16 +18,16 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.kv_cache import SPARE, CacheStore, KvCache
 from rlx.engine.logs import warn
-from rlx.engine.sampler import BatchSampling, Sampler, most_likely, no_token, operand_input, shown
+from rlx.engine.sampler import BatchSampling, Sampler, most_likely, no_token, operand_input, short_repr
 from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec
 
 Inputs = Mapping[str, Array]
-CHUNK = 256  # prompt tokens per call: more are hardly quicker, and an interrupt waits for the end of one
+CHUNK = 256  # prompt tokens per call: more are hardly faster, and an interrupt waits for the end of a call
 ROWS = 8  # sequences of a batch
-WASTE = 1.25  # how much longer rows may become by padding when prompts are prefilled together
+WASTE = 1.25  # maximum padding when prompts are prefilled together
 
 
 class Cancelled(Exception):
@@ -36,7 +36,7 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class Cancel:
-    """Tells a decoder to stop. Nobody waits for it, so it needs no lock, which a fork could leave locked."""
+    """Tells a decoder to stop. No thread waits for it, so it needs no lock, which a fork could leave locked."""
 
     wanted: bool = False
 
@@ -52,7 +52,7 @@ class Pick:
 
     @property
     def logits(self) -> Array:
-        """Logits `[vocab]`, copied to the host where they are not there."""
+        """Logits `[vocab]`, copied to the host if they are on a device."""
         logits: Array = np.asarray(self.batch_logits)[self.row]
         return logits
 
@@ -65,7 +65,7 @@ class Decoder:
         self.cache = cache
         self._cancel = Cancel() if cancel is None else cancel
         self.samples = operand_input("uniform") in compiled.input_types
-        self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls that give none
+        self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls without `sampling`
         # the inputs of a decode step, and the rows, capacity and sampling that they are for
         self._step_inputs: dict[str, Any] = {}
         self._step_rows: tuple[int, ...] = ()
@@ -73,19 +73,19 @@ class Decoder:
 
     @classmethod
     def start(cls, compiled: CompiledGraph, spec: KvCacheSpec, batch: int, context: int) -> Decoder:
-        """With an empty cache."""
+        """A decoder with an empty cache."""
         return cls(compiled, KvCache(spec, batch, context, compiled.allocator))
 
     def prefill(
-        self, tokens: abc.Sequence[abc.Sequence[int]], starts: abc.Sequence[int], first: int = 0,
+        self, tokens: abc.Sequence[abc.Sequence[int]], offsets: abc.Sequence[int], first: int = 0,
         sampling: Inputs | None = None,
     ) -> list[Pick]:  # fmt: skip
-        """What follows the last token of each row; row i begins at position starts[i].
+        """The next token of each row; row i begins at position offsets[i].
 
-        Rows are those of the cache from `first` on. An empty row gives garbage. Without `sampling` picks are greedy.
+        Rows are those of the cache from `first` on. The pick of an empty row is undefined. The default is greedy.
         """
-        tokens, starts = self._with_reread(tokens, starts, first)
-        lengths = [start + len(row) for row, start in zip(tokens, starts, strict=True)]
+        tokens, offsets = self._with_recomputed(tokens, offsets, first)
+        lengths = [start + len(row) for row, start in zip(tokens, offsets, strict=True)]
         longest = max(len(row) for row in tokens)
         chunk = max(min(CHUNK // len(tokens), SPARE), 1)
         picks: list[Pick] = []
@@ -93,7 +93,7 @@ class Decoder:
             pieces = [row[at : at + chunk] for row in tokens]
             width = max(len(piece) for piece in pieces)
             picked = [i * width + max(len(piece) - 1, 0) for i, piece in enumerate(pieces)]
-            begins = [s + at for s in starts]
+            begins = [s + at for s in offsets]
             outputs = self.run(pieces, begins, np.array(picked, np.int32), first, lengths=lengths, sampling=sampling)
             self.compiled.drop_table_pages()
             latest = self._picks(outputs)
@@ -108,43 +108,43 @@ class Decoder:
         return [Pick(token, logprob, outputs[0], row) for row, (token, logprob) in enumerate(rows)]
 
     def _sampling(self, rows: int) -> Inputs:
-        """Inputs of the sampler for so many greedy rows."""
+        """Inputs of the sampler for greedy rows."""
         if not self.samples:
             return {}
         if rows not in self._greedy:
             self._greedy = {rows: BatchSampling().draw([None] * rows)}
         return self._greedy[rows]
 
-    def _with_reread(
-        self, tokens: abc.Sequence[abc.Sequence[int]], starts: abc.Sequence[int], first: int
+    def _with_recomputed(
+        self, tokens: abc.Sequence[abc.Sequence[int]], offsets: abc.Sequence[int], first: int
     ) -> tuple[abc.Sequence[abc.Sequence[int]], abc.Sequence[int]]:
-        """With the earlier tokens of rows that pass a length where all keys turn by other frequencies."""
+        """Prepend the cached tokens of rows that reach a length at which all keys need other RoPE frequencies."""
         spec = self.cache.spec
         if not spec.lengths:
-            return tokens, starts
-        rows, begins = list(tokens), list(starts)
-        for i, (row, start) in enumerate(zip(tokens, starts, strict=True)):
-            if start and row and spec.must_read_again(start, start + len(row)):
+            return tokens, offsets
+        rows, begins = list(tokens), list(offsets)
+        for i, (row, start) in enumerate(zip(tokens, offsets, strict=True)):
+            if start and row and spec.must_prefill_again(start, start + len(row)):
                 rows[i], begins[i] = [*self.cache.tokens[first + i][:start], *row], 0
         return rows, begins
 
     def run(
-        self, rows: abc.Sequence[abc.Sequence[int]], starts: abc.Sequence[int], picked: Array, first: int = 0,
+        self, rows: abc.Sequence[abc.Sequence[int]], offsets: abc.Sequence[int], picked: Array, first: int = 0,
         more: Mapping[str, Any] | None = None, lengths: abc.Sequence[int] | None = None,
         sampling: Inputs | None = None,
     ) -> list[Any]:  # fmt: skip
-        """One call: the outputs for these tokens, with logits for the `picked` ones of rows × longest row.
+        """Run the decoder once. Returns its outputs for these tokens, with logits at `picked` places of padded rows.
 
-        `more` are inputs that only this graph has. `lengths` are those of the sequences by which RoPE goes, where it
-        depends on them: as far as the tokens of this call go, unless given.
+        `more` are additional inputs of this graph. `lengths` are the sequence lengths that RoPE uses, if it depends on
+        them; by default the ends of the rows.
         """
-        ends = [start + len(row) for row, start in zip(rows, starts, strict=True)]
+        ends = [start + len(row) for row, start in zip(rows, offsets, strict=True)]
         lengths = ends if lengths is None else lengths
         width = max(len(row) for row in rows)
         tokens = np.zeros((len(rows), width), np.int32)
         positions = np.full((len(rows), width), -1, np.int32)
         self.cache.reserve(max((end for row, end in zip(rows, ends, strict=True) if row), default=0))
-        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        for i, (row, start) in enumerate(zip(rows, offsets, strict=True)):
             tokens[i, : len(row)] = row
             positions[i, : len(row)] = np.arange(start, start + len(row))
             self.cache.prepare_write(first + i, start, start + len(row), lengths[i])
@@ -165,21 +165,21 @@ class Decoder:
         try:
             return self.compiled.run(inputs)
         except BaseException:
-            self.cache.interrupted(first, end)
+            self.cache.discard_interrupted(first, end)
             raise
 
     def decode(self, tokens: abc.Sequence[int], first: int = 0, sampling: Inputs | None = None) -> list[Pick]:
-        """What follows one more token of each row; -1 leaves a row out. The quick way of `prefill`."""
+        """The next token after one more token per row; -1 skips a row. Faster than `prefill`."""
         rows = self.cache.tokens[first : first + len(tokens)]
         sampling = self._sampling(len(tokens)) if sampling is None else sampling
         if self.cache.spec.lengths:
-            reread = [
+            recomputed = [
                 i
                 for i, row in enumerate(rows)
-                if tokens[i] >= 0 and self.cache.spec.must_read_again(len(row), len(row) + 1)
+                if tokens[i] >= 0 and self.cache.spec.must_prefill_again(len(row), len(row) + 1)
             ]
-            if reread:
-                return self._decode_rereading(tokens, reread, first, sampling)
+            if recomputed:
+                return self._decode_recomputing(tokens, recomputed, first, sampling)
         self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
         key = (first, len(tokens), self.cache.blocks)
         if self._step_rows != key or self._step_sampling is not sampling:
@@ -204,23 +204,23 @@ class Decoder:
                 row.append(token)
         return self._picks(outputs)
 
-    def _decode_rereading(
-        self, tokens: abc.Sequence[int], reread: abc.Sequence[int], first: int, sampling: Inputs
+    def _decode_recomputing(
+        self, tokens: abc.Sequence[int], recomputed: abc.Sequence[int], first: int, sampling: Inputs
     ) -> list[Pick]:
-        """A step in which rows have become so long that all their keys turn by other frequencies (longrope)."""
+        """A decode step in which rows reach a length at which all their keys need other RoPE frequencies (longrope)."""
         picks: dict[int, Pick] = {}
-        for i in reread:
+        for i in recomputed:
             of_row = {name: array[i : i + 1] for name, array in sampling.items()}
             picks[i] = self.prefill([[tokens[i]]], [len(self.cache.tokens[first + i])], first + i, of_row)[0]
-        others = [-1 if i in reread else token for i, token in enumerate(tokens)]
+        others = [-1 if i in recomputed else token for i, token in enumerate(tokens)]
         if max(others) < 0:
-            return [picks.get(i, picks[reread[0]]) for i in range(len(tokens))]
+            return [picks.get(i, picks[recomputed[0]]) for i in range(len(tokens))]
         return [picks.get(i, pick) for i, pick in enumerate(self.decode(others, first, sampling))]
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely the model found a token, and which ones it found most likely, before sampling changed anything."""
+    """The log-probability of a token, and the likeliest tokens, before temperature and filters."""
 
     token: int
     logprob: float
@@ -229,7 +229,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a completion took; `cached_tokens` of the prompt were known from an earlier call."""
+    """Token counts of a completion; `cached_tokens` of the prompt came from the prefix cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -242,7 +242,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds up to the first token and from there to the last, and tokens per second."""
+    """Seconds until the first token, seconds from the first to the last, and tokens per second."""
 
     prompt_seconds: float
     answer_seconds: float
@@ -261,7 +261,7 @@ class Sequence:
         self.tokens: list[int] = []  # generated
         self.sampler = sampler
         self.limit = limit  # of tokens to generate
-        self.asked = limit if asked is None else asked  # may be more than the context has room for
+        self.requested = limit if asked is None else asked  # may be more than the context has room for
         self.vocab = vocab  # logits beyond it are padding
         self.text = ""
         self.logprobs: list[Logprob] | None = [] if top else None
@@ -277,12 +277,12 @@ class Sequence:
         self._started = perf_counter()
 
     def close(self) -> None:
-        """Its stream was closed; if that was during prefill there is no answer, and prefill took until now."""
+        """End the timing of a closed stream: without a first token, prefill took until now."""
         if self._started and not self._first_token:
             self._last_token = perf_counter()
 
     def accept(self, pick: Pick) -> str:
-        """Append the next token; returns the text that is new and certain."""
+        """Append the next token; returns the new text, without what may begin a stop string."""
         if not self._first_token:
             self._first_token = self._last_token = perf_counter()
             if self.limit == 0:
@@ -300,24 +300,24 @@ class Sequence:
         piece = "" if self._stream is None else self._stream.push(token)
         if self._stop and piece:
             piece = self._held + piece
-            found = [at for at in map(piece.find, self._stop) if at >= 0]
-            if found:
-                self._held, self._stream = piece[: min(found)], None
+            stops = [at for at in map(piece.find, self._stop) if at >= 0]
+            if stops:
+                self._held, self._stream = piece[: min(stops)], None
                 return self._end("stop")
-            kept = max(_overlap(piece, s) for s in self._stop)
-            piece, self._held = piece[: len(piece) - kept], piece[len(piece) - kept :]
+            pending = max(_overlap(piece, s) for s in self._stop)
+            piece, self._held = piece[: len(piece) - pending], piece[len(piece) - pending :]
         self.text += piece
         return piece + self._end("length") if len(self.tokens) >= self.limit else piece
 
     def _end(self, reason: str) -> str:
         self.finish_reason = reason
-        if reason == "length" and self.asked > self.limit:
+        if reason == "length" and self.requested > self.limit:
             count = f"{self.limit} token{'s' * (self.limit != 1)}"
             warn(
                 "rlx.generate",
                 "the context is full: the text was cut after %s, max_tokens is %s",
                 count,
-                shown(self.asked),
+                short_repr(self.requested),
             )
         last = self._held + ("" if self._stream is None else self._stream.flush())
         self.text += last
@@ -329,9 +329,9 @@ class Sequence:
 
     @property
     def timings(self) -> Timings:
-        first = self._first_token or self._last_token  # 0 where a stream was closed during prefill
+        first = self._first_token or self._last_token  # 0 if the stream was closed during prefill
         prefill, decode = first - self._started, self._last_token - first
-        prefilled = len(self.prompt) - self.cached if self._first_token else 0  # else how much is not known
+        prefilled = len(self.prompt) - self.cached if self._first_token else 0  # otherwise unknown
         decoded = max(len(self.tokens) - 1, 0)
         return Timings(
             prefill, decode, prefilled / prefill if prefill > 0 else 0.0, decoded / decode if decode > 0 else 0.0
@@ -339,7 +339,7 @@ class Sequence:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How long the end of `text` is that begins `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -354,9 +354,9 @@ def _logprob(pick: Pick, vocab: int, count: int) -> Logprob:
 def generate_loop(
     decoder: Decoder, sequences: abc.Sequence[Sequence], store: CacheStore
 ) -> Iterator[tuple[Sequence, str]]:
-    """Generate sequences in the rows of a cache: (sequence, new text) per token. Closing the iterator stops the work.
+    """Generate sequences in the rows of a cache; yields (sequence, new text) per token. Closing the iterator stops it.
 
-    A cache of one row holds the cached prefix of the prompt already; rows of a batch are filled from the store.
+    A cache of one row already holds the cached prefix of the prompt; rows of a batch are restored from the store.
     """
     waiting = deque(sorted(sequences, key=lambda s: -len(s.prompt)))
     rows: list[Sequence | None] = [None] * decoder.cache.batch
@@ -384,7 +384,7 @@ def generate_loop(
 def _admit(
     rows: list[Sequence | None], waiting: deque[Sequence], cache: KvCache, store: CacheStore
 ) -> Iterator[tuple[int, list[Sequence]]]:
-    """Assign waiting sequences to free rows: (first row, sequences), neighbours with about as much to prefill each."""
+    """Assign waiting sequences to free rows; yields (first row, sequences) with similar prefill lengths."""
     first, group = 0, list[Sequence]()
     for row, occupant in enumerate(rows):
         if occupant is not None or not waiting:

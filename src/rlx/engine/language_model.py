@@ -1,4 +1,4 @@
-"""Language models: text in, text out. `generate` continues text as it is, `chat` goes through the model's template."""
+"""Language models. `generate` continues a raw text, `chat` answers through the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.generate import Timings as Timings
 from rlx.engine.generate import Usage as Usage
 from rlx.engine.kv_cache import CacheStore
-from rlx.engine.load_settings import whole
+from rlx.engine.load_settings import as_int
 from rlx.engine.model import NOTHING, Model
-from rlx.engine.sampler import Sampler, Sampling, shown
+from rlx.engine.sampler import Sampler, Sampling, short_repr
 from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require
-from rlx.notebook import box, note, prose
 from rlx.runtime.compiled import CompiledGraph
 from rlx.types import TensorType, sym
 
@@ -33,21 +32,21 @@ if TYPE_CHECKING:
     from rlx.formats.chat import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
-MAX_CHARS = 256  # of messages, for each token of the context: templates leave some of them out, but not that many
-SHORT = 64  # characters of a text that no template finds too long
-LOGIT_BYTES = 64 << 20  # of one call of `logits`, beside the result
+MAX_CHARS = 256  # of messages per token of the context: templates drop some text, but not that much
+SHORT = 64  # characters: a text that is not too long for any template
+LOGIT_BYTES = 64 << 20  # of temporary logits per chunk, besides the result
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A generated text and how it came about. `str(completion)` is the text."""
+    """A generated text with its tokens, usage and timings. `str(completion)` is the text."""
 
     text: str
-    tokens: list[int]  # those of a stop string and the one that ended the text included
+    tokens: list[int]  # including those of a stop string and the end-of-text token
     finish_reason: str  # "stop": the model or a stop string ended it; "length"; "closed": a stream was closed early
     usage: Usage
     timings: Timings
-    seed: int  # gives the same text again
+    seed: int  # reproduces the text
     fingerprint: str
     logprobs: list[Logprob] | None = None
 
@@ -58,6 +57,8 @@ class Completion:
         return f"<completion {shortened(self.text, 60)!r}: {len(self.tokens)} tokens, {self.finish_reason}>"
 
     def _repr_html_(self) -> str:
+        from rlx.notebook import box, note, prose  # few programs need it
+
         usage, times = self.usage, self.timings
         cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
         counts = (
@@ -104,9 +105,9 @@ class TextStream(Iterator[str]):
 
 
 def _pieces(model: LanguageModel, sequence: TokenSequence, cancel: Cancel) -> Generator[str, None, None]:
-    """Not a method: it would hold the stream, and one that is left by `break` would not end there."""
+    """Not a method: that would keep the stream alive, so leaving a loop by `break` would not close it."""
     try:
-        model._check_usable()  # again: much may have happened since the stream was asked for
+        model._check_usable()  # again: the stream may start long after it was created
         with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
             for _, piece in generate_loop(decoder, [sequence], model.caches):
                 if piece:
@@ -116,12 +117,12 @@ def _pieces(model: LanguageModel, sequence: TokenSequence, cancel: Cancel) -> Ge
 
 
 class LanguageModel(Model):
-    """A decoder. Calls from several threads have a cache each; the last ones are kept for prompts that begin alike."""
+    """A decoder. Thread-safe: each call has its own KV cache, and later prompts with the same prefix reuse it."""
 
     caches: CacheStore
 
     def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
-        """The graph of a model that is served samples too."""
+        """The main graph also samples; graphs with captures do not."""
         from rlx.engine.sampling_graph import with_sampler  # a warm start builds no graph
 
         built = super()._build(capture)
@@ -130,8 +131,8 @@ class LanguageModel(Model):
     # -- parts --
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template, where the model has one."""
-        from rlx.formats.chat import ChatTemplate  # jinja2 takes its time, and raw text needs none
+        """The chat template; None if the model has none."""
+        from rlx.formats.chat import ChatTemplate  # jinja2 is slow to import, and raw text does not need it
 
         source = self.tokenizer.chat_template
         if source is None:
@@ -142,38 +143,38 @@ class LanguageModel(Model):
 
     @cached_property
     def vocab_size(self) -> int:
-        """How many tokens there are. A model may have logits for more, so that their number is round."""
+        """Size of the vocabulary. The model may have logits for more tokens, as padding."""
         logits = self.facts.vocab
         tokenizer = self.checkpoint.tokenizer
         return logits if tokenizer is None else min(logits, tokenizer.vocab_size)
 
     def chat_tokens(self, messages: str | Messages) -> list[int]:
-        """A conversation as the model was trained to read it."""
+        """Token ids of a message or conversation, rendered by the chat template."""
         if self.template is None:
             raise CapabilityError(f"chat: {self.name} has no chat template", hint="use generate(...)")
-        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        size = _characters(talk)
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        size = _characters(messages)
         if size > MAX_CHARS * self.context:
             raise self._too_long("chat", f"{size:,} characters have")
         try:
             if size > CHARS_PER_ID * self.context:
-                prompt = self.template.render(talk)
+                prompt = self.template.render(messages)
                 if len(self.tokenizer.clip_text(prompt, self.context, parse_special=True)) < len(prompt):
                     raise self._too_long("chat", f"the conversation of {size:,} characters has")
-            return self.template.encode(self.tokenizer, talk)
+            return self.template.encode(self.tokenizer, messages)
         except FormatError as error:
-            if size <= SHORT or not self._renders(_cut_short(talk)):
+            if size <= SHORT or not self._renders(_shorten(messages)):
                 raise
             raise RequestError(
                 f"chat: {size:,} characters are more than the model's chat template takes: {error}",
                 hint="shorten the conversation",
             ) from error
 
-    def _renders(self, talk: Messages) -> bool:
-        """Whether the chat template takes a conversation."""
+    def _renders(self, messages: Messages) -> bool:
+        """Whether the chat template renders a conversation without error."""
         try:
             assert self.template is not None
-            self.template.render(talk)
+            self.template.render(messages)
         except RlxError:
             return False
         return True
@@ -234,41 +235,41 @@ class LanguageModel(Model):
         """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        spoken = _is_talk(prompt) or (chat and isinstance(prompt, str))
-        tokens = self.chat_tokens(prompt) if spoken else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
-        return TextStream(self, self._new_sequence(tokens, settings, "stream", answer=chat or spoken))
+        is_chat = _is_conversation(prompt) or (chat and isinstance(prompt, str))
+        tokens = self.chat_tokens(prompt) if is_chat else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
+        return TextStream(self, self._new_sequence(tokens, settings, "stream", answer=chat or is_chat))
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
-        """[seq, vocab]: the logits after each token of the prompt."""
+        """Logits `[seq, vocab]` after each token of the prompt."""
         self._check_usable()
         compiled = self.compiled
-        return self._values(compiled, self._fitting(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
+        return self._values(compiled, self._check_fits(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
         chunk = max(min(LOGIT_BYTES // (4 * self.facts.vocab), generation.CHUNK), 1)
-        found: list[Array] = []
+        results: list[Array] = []
         for at in range(0, len(ids), chunk):
             piece = ids[at : at + chunk]
-            given = {name: array[at : at + len(piece)] for name, array in more.items()}
-            given = {name: a[None] if _has_rows(compiled.input_types[name]) else a for name, a in given.items()}
+            inputs = {name: array[at : at + len(piece)] for name, array in more.items()}
+            inputs = {name: a[None] if _has_rows(compiled.input_types[name]) else a for name, a in inputs.items()}
             every = np.arange(len(piece), dtype=np.int32)
-            parts = decoder.run([piece], [at], every, more=given, lengths=[len(ids)])
-            # The values of stages are [batch, seq, ...]; what comes after the picking of tokens is [seq, ...].
+            parts = decoder.run([piece], [at], every, more=inputs, lengths=[len(ids)])
+            # Values of stages are [batch, seq, ...]; those after the last-token gather are [seq, ...].
             types = compiled.signature.outputs
             if decoder.samples:
                 parts, types = parts[:-2], types[:-2]  # the next tokens and their log-probabilities
             parts = [np.asarray(a)[0] if _has_rows(t) else np.asarray(a) for a, t in zip(parts, types, strict=True)]
-            if not found:
+            if not results:
                 size = sum(a[:1].nbytes for a in parts) * len(ids)
                 require(f"the values of {len(ids)} tokens", size, hint="fewer tokens, or fewer stages")
-                found = [np.empty((len(ids), *a.shape[1:]), a.dtype) for a in parts]
-            for array, part in zip(found, parts, strict=True):
+                results = [np.empty((len(ids), *a.shape[1:]), a.dtype) for a in parts]
+            for array, part in zip(results, parts, strict=True):
                 array[at : at + len(piece)] = part
-        return found
+        return results
 
     # -- inside --
-    def _fitting(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
+    def _check_fits(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
         if not tokens:
             raise RequestError(f"{where}: there are no tokens", hint="give a text or token ids")
         size, room = len(tokens), self.context - len(tokens)
@@ -281,12 +282,12 @@ class LanguageModel(Model):
         return tokens
 
     def _new_sequence(self, tokens: list[int], settings: _Settings, where: str, answer: bool = False) -> TokenSequence:
-        self._fitting(tokens, settings.max_tokens, where)
+        self._check_fits(tokens, settings.max_tokens, where)
         tokenizer = self.checkpoint.tokenizer
         room = self.context - len(tokens)
         text, stop_ids = None, frozenset[int]()
         if tokenizer is not None:
-            # An answer begins a text of its own; a continuation keeps the space before its first word.
+            # An answer is a new text; a continuation keeps the space before its first word.
             continues = not answer and not tokenizer.special_ids.issuperset(tokens)
             text, stop_ids = tokenizer.stream(skip_special=True, continues=continues), frozenset(tokenizer.stop_ids)
         sampler = Sampler(settings.sampling, tokens, self.vocab_size, scored=settings.logprobs > 0)
@@ -298,12 +299,12 @@ class LanguageModel(Model):
 
     @contextmanager
     def _decoder(self, sequences: Sequence[TokenSequence], cancel: Cancel | None = None) -> Iterator[Decoder]:
-        """A decoder for some sequences; what its cache holds at the end is kept for later."""
+        """A decoder for some sequences; its KV cache goes to the prefix cache afterwards."""
         compiled = self.compiled
         if len(sequences) > 1:
             batch = self.caches.new(min(len(sequences), generation.ROWS))
             yield Decoder(compiled, batch, cancel)
-            with suppress(ResourceError):  # the answers are there
+            with suppress(ResourceError):  # the answers are complete without it
                 self.caches.release_rows(batch)
             return
         cache = self.caches.acquire(sequences[0].prompt)
@@ -327,7 +328,7 @@ class LanguageModel(Model):
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a request asks for, checked."""
+    """The checked settings of a request."""
 
     max_tokens: int | None
     stop: tuple[str, ...]
@@ -339,20 +340,20 @@ class _Settings:
         stop = () if stop is None else stop
         strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (None,)
         if not all(isinstance(s, str) and s for s in strings):
-            raise RequestError(f"stop: expected texts that are not empty, found {shown(stop)}")
-        most = None if max_tokens is None else _count("max_tokens", max_tokens)
-        return cls(most, strings, _count("logprobs", logprobs), Sampling.of(sampling))
+            raise RequestError(f"stop: expected texts that are not empty, found {short_repr(stop)}")
+        limit = None if max_tokens is None else _count("max_tokens", max_tokens)
+        return cls(limit, strings, _count("logprobs", logprobs), Sampling.of(sampling))
 
 
 def _has_rows(type_: TensorType) -> bool:
-    """Whether it is of a batch: [batch, seq, ...]."""
+    """Whether the type is batched: [batch, seq, ...]."""
     return type_.shape[0] == sym.BATCH
 
 
 def _count(name: str, value: Any) -> int:
-    count = whole(value)
+    count = as_int(value)
     if count is None or count < 0:
-        raise RequestError(f"{name}: expected a whole number from 0, found {shown(value)}")
+        raise RequestError(f"{name}: expected a whole number from 0, found {short_repr(value)}")
     return count
 
 
@@ -363,29 +364,29 @@ def _is_batch(prompt: Any) -> bool:
     listed = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__") and getattr(prompt, "shape", None) != ()
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not listed:
         raise RequestError(f"generate: expected a text, token ids or a list of them, found {type(prompt).__name__}")
-    if _is_talk(prompt):
+    if _is_conversation(prompt):
         raise RequestError("generate: messages are for chat", hint="use chat(messages)")
     first = prompt[0] if len(prompt) else None
     return isinstance(first, str) or hasattr(first, "__len__")
 
 
 def _characters(value: Any, depth: int = 32) -> int:
-    """How much text is in messages."""
+    """Number of characters in messages."""
     if isinstance(value, str):
         return len(value)
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return sum(_characters(v, depth - 1) for v in inner) if depth else 0
 
 
-def _cut_short(value: Any) -> Any:
-    """Messages with the beginnings of their texts."""
+def _shorten(value: Any) -> Any:
+    """Messages with their texts truncated to SHORT characters."""
     if isinstance(value, str):
         return value[:SHORT]
     if isinstance(value, Mapping):
-        return {key: _cut_short(inner) for key, inner in value.items()}
-    return [_cut_short(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {key: _shorten(inner) for key, inner in value.items()}
+    return [_shorten(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _is_talk(prompt: Any) -> bool:
+def _is_conversation(prompt: Any) -> bool:
     """Whether a prompt is a list of messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -1,4 +1,4 @@
-"""`rlx.load`: from the name of a model to the model, from its snapshot where there is one."""
+"""`rlx.load`: resolves the name of a model and loads it, from its snapshot if there is one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlx.runtime.container import SUFFIX
 from rlx.runtime.kv_spec import CACHES
 from rlx.runtime.session import Session
 
-if TYPE_CHECKING:  # imported where a model is built: one that has a snapshot needs no graph
+if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.embedding_model import EmbeddingModel
     from rlx.engine.language_model import LanguageModel
     from rlx.engine.model import Patch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported where a model is built: one that has a snapshot ne
 
     Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel
 
-# What other programs call the settings of `load`
+# Names of other programs for the settings of `load`
 FOREIGN_SETTINGS = {
     "n_ctx": "context", "num_ctx": "context", "max_seq_len": "context", "max_model_len": "context",
     "context_length": "context", "n_threads": "threads", "num_threads": "threads", "num_thread": "threads",
@@ -38,21 +38,21 @@ def load(
     precision: str = "auto", cache: str = "auto", offline: bool = False,
     profile: CompileProfile | str | Path | None = None, patch: Patch | None = None, **unknown: Any,
 ) -> Loaded:  # fmt: skip
-    """A model by catalogue name, file, folder or `org/name[:quant]`, or one that was exported (`.rlxp`).
+    """Load a model by catalogue name, file, folder or `org/name[:quant]`, or an exported one (`.rlxp`).
 
-    `context` is how many tokens prompt and answer may have together, `cache` the type of keys and values (f32, f16,
-    q8_0, or auto: f16 where products with packed weights are rounded to 8 bits, f32 elsewhere), `threads` how many
-    cores a call may use (None: all). With `offline` the network is not touched. `precision` is auto (what the profile
-    says; without one, what meets packed weights is rounded to 8 bits a block, and all else is f32), f32 (all of it) or,
-    for embedding models, int8: weights too are rounded to 8-bit integers.
+    `context` is the maximum number of tokens, prompt and answer together. `cache` is the type of keys and values: f32,
+    f16, q8_0, or auto (f16 if quantised weights meet int8 activations, otherwise f32). `threads` is the number of cores
+    per call (None: all). `offline` disables network access. `precision` is auto (what the profile says; by default int8
+    activations, quantised per block, for quantised weights, and f32 for the rest), f32 for everything, or int8 for
+    embedding models, which also quantises weights to int8.
 
-    `profile` says how it is compiled: a profile, the name of a preset, or a TOML file; without one, `profile.toml`
-    beside the model is honoured. `patch` gets the flow of the model before it is built and returns a changed one.
+    `profile` says how to compile: a profile, the name of a preset, or a TOML file; the default is `profile.toml` in the
+    model's folder, if there is one. `patch` is a function that gets the model's flow and returns a changed one.
     """
     for word in unknown:
-        ours = FOREIGN_SETTINGS.get(word)
+        own_name = FOREIGN_SETTINGS.get(word)
         known = ("device", "threads", "context", "precision", "cache", "offline", "profile", "patch")
-        hint = f"here it is called {ours}" if ours else nearest(word, known) or f"known: {', '.join(known)}"
+        hint = f"here it is called {own_name}" if own_name else nearest(word, known) or f"known: {', '.join(known)}"
         raise RequestError(f"load: no setting is called {word!r}", hint=hint)
     files = resolve(name, offline=offline)
     settings: dict[str, Any] = {"device": device, "precision": precision, "cache": cache, "context": context}
@@ -68,30 +68,30 @@ def load(
 
 
 def _load_files(path: Path, name: str | None, threads: int | None, settings: dict[str, Any]) -> Loaded:
-    """The model as it was kept the last time; without that, from its files, and kept for the next time."""
+    """Load the model's snapshot; without one, load its files and write a snapshot for the next time."""
     from rlx.engine import model_snapshot
 
     choose("cache", settings["cache"], CACHES)
     session = session_for(settings["device"], threads)
-    found: Mapping[str, ModelSnapshot] = {}
+    snapshots: Mapping[str, ModelSnapshot] = {}
     if settings["patch"] is None:
         settings["profile"] = profile_for(settings["profile"], path)
-        found = model_snapshot.find(path, session, settings)
-        for snapshot in found.values():
+        snapshots = model_snapshot.find(path, session, settings)
+        for snapshot in snapshots.values():
             restored = model_snapshot.open_snapshot(snapshot, name, settings)
             if restored is not None:
                 return restored
     model = open_model(path, name, session, settings)
-    mine = found.get(model.cache_dtype)
-    if mine is not None and model_snapshot.keep(model, mine):
-        model.close()  # before its weights are mapped: they are in memory once, and the system may drop them
-        model = model_snapshot.open_snapshot(mine, name, settings) or open_model(path, name, session, settings)
+    own_snapshot = snapshots.get(model.cache_dtype)
+    if own_snapshot is not None and model_snapshot.write(model, own_snapshot):
+        model.close()  # before mapping its weights: they are in memory once, as pages that the system may drop
+        model = model_snapshot.open_snapshot(own_snapshot, name, settings) or open_model(path, name, session, settings)
     session.device.backend.trim()
     return model
 
 
 def open_model(path: Path, name: str | None, session: Session, settings: Mapping[str, Any]) -> Loaded:
-    """The model from its files."""
+    """Load the model from its files."""
     from rlx.models.load import open_checkpoint
 
     checkpoint = open_checkpoint(path)
@@ -99,7 +99,7 @@ def open_model(path: Path, name: str | None, session: Session, settings: Mapping
 
 
 def class_of(kind: str) -> type[Loaded]:
-    """What a model of a kind of family becomes."""
+    """The model class for a kind of family."""
     match kind:
         case "decoder":
             from rlx.engine.language_model import LanguageModel

@@ -1,4 +1,4 @@
-"""Memory of a loaded model: what its graphs, weights and caches hold."""
+"""Memory use of a loaded model: graphs, weights and caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx.runtime.compiled import CompiledGraph
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a model holds, in bytes. `mapped` are weights read in place from the file, which the system may drop."""
+    """Memory use of a model in bytes. `mapped` are weights read in place from the file, which the system may evict."""
 
     weights: int
     mapped: int
@@ -31,13 +31,13 @@ class Memory:
 
 
 def memory_of(graphs: Iterable[CompiledGraph], cache: int) -> Memory:
-    """What compiled graphs hold, each weight counted once, beside a cache of so many bytes."""
+    """Memory use of compiled graphs, each weight counted once, plus `cache` bytes."""
     weights: dict[int, int] = {}
     mapped: dict[int, int] = {}
     arena = 0
     for compiled in graphs:
         arena += compiled.executable.reserved_bytes()
-        for buffer in compiled.executable.weights.values():  # what went into derived weights was released
+        for buffer in compiled.executable.weights.values():  # sources of derived weights are released
             held_by = root_buffer(buffer)
             if isinstance(held_by, np.ndarray):
                 weights[address(held_by)] = held_by.nbytes

@@ -1,4 +1,4 @@
-"""Loaded models: what `rlx.load` gives. `Model` is what language and embedding models share: weights, code, memory."""
+"""Loaded models, returned by `rlx.load`. `Model` is the base class: weights, code, memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlx.arrays import Array
 from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.logs import warn
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, RequestError
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
@@ -25,9 +25,9 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import CACHES, KvCacheSpec
 from rlx.runtime.session import Session
 
-if TYPE_CHECKING:  # imported where a model is built: one that has a snapshot needs no graph
+if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.apply import Applied
-    from rlx.engine.edits import Edit, Edited
+    from rlx.engine.edits import Edit, EditedModel
     from rlx.engine.memory import Memory
     from rlx.engine.model_snapshot import SnapshotCheckpoint
     from rlx.flow.flow import BuiltModel, ModelFlow
@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # imported where a model is built: one that has a snapshot ne
     Patch = Callable[[ModelFlow], ModelFlow]
 
 Key = TypeVar("Key")
-Made = TypeVar("Made")
-CAPTURES = 4  # graphs with captured stages, and of those with edited ones, that are kept
+Cached = TypeVar("Cached")
+CAPTURES = 4  # cached graphs per kind: captures, edits, other parameters
 NOTHING: Mapping[str, Array] = {}
 VERBS = {
     "a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "embed_tokens", "similarity"),
@@ -47,19 +47,19 @@ VERBS = {
 
 
 class WrongVerb(CapabilityError, AttributeError):
-    """A verb of another kind of model. An AttributeError too, so that `hasattr` says no."""
+    """A method of another kind of model. Also an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a model without opening its files."""
+    """Properties of a model that are known without opening its files."""
 
     family: str
     kind: str
     vocab: int
     longest: int  # positions
     dim: int
-    notes: tuple[str, ...] = ()  # what is logged as a warning when it is loaded
+    notes: tuple[str, ...] = ()  # logged as warnings when it is loaded
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelInfo:
@@ -70,38 +70,38 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an export or a start brings along, so that nothing is compiled; the graph has its weights."""
+    """Compiled parts of an export or snapshot, with weights bound."""
 
     session: Session
-    built: BuiltModel | None  # None: when it is asked for
+    built: BuiltModel | None  # None: built on demand
     compiled: CompiledGraph
     params: Mapping[str, Array]
     digest: str
     cache: KvCacheSpec | None
 
 
-class Recent(dict[Key, Made]):
-    """Graphs that requests made, by what they asked for; the last few are kept."""
+class Recent(dict[Key, Cached]):
+    """An LRU cache of graphs that requests needed, by their settings."""
 
     def __init__(self, lock: Lock) -> None:
         super().__init__()
         self._lock = lock  # the model's: its graphs share weights
 
-    def get_or_make(self, key: Key, make: Callable[[], Made]) -> Made:
+    def get_or_make(self, key: Key, make: Callable[[], Cached]) -> Cached:
         with self._lock:
-            found = self.pop(key, None)
-            if found is None:
-                found = make()
-            self[key] = found
+            value = self.pop(key, None)
+            if value is None:
+                value = make()
+            self[key] = value
             while len(self) > CAPTURES:
                 del self[next(iter(self))]
-        return found
+        return value
 
 
 class Model:
-    """A model ready to use. Safe from several threads at once."""
+    """A loaded model. Thread-safe."""
 
-    precisions: tuple[str, ...] = ("auto", "f32")  # that `load` may be asked for
+    precisions: tuple[str, ...] = ("auto", "f32")  # accepted by `load`
 
     def __init__(
         self, checkpoint: Checkpoint | SnapshotCheckpoint, *, device: str = "cpu", threads: int | None = None,
@@ -110,8 +110,8 @@ class Model:
         session: Session | None = None, prepared: Prepared | None = None,
     ) -> None:  # fmt: skip
         self._checkpoint: Checkpoint | SnapshotCheckpoint | None = checkpoint
-        kept = getattr(checkpoint, "facts", None)
-        self.facts: ModelInfo = ModelInfo.of(self.checkpoint) if kept is None else kept
+        stored = getattr(checkpoint, "facts", None)
+        self.facts: ModelInfo = ModelInfo.of(self.checkpoint) if stored is None else stored
         choose("precision", precision, self.precisions, f" for {self.facts.kind}s")
         self.context = checked_context(context, self.facts)
         choose("cache", cache, CACHES)
@@ -119,22 +119,22 @@ class Model:
         self.profile = with_precision(profile_for(profile, checkpoint.path), precision)
         self.cache_dtype = auto_cache(self.checkpoint, self.profile) if cache == "auto" else cache
         if patch is not None and not callable(patch):
-            raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
+            raise RequestError(f"load: patch is {short_repr(patch)}, expected a function from a flow to a flow")
         self._patch = patch
         self._session = prepared.session if prepared else session or session_for(device, threads)
         self._lock = Lock()
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]] = Recent(self._lock)
-        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], Edited] = Recent(self._lock)
+        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel] = Recent(self._lock)
         self._applications: Recent[frozenset[tuple[str, str]], Applied] = Recent(self._lock)
-        # one or none yet: a list, which its blueprint shares
+        # empty or one: a list, because its blueprint shares it
         self._builds: list[BuiltModel] = [] if prepared is None or prepared.built is None else [prepared.built]
         self._compiled: CompiledGraph | None = None if prepared is None else prepared.compiled
         if prepared is None:
             self._compiled = self._compile(self.built)
         spec = self.built.cache if prepared is None else prepared.cache
         self.caches = None if spec is None else CacheStore(spec, self.context, self._session.device.backend.allocator)
-        # now: a call may end after the file was closed
+        # now: the file may be closed before a call ends
         self.digest = self._weights_digest() if prepared is None else prepared.digest
 
     def _weights_digest(self) -> str:
@@ -148,56 +148,56 @@ class Model:
         return model_flow(self.checkpoint, self.context, self.cache_dtype, layout=self._session.target.kv_layout)
 
     def _patched(self, flow: ModelFlow) -> ModelFlow:
-        """A flow by the profile, with the changes of whoever loads the model."""
+        """The flow with the model's profile and the patch given to `load`."""
         from rlx.flow.recipe import ModelRecipe
 
         recipe = ModelRecipe(self.name, lambda: flow.profile(self.profile))
         return (recipe if self._patch is None else recipe.patch(self._patch)).assemble()
 
     def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
-        """The graph that is served, or one that gives the captured values."""
+        """Build the main graph, or one with captured values as outputs."""
         return self.flow.build(self.checkpoint.weights, capture or ())
 
     def _compile(self, built: BuiltModel) -> CompiledGraph:
-        """Code of one of its graphs, with the model's weights in place."""
+        """Compile a graph of the model and bind its weights."""
         from rlx.engine.weights import bind_weights
 
-        # Now: another thread may close the model meanwhile, and then this goes on with what was there.
+        # Read once: if another thread closes the model meanwhile, this call finishes with the old values.
         arrays, first, checkpoint = self._arrays, self._compiled, self.checkpoint
         compiled = self._session.compile(built.module, profile=built.profile)
         bind_weights(compiled, built, checkpoint, arrays, first)
         return compiled
 
     def _blueprint(self) -> Self:
-        """The same model with nothing but what its graph is built from: its code may hold this, and makes no cycle."""
-        plain = copy.copy(self)
-        plain._compiled = plain.caches = None
-        plain._forget()
-        return plain
+        """A copy without compiled code, which may reference it without a cycle to rebuild the graph on demand."""
+        blueprint = copy.copy(self)
+        blueprint._compiled = blueprint.caches = None
+        blueprint._drop_graphs()
+        return blueprint
 
     # -- parts --
     def _check_usable(self) -> None:
-        """Refuse a request to a model that is closed, or whose files have changed. Every request calls it once."""
+        """Raise if the model is closed or its files have changed. Called once per request."""
         checkpoint = self._checkpoint
         if self._compiled is None or checkpoint is None:
-            raise self._closed()
+            raise self._closed_error()
         for mapped in checkpoint.maps:
             mapped.check()
 
-    def _closed(self) -> RequestError:
+    def _closed_error(self) -> RequestError:
         return RequestError(f"{self.name}: the model is closed", hint="load it again")
 
     @property
     def checkpoint(self) -> Checkpoint:
         """The file, its configuration and its weights."""
-        found = self._checkpoint
-        if found is None:
-            raise self._closed()
-        return found  # type: ignore[return-value]  # a kept one opens the file when it must
+        checkpoint = self._checkpoint
+        if checkpoint is None:
+            raise self._closed_error()
+        return checkpoint  # type: ignore[return-value]  # a snapshot's opens the files on demand
 
     @property
     def family(self) -> Family:
-        """How models of its kind are read and assembled."""
+        """How models of this architecture are read and assembled."""
         import rlx.models.load  # noqa: F401  declares the families
         from rlx.models.family import FAMILIES
 
@@ -205,30 +205,30 @@ class Model:
 
     @property
     def flow(self) -> ModelFlow:
-        """The stages that it is assembled from. `model.flow.init(rlx.random.key(0))` makes other parameters for it."""
+        """The stages of the model. `model.flow.init(rlx.random.key(0))` returns random parameters for it."""
         return self._patched(self._flow())
 
     @property
     def built(self) -> BuiltModel:
-        """The graph and what belongs to it."""
+        """The graph with its weights, output names, cache spec and profile."""
         builds = self._builds
         if self._checkpoint is None:
-            raise self._closed()
+            raise self._closed_error()
         if not builds:
             builds.append(self._build())
         return builds[0]
 
     @property
     def compiled(self) -> CompiledGraph:
-        """The code and the weights."""
-        found = self._compiled
-        if found is None:
-            raise self._closed()
-        return found
+        """The compiled graph with its weights."""
+        compiled = self._compiled
+        if compiled is None:
+            raise self._closed_error()
+        return compiled
 
     @property
     def target(self) -> str:
-        """What the code was compiled for, such as avx512."""
+        """The target that the code was compiled for, such as avx512."""
         return self._session.target.name
 
     @property
@@ -237,45 +237,45 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        found = self.checkpoint.tokenizer
-        if found is None:
-            raise CapabilityError(f"{self.name}: the model has no tokenizer", hint="put tokenizer.json beside it")
-        return found
+        tokenizer = self.checkpoint.tokenizer
+        if tokenizer is None:
+            raise CapabilityError(f"{self.name}: the model has no tokenizer", hint="put tokenizer.json into its folder")
+        return tokenizer
 
     def fingerprint(self, seed: int) -> str:
-        """What the bits of an answer depend on, beside the request."""
-        made = f"rlx {rlx.__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}"
-        usual = with_precision(CompileProfile(), "auto")
-        made += "" if self.profile == usual else f", profile {self.profile.key()}"
-        return f"{made}{', patched' if self._patch else ''}, seed {seed}"
+        """Everything that the bits of an answer depend on besides the request."""
+        text = f"rlx {rlx.__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}"
+        default = with_precision(CompileProfile(), "auto")
+        text += "" if self.profile == default else f", profile {self.profile.key()}"
+        return f"{text}{', patched' if self._patch else ''}, seed {seed}"
 
-    def token_ids(self, given: str | Iterable[int], where: str = "tokens") -> list[int]:
-        """A text or token ids as checked token ids."""
-        if isinstance(given, str):
-            return self.tokenizer.encode(given)
+    def token_ids(self, tokens: str | Iterable[int], where: str = "tokens") -> list[int]:
+        """Encode a text, or check token ids."""
+        if isinstance(tokens, str):
+            return self.tokenizer.encode(tokens)
         try:
-            if isinstance(given, (bytes, bytearray, Mapping)):  # which have whole numbers in them too
+            if isinstance(tokens, (bytes, bytearray, Mapping)):  # iterating over these gives ints too
                 raise TypeError
-            # At once, where that can be: each number of NumPy's would be an object.
-            listed = given.tolist() if isinstance(given, np.ndarray) and given.dtype.kind in "iu" else given
-            found = [operator.index(token) for token in listed]
+            # tolist is faster than iterating over NumPy scalars.
+            listed = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu" else tokens
+            ids = [operator.index(token) for token in listed]
         except TypeError as error:
-            raise RequestError(f"{where}: expected a text or token ids, found {shown(given)}") from error
+            raise RequestError(f"{where}: expected a text or token ids, found {short_repr(tokens)}") from error
         vocab = self.facts.vocab
-        if found and (min(found) < 0 or max(found) >= vocab):
-            i, token = next((i, token) for i, token in enumerate(found) if not 0 <= token < vocab)
-            raise RequestError(f"{where}: token {shown(token)} at {i} is outside the vocabulary of {vocab} tokens")
-        return found
+        if ids and (min(ids) < 0 or max(ids) >= vocab):
+            i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab)
+            raise RequestError(f"{where}: token {short_repr(token)} at {i} is outside the vocabulary of {vocab} tokens")
+        return ids
 
-    def prompt_ids(self, given: str | Iterable[int], where: str) -> list[int]:
-        """`token_ids` of a prompt; a text that is far too long is refused before all of it is encoded."""
-        if isinstance(given, str) and len(self.tokenizer.clip_text(given, self.context)) < len(given):
-            raise self._too_long(where, f"the prompt of {len(given):,} characters has")
-        return self.token_ids(given, where)
+    def prompt_ids(self, prompt: str | Iterable[int], where: str) -> list[int]:
+        """`token_ids` of a prompt; raises for a text that is far too long without encoding all of it."""
+        if isinstance(prompt, str) and len(self.tokenizer.clip_text(prompt, self.context)) < len(prompt):
+            raise self._too_long(where, f"the prompt of {len(prompt):,} characters has")
+        return self.token_ids(prompt, where)
 
-    def _too_long(self, where: str, what: str) -> RequestError:
+    def _too_long(self, where: str, subject: str) -> RequestError:
         return RequestError(
-            f"{where}: {what} more tokens than the context, which holds {self.context}",
+            f"{where}: {subject} more tokens than the context, which holds {self.context}",
             hint="shorten it, or load the model with a larger context (context=..., --context)",
         )
 
@@ -300,7 +300,7 @@ class Model:
         return captured_values(self, capture, edit, lambda compiled, more: self._values(compiled, ids, more))
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
-        """The outputs of a graph for one sequence, `[seq, ...]` each; `more` are inputs of such a kind."""
+        """The outputs of a graph for one sequence, `[seq, ...]` each; `more` are additional inputs of that shape."""
         tokens = np.array([ids], np.int32)
         inputs = {
             "tokens": tokens,
@@ -314,16 +314,16 @@ class Model:
     # -- parameters --
     @property
     def params(self) -> Mapping[str, Array]:
-        """Its weights by name, as the file stores them; each is read when it is asked for."""
+        """The weights by name, as stored in the file; read on access."""
         from rlx.flow.flow import Params
 
         return Params(self.built.module, {}, self.checkpoint.weights)
 
     def apply(self, params: Mapping[str, Any], tokens: str | Sequence[int]) -> Array:
-        """What the model computes with other parameters: logits `[seq, vocab]`, or the hidden states of an encoder.
+        """Run the model with other parameters: returns logits `[seq, vocab]`, or the hidden states of an encoder.
 
-        Those that are not given are the model's own. Other numbers cost no compilation; another type of a weight, such
-        as f32 where the file has blocks, costs one.
+        Missing parameters are the model's own. New values need no compilation; a new dtype of a weight, such as f32 for
+        a quantised one, compiles once.
         """
         self._check_usable()
         ids = self.prompt_ids(tokens, "apply")
@@ -334,21 +334,21 @@ class Model:
         return apply_params(self, params, lambda compiled: self._values(compiled, ids))
 
     def _hidden_flow(self) -> ModelFlow:
-        """The flow whose main output `apply` gives."""
+        """The flow whose main output `apply` returns."""
         return self._flow()
 
     def _own_array(self, name: str) -> Array:
-        """A weight of the model, the same array for all its graphs."""
+        """A weight of the model; the same array object for all graphs."""
         arrays = self._arrays
         if name not in arrays:
             arrays[name] = self.checkpoint.weights.array(name)
         return arrays[name]
 
     def save(self, path: str | Path, params: Mapping[str, Any] | None = None, *, dtype: str | None = None) -> Path:
-        """Write the model for other programs: a `.gguf` file, a `.safetensors` file, or a folder of Hugging Face.
+        """Write the model for other programs: a `.gguf` file, a `.safetensors` file, or a Hugging Face folder.
 
-        With `params`, those are written in place of the model's own. Weights are stored as they are, unless `dtype`
-        says f32, f16 or bf16; safetensors has no blocks, which become f32.
+        `params` replace the model's own. Weights keep their type unless `dtype` is f32, f16 or bf16; safetensors cannot
+        store GGUF's quantised blocks, which become f32.
         """
         from rlx.engine.save import save_model
 
@@ -357,18 +357,18 @@ class Model:
 
     # -- life --
     def _warn(self) -> None:
-        """Log what its files leave open, or contradict."""
+        """Log warnings about missing or contradictory settings in the model's files."""
         for note in self.facts.notes:
             warn("rlx.load", "%s: %s", self.name, note)
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
-        """Write a file that `rlx.load` starts without compiling; with `weights`, those are in it too."""
+        """Write a file that `rlx.load` loads without compiling; `weights` embeds the weights."""
         from rlx.engine.export import export_model
 
         return export_model(self, path, embed=weights)
 
     def memory(self) -> Memory:
-        """What the model holds now."""
+        """Current memory use."""
         from rlx.engine.memory import memory_of
 
         with self._lock:
@@ -378,15 +378,15 @@ class Model:
         return memory_of(graphs, 0 if self.caches is None else self.caches.nbytes)
 
     def close(self) -> None:
-        """Give back memory and files. Calls in progress end well, or as later ones: they are refused."""
-        self._compiled = self._checkpoint = None  # first: whoever finds the rest gone is told that it is closed
+        """Release memory and files. Calls in progress either finish or raise, as later calls do."""
+        self._compiled = self._checkpoint = None  # first, so that calls that miss the rest raise "closed"
         self._builds = []
-        self._forget()
+        self._drop_graphs()
         if self.caches is not None:
             self.caches.close()
 
-    def _forget(self) -> None:
-        """Let go of graphs and weights. A call in progress goes on with those that it has: nothing is taken away."""
+    def _drop_graphs(self) -> None:
+        """Drop references to graphs and weights. Calls in progress keep their own."""
         self._captures, self._edits, self._applications = (Recent(self._lock) for _ in range(3))
         self._arrays = {}
 
@@ -403,7 +403,7 @@ class Model:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Only asked for what is not there: the verbs of other kinds of models say where they belong."""
+            """Called for missing attributes: methods of other kinds of models raise an explanation."""
             if any(name in verbs for verbs in VERBS.values()):
                 (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.facts.kind}"))
                 raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")

@@ -1,10 +1,10 @@
 """Model snapshots: a loaded model in the cache folder, so that the next process need not build, compile or pack.
 
-The first process goes on with its snapshot too: its packed weights are in memory once, as pages that the system may
-drop. A snapshot has the layout of the compiled program, the weights as kernels read them, the tokenizer, and where the
-machine code lies. Weights that kernels read as the model's file has them are not copied: they are mapped from there. A
-snapshot belongs to one state of the model's files, one set of settings, one target, one LLVM and one version of the
-sources of rlx; one that is damaged, or has lost its code, is removed, and the model is loaded as if it were new.
+The first process switches to its snapshot too: its packed weights are in memory once, as pages that the system may
+evict. A snapshot holds the image of the compiled program, the weights in the kernels' layout, the tokenizer, and the
+location of the machine code. Weights that kernels read in the layout of the model's file are mapped from there instead.
+A snapshot belongs to one state of the model's files, one set of settings, one target, one LLVM and one version of the
+sources of rlx; a damaged one, or one whose code is gone, is removed, and the model is loaded from its files.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ if TYPE_CHECKING:
     from rlx.models.load import Checkpoint
 
 KIND = "snapshot"
-KINDS = ("decoder", "encoder")  # of families, of which a snapshot has all that a model is
-WEIGHTS, TABLES = "weights", "tokenizer.tables"  # sections of which a warm start reads only what it needs
-MOST_FILES = 256  # of a model; a folder with more is no model's own
-ENDS = 4096  # bytes at both ends of a file that tell its states apart
-SETTLED_NS = 50_000_000  # the clock of file systems ticks: what changed just now may change again in the same tick
-SAMPLES, SAMPLE = 256, 4096  # of weights: how many pieces, about, and of how many bytes
-_OURS = "rlx.models."  # where the flows are that the sources of rlx tell everything of
+KINDS = ("decoder", "encoder")  # of families that snapshots support
+WEIGHTS, TABLES = "weights", "tokenizer.tables"  # mapped sections, of which a warm start reads only parts
+MAX_FILES = 256  # a folder with more is not a model folder
+ENDS = 4096  # bytes at both ends of a file that its digest covers
+SETTLED_NS = 50_000_000  # resolution of file times: a recent file may change again within the same tick
+SAMPLES, SAMPLE = 256, 4096  # number and bytes of the weight samples in the digest
+_OURS = "rlx.models."  # modules of built-in families, which the source digest covers
 
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """Where the snapshot of a model would be, for the files that it has now."""
+    """The key and location of a model's snapshot, for the current state of its files."""
 
     cache_dtype: str
     store: cache_folder.Cache
-    key: str  # whose it is, and of which state
+    key: str  # digests of the model and settings, and of the state
     path: Path  # of the model
     files: tuple[Path, ...]
     state: str  # of the files
     session: Session
     began: int  # time in nanoseconds
-    seen: str  # which file lay there then
+    file_id: str  # identity of the existing snapshot file at that time
 
 
 def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str, ModelSnapshot]:
-    """The snapshot of a model with these settings, by the type of its cache; none where none can be kept.
+    """The possible snapshots of a model with these settings, by KV cache type; empty if it cannot have one.
 
-    Where that type is auto, it is known when the files are opened, and until then there are several.
+    With `cache="auto"` the type is known only after opening the files, so there is one per possible type.
     """
     store, profile = cache_folder.current(), settings["profile"]
     if store.folder is None or session.device.backend.interprets or _has_foreign_families():
@@ -86,22 +86,22 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
     began = time.time_ns()
     try:
         files = tuple(_files(path))
-        if len(files) > MOST_FILES:
+        if len(files) > MAX_FILES:
             return {}
         state = _state(files)
-        asked = " ".join(f"{name}={settings[name]!r}" for name in ("context", "precision"))
-    except (OSError, ValueError):  # whoever opens the model says what is wrong
+        requested = " ".join(f"{name}={settings[name]!r}" for name in ("context", "precision"))
+    except (OSError, ValueError):  # opening the model reports the error
         return {}
-    identity = session.device.backend.identity(session.target)  # the compiler, and the instructions that it may use
+    identity = session.device.backend.identity(session.target)  # the compiler and its instruction set
     made_by = f"{cache_folder.source_digest()}|{identity}"
-    found = {}
+    snapshots = {}
     for kind in AUTO if settings["cache"] == "auto" else (settings["cache"],):
-        whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked} cache={kind}"
-        key = f"{_digest(whose)}-{_digest(f'{made_by}|{state}|{whose}')}"
-        there = store.snapshot(key)
-        seen = "" if there is None else cache_folder.file_of(there)
-        found[kind] = ModelSnapshot(kind, store, key, path, files, state, session, began, seen)
-    return found
+        owner = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{requested} cache={kind}"
+        key = f"{_digest(owner)}-{_digest(f'{made_by}|{state}|{owner}')}"
+        existing = store.snapshot(key)
+        file_id = "" if existing is None else cache_folder.file_of(existing)
+        snapshots[kind] = ModelSnapshot(kind, store, key, path, files, state, session, began, file_id)
+    return snapshots
 
 
 def _digest(text: str) -> str:
@@ -109,13 +109,13 @@ def _digest(text: str) -> str:
 
 
 def _has_foreign_families() -> bool:
-    """Whether somebody has declared families of their own: the key does not know their source."""
+    """Whether there are user-defined families, whose source the key does not cover."""
     known = sys.modules.get("rlx.models.family")
     return known is not None and any(not (f.flow.__module__ or "").startswith(_OURS) for f in known.FAMILIES.values())
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Everything that a model is read from, and may be: a GGUF with its parts, or all of a folder."""
+    """All files that a model may be read from: a GGUF with its parts, or all files of a folder."""
     if path.suffix == ".gguf" and path.is_file():
         part = PART_NAME.fullmatch(path.name)
         parts = [path] if part is None else sorted(path.parent.glob(f"*-of-{part['count']}.gguf"))
@@ -124,15 +124,15 @@ def _files(path: Path) -> Iterator[Path]:
         return
     top = path if path.is_dir() else path.parent
     names = (Path(folder, name) for folder, _, names in os.walk(top, followlinks=True) for name in names)
-    yield from sorted(itertools.islice(names, MOST_FILES + 1))
+    yield from sorted(itertools.islice(names, MAX_FILES + 1))
 
 
 def _state(files: Sequence[Path]) -> str:
-    """A digest that changes when a file does, or comes, or goes."""
+    """A digest that changes when a file is changed, added or removed."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         try:
-            # a pipe must not wait for its writer
+            # opening a pipe must not block
             with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
@@ -149,9 +149,9 @@ def _state(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-# -- keeping ---------------------------------------------------------------------------------------------------------
-def keep(model: Model, snapshot: ModelSnapshot) -> bool:
-    """Write the snapshot of a model that was just loaded. Returns False if that cannot be done."""
+# -- writing ---------------------------------------------------------------------------------------------------------
+def write(model: Model, snapshot: ModelSnapshot) -> bool:
+    """Write the snapshot of a model that was just loaded. Returns False if that is not possible."""
     compiled, checkpoint = model.compiled, model.checkpoint
     if model.facts.kind not in KINDS or not _is_settled(snapshot):
         return False
@@ -161,11 +161,11 @@ def keep(model: Model, snapshot: ModelSnapshot) -> bool:
     if image is None or not _is_builtin(compiled):
         return False
     bound = compiled.host_weights()
-    placed = _in_place(snapshot, checkpoint, bound)
-    weights = {n: a for n, a in bound.items() if n not in placed}
+    in_place = _mapped_weights(snapshot, checkpoint, bound)
+    weights = {n: a for n, a in bound.items() if n not in in_place}
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.pack()
-    if _is_there(snapshot):
+    if _exists(snapshot):
         return True
     path = snapshot.store.room(snapshot.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
     if path is None:
@@ -185,8 +185,8 @@ def keep(model: Model, snapshot: ModelSnapshot) -> bool:
         "facts": asdict(model.facts),
         "digest": model.digest,
         "auto": auto_cache(checkpoint, model.profile),
-        "in_place": placed,
-        "sampled": [_sampled(weights), _sampled(tables)],
+        "in_place": in_place,
+        "sampled": [_sample_digest(weights), _sample_digest(tables)],
     }
     contents: dict[str, container.Content] = {
         "records": text.encode(),
@@ -197,19 +197,19 @@ def keep(model: Model, snapshot: ModelSnapshot) -> bool:
     }
     try:
         container.write(path, manifest, contents, mode=0o600)
-    except OSError:  # a disk that cannot take it only costs the next start its time
+    except OSError:  # without a snapshot, the next load is only slower
         return False
     return True
 
 
-def _is_there(snapshot: ModelSnapshot) -> bool:
-    """Whether another process was faster. One from before was of no use, or this would have begun with it."""
+def _exists(snapshot: ModelSnapshot) -> bool:
+    """Whether another process has written it meanwhile. One that existed before was unusable."""
     path = snapshot.store.snapshot(snapshot.key) if snapshot.store.writable else None
-    return path is not None and cache_folder.file_of(path) not in ("", snapshot.seen)
+    return path is not None and cache_folder.file_of(path) not in ("", snapshot.file_id)
 
 
 def _is_settled(snapshot: ModelSnapshot) -> bool:
-    """Whether the files are still as they were before the model was opened, and were so for longer than a tick."""
+    """Whether the files have not changed since before the model was opened, nor within a clock tick before that."""
     try:
         times = [
             t for path in snapshot.files if path.exists() for t in (path.stat().st_mtime_ns, path.stat().st_ctime_ns)
@@ -218,7 +218,7 @@ def _is_settled(snapshot: ModelSnapshot) -> bool:
             max(times, default=snapshot.began) + SETTLED_NS < snapshot.began
             and _state(snapshot.files) == snapshot.state
         )
-    except OSError:  # gone meanwhile
+    except OSError:  # removed meanwhile
         return False
 
 
@@ -231,9 +231,9 @@ def _is_builtin(compiled: CompiledGraph) -> bool:
 Place = tuple[int, int, str, list[int]]  # number of the file, offset, element type, shape
 
 
-def _in_place(snapshot: ModelSnapshot, checkpoint: Checkpoint, bound: Mapping[str, Array]) -> dict[str, Place]:
-    """The weights that are mapped from the model's files: which file, where, and as what."""
-    found: dict[str, Place] = {}
+def _mapped_weights(snapshot: ModelSnapshot, checkpoint: Checkpoint, bound: Mapping[str, Array]) -> dict[str, Place]:
+    """The locations of weights that are mapped from the model's files."""
+    places: dict[str, Place] = {}
     numbers = {os.path.realpath(path): i for i, path in enumerate(snapshot.files)}
     source = checkpoint.weights
     for name, array in bound.items():
@@ -242,21 +242,21 @@ def _in_place(snapshot: ModelSnapshot, checkpoint: Checkpoint, bound: Mapping[st
             number = numbers.get(os.path.realpath(entry.file))
             same = address(array) == address(source.file.array(entry.name)) and array.nbytes == entry.nbytes
             if number is not None and same:
-                found[name] = number, entry.offset, dtype(array.dtype).name, list(array.shape)
-    return found
+                places[name] = number, entry.offset, dtype(array.dtype).name, list(array.shape)
+    return places
 
 
 def _classes(kind: str, session: Session) -> dict[str, type]:
-    found = {**snapshot_records(session.device.name), **record_json.records_of(special_tokens)}
+    classes = {**snapshot_records(session.device.name), **record_json.records_of(special_tokens)}
     if kind == "encoder":
         from rlx.models.pooling import EmbedSettings
 
-        found["EmbedSettings"] = EmbedSettings
-    return found
+        classes["EmbedSettings"] = EmbedSettings
+    return classes
 
 
-def _sampled(weights: Mapping[str, Array]) -> str:
-    """A digest of pieces from all over: tells a file whose pages never reached the disk, and takes no time."""
+def _sample_digest(weights: Mapping[str, Array]) -> str:
+    """A digest of samples, which is fast and detects a file whose pages never reached the disk."""
     digest = hashlib.blake2b(digest_size=16)
     step = max(SAMPLE, sum(a.nbytes for a in weights.values()) // SAMPLES)
     for name, array in weights.items():
@@ -269,26 +269,26 @@ def _sampled(weights: Mapping[str, Array]) -> str:
 
 # -- opening ---------------------------------------------------------------------------------------------------------
 def open_snapshot(snapshot: ModelSnapshot, name: str | None, settings: Mapping[str, Any]) -> Loaded | None:
-    """The model as it was kept; None where it was not, or where what was kept is of no use any more."""
+    """Load a model from its snapshot; None if there is none, or if it is unusable."""
     path = snapshot.store.snapshot(snapshot.key)
     if path is None:
         return None
-    seen = cache_folder.file_of(path)
+    file_id = cache_folder.file_of(path)
     try:
         file = container.read(path, "a snapshot")
         if settings["cache"] == "auto" and file.manifest["auto"] != snapshot.cache_dtype:
-            return None  # somebody asked for it by name
-        model = _restored(snapshot, file, name, settings)
+            return None  # written for an explicit cache type
+        model = _restore(snapshot, file, name, settings)
     except ResourceError:
         raise
     except (RlxError, LookupError, TypeError, ValueError, AttributeError, OSError):
-        snapshot.store.drop(path, seen)  # damaged, or its code is gone
+        snapshot.store.drop(path, file_id)  # damaged, or its code is gone
         return None
     snapshot.store.used(path)
     return model
 
 
-def _restored(snapshot: ModelSnapshot, file: Container, name: str | None, settings: Mapping[str, Any]) -> Loaded:
+def _restore(snapshot: ModelSnapshot, file: Container, name: str | None, settings: Mapping[str, Any]) -> Loaded:
     manifest, session = file.manifest, snapshot.session
     if (manifest["kind"], manifest["key"]) != (KIND, snapshot.key):
         raise FormatError(f"{file.path}: expected the snapshot {snapshot.key}, found {manifest['key']}")
@@ -297,43 +297,43 @@ def _restored(snapshot: ModelSnapshot, file: Container, name: str | None, settin
     arrays = list(file.arrays("records.arrays").values())
     records = record_json.decode(file.section("records"), _classes(facts.kind, session), arrays, str(file.path))
     weights = file.arrays(WEIGHTS)
-    if [_sampled(weights), _sampled(file.arrays(TABLES))] != manifest["sampled"]:
+    if [_sample_digest(weights), _sample_digest(file.arrays(TABLES))] != manifest["sampled"]:
         raise FormatError(f"{file.path}: its weights or tables are damaged")
-    placed = {number: open_bytes(snapshot.files[number]) for number in {p[0] for p in manifest["in_place"].values()}}
-    weights |= _mapped(placed, manifest["in_place"])
-    maps = [*file.maps, *(m for bytes_ in placed.values() for m in bytes_.maps)]
+    files = {number: open_bytes(snapshot.files[number]) for number in {p[0] for p in manifest["in_place"].values()}}
+    weights |= _map_weights(files, manifest["in_place"])
+    maps = [*file.maps, *(m for bytes_ in files.values() for m in bytes_.maps)]
     checkpoint = SnapshotCheckpoint(snapshot.path, facts, manifest["digest"], file, records["tokenizer"], maps)
 
     def source() -> tuple[Any, Mapping[str, Array]]:
-        built = blueprint.built  # when somebody asks for it
+        built = blueprint.built  # builds it on demand
         return built.module, built.params
 
     profile = with_precision(settings["profile"], settings["precision"])
     graph = from_snapshot(records["signature"], records["image"], records["derived"], weights, session, profile, source)
     if graph is None:
         raise FormatError(f"{file.path}: its machine code is gone")
-    own = {name: weights[name] for name in graph.param_types if name in weights}  # other graphs need no second map
-    prepared = Prepared(session, None, graph, own, manifest["digest"], records["cache"])
-    asked = {n: settings[n] for n in ("context", "precision", "profile")}
-    model = class_of(facts.kind)(checkpoint, name=name, cache=snapshot.cache_dtype, prepared=prepared, **asked)
+    params = {name: weights[name] for name in graph.param_types if name in weights}  # other graphs reuse these maps
+    prepared = Prepared(session, None, graph, params, manifest["digest"], records["cache"])
+    passed = {n: settings[n] for n in ("context", "precision", "profile")}
+    model = class_of(facts.kind)(checkpoint, name=name, cache=snapshot.cache_dtype, prepared=prepared, **passed)
     if records["embed"] is not None:
         model.__dict__["settings"] = records["embed"]
     blueprint = model._blueprint()
     return model
 
 
-def _mapped(maps: Mapping[int, FileBytes], places: Mapping[str, Any]) -> dict[str, Array]:
-    """Weights as the model's files have them."""
-    found = {}
+def _map_weights(maps: Mapping[int, FileBytes], places: Mapping[str, Any]) -> dict[str, Array]:
+    """Map weights from the model's files."""
+    weights = {}
     for name, (number, offset, kind, shape) in places.items():
         element = dtype(kind).numpy
         size = int(np.prod(shape)) * element.itemsize
-        found[name] = maps[number].array(offset, offset + size).view(element).reshape(shape)
-    return found
+        weights[name] = maps[number].array(offset, offset + size).view(element).reshape(shape)
+    return weights
 
 
 class SnapshotCheckpoint:
-    """The files of a model that has a snapshot: they are opened, as any model's, when somebody asks for more."""
+    """The checkpoint of a model loaded from a snapshot. Its files are opened on demand."""
 
     def __init__(
         self, path: Path, facts: ModelInfo, digest: str, file: Container, described: Mapping[str, Any] | None,
@@ -348,22 +348,24 @@ class SnapshotCheckpoint:
         self._lock = Lock()
         self._opened: Checkpoint | None = None
 
-    def opened(self) -> Checkpoint:
+    def open_files(self) -> Checkpoint:
         from rlx.engine.weights import weights_digest
         from rlx.models.load import open_checkpoint
 
         with self._lock:
             if self._opened is None:
-                found = open_checkpoint(self.path)
-                if weights_digest(found.file) != self.digest:  # kernels have the old weights, others would not
-                    what = f"{self.path}: its weights have changed since it was loaded"
-                    raise FormatError(what, hint="load it again")
-                self.maps.extend(found.maps)
-                self._opened = found
+                checkpoint = open_checkpoint(self.path)
+                if (
+                    weights_digest(checkpoint.file) != self.digest
+                ):  # kernels use the old weights, so new graphs would not match
+                    message = f"{self.path}: its weights have changed since it was loaded"
+                    raise FormatError(message, hint="load it again")
+                self.maps.extend(checkpoint.maps)
+                self._opened = checkpoint
             return self._opened
 
     def __getattr__(self, name: str) -> Any:
-        """Only asked for what is not here: the configuration, the tensors, the family."""
+        """Called for missing attributes: the configuration, the tensors, the family."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.opened(), name)
+        return getattr(self.open_files(), name)

@@ -1,4 +1,4 @@
-"""Page tables: which pages of the pools hold the positions of which sequence."""
+"""Page tables: the pages of the pools that hold the positions of each sequence."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ NONE = -1  # no page yet
 
 
 class PageTable:
-    """The pages of some sequences in the layers of one window. Rows may share pages until one of them writes there.
+    """The pages of a batch of sequences in the layers of one window. Rows share pages until one of them writes.
 
-    Each row has a run of consecutive pages for its blocks, so that a sequence is contiguous unless it shares pages.
+    Each row owns a run of consecutive pages, so a sequence is contiguous unless it shares pages.
     """
 
     def __init__(self, rows: int) -> None:
         self.numbers: Array = np.zeros((rows, 0), np.int32)  # as kernels read them
-        self._pages: list[list[int]] = [[] for _ in range(rows)]  # the same, quicker to look at
-        self._users: list[int] = []  # of each page
+        self._pages: list[list[int]] = [[] for _ in range(rows)]  # the same as lists, which are faster to index
+        self._users: list[int] = []  # reference count per page
         self._run = 0  # pages per row
         self._touched: set[int] = set()
 
@@ -34,11 +34,11 @@ class PageTable:
 
     @property
     def touched(self) -> int:
-        """How many pages have ever been written."""
+        """Number of pages ever written."""
         return len(self._touched)
 
     def grow(self, blocks: int, run: int) -> None:
-        """Have so many blocks in every row, and `run` pages per row, at least `blocks`; pages keep their numbers."""
+        """Grow to `blocks` blocks and `run` pages per row (`run` >= `blocks`); pages keep their numbers."""
         self._run = run
         self._users += [0] * (len(self._pages) * run - self.pages)
         for row in self._pages:
@@ -49,8 +49,8 @@ class PageTable:
         """The page of a block, or NONE."""
         return self._pages[row][block]
 
-    def own(self, row: int, block: int) -> tuple[int, int] | None:
-        """Give a block that is about to be written a page of its own; (old, new) if it shared one."""
+    def make_private(self, row: int, block: int) -> tuple[int, int] | None:
+        """Give a block that is about to be written its own page; returns (old, new) if it shared one."""
         page = self._pages[row][block]
         if page != NONE and self._users[page] == 1:
             return None
@@ -62,13 +62,13 @@ class PageTable:
         return None if page == NONE else (page, new)
 
     def share(self, row: int, other: int, blocks: Iterable[int]) -> None:
-        """Let a row have these blocks of another row, and no others."""
+        """Make a row reference these blocks of another row, and no others."""
         pages = {block: self._pages[other][block] for block in blocks}
         for block in range(self.blocks):
             self._put(row, block, pages.get(block, NONE))
 
     def release(self, row: int) -> None:
-        """Give back the pages of a row."""
+        """Release the pages of a row."""
         self.share(row, row, ())
 
     def _put(self, row: int, block: int, page: int) -> None:

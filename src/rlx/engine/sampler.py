@@ -1,7 +1,7 @@
-"""Settings of sampling, checked, and the operands by which the op `sample_tokens` picks the tokens of a batch.
+"""Sampling settings and their checks, and the operands of the op `sample_tokens` for a batch.
 
-Temperature 0 is the plain argmax, the lowest id among equals. What is picked depends on the logits, on what came
-before and on the seed alone.
+Temperature 0 is argmax, with the lowest id among equals. A picked token depends only on the logits, the tokens before
+it and the seed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rlx.dtypes import dtype
 from rlx.errors import KernelError, RequestError, nearest, shortened
 from rlx.sampling import NO_TOKEN, highest_places, mask_words
 
-MOST = 1e30  # of bias and penalties: what float32 holds even when they come together
+MAX_BIAS = 1e30  # limit of bias and penalties: their sum does not overflow float32
 
-# setting -> the least and the most that it may be, and that in words. Nothing within overflows float32.
+# setting -> minimum, maximum, and the range in words. No value in range overflows float32.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0, 1e4, "a number from 0 to 10000"),
     "top_k": (0, 2**53, "a whole number from 0, where 0 is no limit"),
     "top_p": (math.ulp(0.0), 1, "a number above 0, up to 1"),
     "min_p": (0, 1, "a number from 0 to 1"),
     "repetition_penalty": (1e-6, 1e6, "a number from 1e-6 to 1e6, where 1 is none"),
-    "frequency_penalty": (-MOST, MOST, f"a number from {-MOST:g} to {MOST:g}"),
-    "presence_penalty": (-MOST, MOST, f"a number from {-MOST:g} to {MOST:g}"),
+    "frequency_penalty": (-MAX_BIAS, MAX_BIAS, f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
+    "presence_penalty": (-MAX_BIAS, MAX_BIAS, f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
 }
-# what other programs call these
+# names of other programs for these settings
 FOREIGN_NAMES = {
     "temp": "temperature", "do_sample": "temperature", "topk": "top_k", "topp": "top_p", "minp": "min_p",
     "repeat_penalty": "repetition_penalty", "penalty_repeat": "repetition_penalty",
@@ -74,13 +74,13 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (least, most, wanted) in _RANGES.items():
+        for name, (low, high, wanted) in _RANGES.items():
             value = getattr(self, name)
             if value is None and name == "temperature":
                 continue
             number = _number(value)
-            if not least <= number <= most or (name == "top_k" and number % 1):
-                raise RequestError(f"sampling: {name} is {shown(value)}, expected {wanted}")
+            if not low <= number <= high or (name == "top_k" and number % 1):
+                raise RequestError(f"sampling: {name} is {short_repr(value)}, expected {wanted}")
             object.__setattr__(self, name, int(number) if name == "top_k" else number)
         if self.temperature is None:
             for name, idle in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
@@ -89,43 +89,45 @@ class Sampling:
                         f"sampling: {name} is {value}, which needs a temperature above 0", hint="temperature=1.0"
                     )
         if self.seed is not None and (not _is_index(self.seed) or not 0 <= self.seed < 2**128):
-            raise RequestError(f"sampling: seed is {shown(self.seed)}, expected a whole number from 0, below 2**128")
+            raise RequestError(f"sampling: seed is {short_repr(self.seed)}, expected an integer from 0, below 2**128")
         if self.allowed is not None and not callable(self.allowed):
             object.__setattr__(self, "allowed", _as_words(self.allowed))
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"sampling: logit_bias is {shown(self.logit_bias)}, expected a mapping from token ids")
+            raise RequestError(
+                f"sampling: logit_bias is {short_repr(self.logit_bias)}, expected a mapping from token ids"
+            )
         for token, bias in self.logit_bias.items():
             if not _is_index(token):
-                raise RequestError(f"sampling: logit_bias has {shown(token)}, expected a token id")
-            if not abs(_number(bias)) <= MOST and _number(bias) != -math.inf:
+                raise RequestError(f"sampling: logit_bias has {short_repr(token)}, expected a token id")
+            if not abs(_number(bias)) <= MAX_BIAS and _number(bias) != -math.inf:
                 raise RequestError(
-                    f"sampling: logit_bias of token {shown(token)} is {shown(bias)}, "
-                    f"expected -inf or a number from {-MOST:g} to {MOST:g}"
+                    f"sampling: logit_bias of token {short_repr(token)} is {short_repr(bias)}, "
+                    f"expected -inf or a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
                 )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Sampling:
-        """From keywords; one that other programs use is told its name here."""
-        for name in given:
+    def of(cls, settings: Mapping[str, Any]) -> Sampling:
+        """From keywords; the error for another program's name of a setting says the name here."""
+        for name in settings:
             if name not in cls.__dataclass_fields__:
                 ours = FOREIGN_NAMES.get(name)
                 known = (*cls.__dataclass_fields__, "max_tokens", "stop", "logprobs")
                 hint = f"here it is called {ours}" if ours else nearest(name, known) or f"known: {', '.join(known)}"
                 raise RequestError(f"sampling: no setting is called {name!r}", hint=hint)
-        return cls(**given)
+        return cls(**settings)
 
 
-def shown(value: object) -> str:
-    """A value for a message, which it does not fill."""
+def short_repr(value: object) -> str:
+    """The `repr` of a value, shortened for messages."""
     try:
         text = repr(value)
-    except ValueError:  # whole numbers beyond some thousand digits have no text
+    except ValueError:  # Python refuses to print ints of several thousand digits
         text = f"a huge {type(value).__name__}"
     return shortened(text, 80)
 
 
 def _number(value: Any) -> float:
-    """A real number, or NaN where it is none or too large to be one."""
+    """The value as a float; NaN if it is not a real number or too large."""
     try:
         return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -156,7 +158,7 @@ def _is_index(value: Any) -> bool:
 
 
 class Sampler:
-    """The sampling state of one sequence: settings, random numbers that depend on the seed alone, and a history."""
+    """The sampling state of one sequence: settings, random numbers that depend only on the seed, and a history."""
 
     def __init__(
         self, settings: Sampling, prompt: Sequence[int] = (), vocab: int | None = None, scored: bool = False
@@ -164,10 +166,12 @@ class Sampler:
         if vocab is None and settings.allowed is not None:
             raise RequestError("sampling: allowed needs the size of the vocabulary")
         self.settings = settings
-        self.scored = scored  # whether somebody reads log-probabilities
+        self.scored = scored  # whether log-probabilities are needed
         for token in settings.logit_bias:
             if vocab is not None and not 0 <= token < vocab:
-                raise RequestError(f"sampling: logit_bias has token {shown(token)}, the vocabulary has {vocab} tokens")
+                raise RequestError(
+                    f"sampling: logit_bias has token {short_repr(token)}, the vocabulary has {vocab} tokens"
+                )
         self.vocab = vocab or 0
         self._fixed_mask = None
         if settings.allowed is not None and not callable(settings.allowed):
@@ -177,7 +181,7 @@ class Sampler:
         self._random = np.random.Generator(np.random.Philox(self.seed)) if settings.temperature else None
         repeats = settings.repetition_penalty != 1
         self._keeps_history = bool(repeats or settings.frequency_penalty or settings.presence_penalty)
-        self.history = list(dict.fromkeys(prompt)) if repeats else []  # tokens that penalties count
+        self.history = list(dict.fromkeys(prompt)) if repeats else []  # tokens that penalties apply to
         self.prompt_length = len(self.history)
 
     def uniform(self) -> float:
@@ -192,7 +196,7 @@ class Sampler:
         return self._fixed_mask
 
     def accept(self, token: int) -> None:
-        """A token was picked."""
+        """Add a picked token to the history."""
         if self._keeps_history:
             self.history.append(token)
         if callable(self.settings.allowed):
@@ -212,20 +216,20 @@ HISTORY_STEP = 256  # a history grows by so many tokens at once: another width i
 
 
 def operand_input(name: str) -> str:
-    """The input of a decoder's graph that is an operand of its sampler."""
+    """The name of the decoder's input for an operand of its sampler."""
     return f"sampling.{name}"
 
 
 class BatchSampling:
-    """The operands of `sample_tokens` for the sequences of a batch, in arrays that steps reuse."""
+    """The operands of `sample_tokens` for a batch, in arrays that steps reuse."""
 
     def __init__(self) -> None:
         self._samplers: tuple[Sampler | None, ...] = ()
         self._arrays: dict[str, Array] = {}
-        self._written: list[int] = []  # tokens of each history that its array holds
+        self._written: list[int] = []  # tokens per history already in its array
 
     def draw(self, samplers: Sequence[Sampler | None]) -> dict[str, Array]:
-        """Inputs of the next call, with a random number per row; None is a row that nobody reads."""
+        """Inputs of the next call, with a random number per row; None is an unused row."""
         rows = tuple(samplers)
         longest = max((len(s.history) for s in rows if s is not None), default=0)
         if rows != self._samplers or longest > self._arrays[operand_input("history")].shape[1]:
@@ -269,7 +273,7 @@ class BatchSampling:
 
 
 def no_token(logits: Array) -> RequestError | KernelError:
-    """Why the sampler found no token to pick from these logits."""
+    """The error for logits from which no token can be picked."""
     highest = float(logits.max())
     if highest < math.inf:
         return RequestError("sampling: no token is left to pick", hint="logit_bias or allowed bans them all")
@@ -278,11 +282,11 @@ def no_token(logits: Array) -> RequestError | KernelError:
 
 
 def most_likely(values: Array, count: int) -> list[int]:
-    """The places of the highest values, the highest first; of equals, the lower places."""
+    """The indices of the highest values, highest first; among equals, the lower index first."""
     if count == 0:
         return []
-    found = highest_places(values, count)
-    return [int(i) for i in found[np.argsort(-values[found], kind="stable")[:count]]]
+    places = highest_places(values, count)
+    return [int(i) for i in places[np.argsort(-values[places], kind="stable")[:count]]]
 
 
 def _fresh_seed() -> int:

@@ -1,4 +1,4 @@
-"""The decoder's graph with the sampler behind its logits: each call picks the next token of every row.
+"""Adds the sampler to a decoder's graph: each call picks the next token of every row.
 
 Settings, random numbers, masks and histories are inputs (`sampler.BatchSampling` fills them); tokens and their
 log-probabilities are the last two outputs.
@@ -17,9 +17,9 @@ OUTPUTS = ("next_token", "next_logprob")
 
 
 def with_sampler(built: BuiltModel, vocab: int) -> BuiltModel:
-    """The same model that also samples from its logits `[picked, vocab]`, of which those beyond `vocab` are padding.
+    """The model with a sampler of its logits `[picked, vocab]`, of which those beyond `vocab` are padding.
 
-    A model whose main output is not such logits stays as it is, and cannot generate.
+    A model whose main output is not such logits is returned unchanged, and cannot generate.
     """
     main = built.module.outputs[0]
     if len(main.shape) != 2 or not main.dtype.is_float or not isinstance(main.shape[1], int):

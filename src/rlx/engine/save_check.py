@@ -1,4 +1,4 @@
-"""Whether a file that was just written is the model: it is read again, and the graphs of both are compared."""
+"""Checks a saved model: reads it back and compares its graph with the original's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlx.formats.tensor_file import quoted
 from rlx.models.config import leaves
 from rlx.models.load import Checkpoint, open_checkpoint
 
-POSITIONS = 256  # of the graphs that are compared, unless windows or RoPE change further on
+POSITIONS = 256  # of the compared graphs, unless windows or RoPE change at later ones
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file beside a path that takes its place when all went well: what is there may be mapped."""
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path that replaces `path` if the block succeeds. The old file may be mapped, so it stays intact."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".saving-", suffix=path.suffix)
     os.close(handle)
     try:
@@ -36,42 +36,46 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
-    found = os.umask(0o022)
-    os.umask(found)
-    return found
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def check_same(checkpoint: Checkpoint, wanted: Any, written: Path) -> None:
-    """Raise CapabilityError, with the fields at fault, for a file that gives another graph than `wanted`."""
-    found = open_checkpoint(written)
-    found.file.close()
-    wanted, other = _rounded(wanted), _rounded(found.config)
+    """Raise CapabilityError, naming the settings, if a file builds another graph than `wanted`."""
+    written_checkpoint = open_checkpoint(written)
+    written_checkpoint.file.close()
+    wanted, other = _rounded(wanted), _rounded(written_checkpoint.config)
     positions = _positions(wanted)
     first = _graph(checkpoint, wanted, positions, checkpoint.rope_factors)
-    second = _graph(checkpoint, other, positions, found.rope_factors)
+    second = _graph(checkpoint, other, positions, written_checkpoint.rope_factors)
     if first.module == second.module and _same_tables(first, second):
         return
-    apart = []
+    lost = []
     written_values = {leaf.name: other.value(leaf) for leaf in leaves(type(other))}
-    for leaf in leaves(type(wanted)):  # those that by themselves give another graph
-        mine = wanted.value(leaf)
-        theirs = written_values.get(leaf.name, mine)
-        if mine != theirs:
-            changed = _graph(checkpoint, wanted.changed(**{leaf.name: theirs}), positions, checkpoint.rope_factors)
+    for leaf in leaves(type(wanted)):  # report those that change the graph on their own
+        own_value = wanted.value(leaf)
+        written_value = written_values.get(leaf.name, own_value)
+        if own_value != written_value:
+            changed = _graph(
+                checkpoint, wanted.changed(**{leaf.name: written_value}), positions, checkpoint.rope_factors
+            )
             if changed.module != first.module or not _same_tables(changed, first):
-                apart.append(f"{leaf.metadata.get('hf') or leaf.name} ({quoted(mine)})")
-    raise CapabilityError(f"save: {found.file.format} has no words for {', '.join(apart) or 'a setting of this model'}")
+                lost.append(f"{leaf.metadata.get('hf') or leaf.name} ({quoted(own_value)})")
+    raise CapabilityError(
+        f"save: {written_checkpoint.file.format} cannot express {', '.join(lost) or 'a setting of this model'}"
+    )
 
 
 def _same_tables(first: BuiltModel, second: BuiltModel) -> bool:
-    tables, others = first.params.made, second.params.made
+    tables, others = first.params.computed, second.params.computed
     return tables.keys() == others.keys() and all(
         np.allclose(tables[name], others[name], rtol=1e-5, atol=1e-6) for name in tables
     )
 
 
 def _positions(c: Any) -> int:
-    """So many that windows and lengths at which RoPE changes are seen."""
+    """Enough positions to cover windows and the lengths at which RoPE changes."""
     windows = [c.window(i) or 0 for i in range(c.layers)] if hasattr(c, "window") else []
     limit = c.rope.limit if hasattr(c, "rope") and getattr(c, "turns", True) else None
     longest: int = c.context
@@ -79,11 +83,11 @@ def _positions(c: Any) -> int:
 
 
 def _rounded(c: Any) -> Any:
-    """With numbers as GGUF has them."""
+    """The configuration with floats rounded to f32, as in GGUF."""
     values = {leaf.name: c.value(leaf) for leaf in leaves(type(c))}
     return c.changed(**{name: float(np.float32(v)) for name, v in values.items() if isinstance(v, float)})
 
 
 def _graph(checkpoint: Checkpoint, c: Any, positions: int, factors: Array | None) -> BuiltModel:
-    """The graph of a configuration, whatever its weights are."""
+    """The graph of a configuration, with weights of any type."""
     return checkpoint.family.flow(c, positions, factors).build(WantedWeights())

@@ -1,4 +1,4 @@
-"""Writing GGUF: the tensors, the configuration and the tokenizer of a decoder in the words of llama.cpp."""
+"""Writes GGUF: tensors, configuration and tokenizer of a decoder, with llama.cpp's keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import F16, F32
-from rlx.engine.save_check import check_same, replacing
+from rlx.engine.save_check import atomic_path, check_same
 from rlx.engine.save_tensors import FLOATS, Source, Tensor
 from rlx.errors import CapabilityError
 from rlx.formats.gguf_quants import GGUF_TYPES
 from rlx.models.config import DecoderConfig, leaves
 from rlx.models.load import Checkpoint
 
-# Kinds of RoPE that are kept in tensors, and the architectures whose files llama.cpp looks for them in.
+# RoPE scalings stored as tensors, and the architectures for which llama.cpp reads them.
 TENSORS_OF_ROPE = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
 
 
@@ -31,12 +31,12 @@ def write_gguf(source: Source, names: Sequence[str], path: Path, kind: str | Non
     same = checkpoint.file.format == "gguf"
     tensors = source.in_format("gguf", names)
     if kind is not None:
-        tensors = {n: t if _stays(n, t) else t.as_type(FLOATS[kind]) for n, t in tensors.items()}
-    known = set(GGUF_TYPES.values())  # 8-bit floats are not among them
+        tensors = {n: t if _must_be_f32(n, t) else t.as_type(FLOATS[kind]) for n, t in tensors.items()}
+    known = set(GGUF_TYPES.values())  # without 8-bit floats
     tensors = {n: t if t.type.dtype in known else t.as_type(F32) for n, t in tensors.items()}
     if not same:
         tensors |= {name: Tensor.of(array) for name, array in rope_tensors(checkpoint).items()}
-    with replacing(path) as at:
+    with atomic_path(path) as at:
         writer = gguf.GGUFWriter(at, _architecture(checkpoint))
         if same:
             _copy_metadata(gguf, writer, checkpoint.file.path)
@@ -59,7 +59,7 @@ def write_gguf(source: Source, names: Sequence[str], path: Path, kind: str | Non
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
-    """That of its file; of a model that comes from another format, the one that its family is written as."""
+    """The architecture of the model's file, or of its family if it comes from another format."""
     if checkpoint.file.format == "gguf":
         return str(checkpoint.file.metadata["general.architecture"])
     return str(checkpoint.family.architecture)
@@ -67,36 +67,36 @@ def _architecture(checkpoint: Checkpoint) -> str:
 
 def _copy_metadata(gguf: Any, writer: Any, path: Path) -> None:
     for field in gguf.GGUFReader(path).fields.values():
-        # what the writer writes itself, and what belongs to a part of a model in several files
+        # written by the writer itself, or about the parts of a split file
         if field.name.startswith(("GGUF.", "split.")) or field.name == "general.architecture":
             continue
         inner = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
 
 
-def _stays(name: str, tensor: Tensor) -> bool:
-    """Whether llama.cpp wants a tensor as f32, whatever the others are."""
+def _must_be_f32(name: str, tensor: Tensor) -> bool:
+    """Whether llama.cpp expects a tensor as f32, whatever the type of the others."""
     return len(tensor.type.shape) == 1 or any(part in name for part in ("ssm_a", "ssm_d", "ssm_norm", "ssm_conv1d"))
 
 
 def _write_metadata(writer: Any, checkpoint: Checkpoint) -> None:
-    """A decoder's configuration and tokenizer in the words of GGUF."""
+    """Write a decoder's configuration and tokenizer with GGUF's keys."""
     c, prefix = checkpoint.config, _architecture(checkpoint)
     writer.add_name(checkpoint.path.name)
-    said: dict[str, Any] = {"vocab_size": c.vocab}
+    metadata: dict[str, Any] = {"vocab_size": c.vocab}
     if isinstance(c, DecoderConfig):
-        said["attention.head_count_kv"] = c.kv_heads
+        metadata["attention.head_count_kv"] = c.kv_heads
         if c.head_dim * c.heads != c.dim or c.head_dim_given is not None:
-            said |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
+            metadata |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
         if c.rotary != c.head_dim or prefix in ("llama", "phi3"):
-            said["rope.dimension_count"] = c.rotary
+            metadata["rope.dimension_count"] = c.rotary
     for leaf in leaves(type(c)):
         place, value = leaf.metadata.get("gguf"), c.value(leaf)
         if place and value is not None:
-            said[place] = value
+            metadata[place] = value
     if isinstance(c, DecoderConfig) and c.uses_rope:
-        said |= rope_settings(c)
-    for place, value in (said | c.gguf_only_settings()).items():
+        metadata |= rope_settings(c)
+    for place, value in (metadata | c.gguf_only_settings()).items():
         _add(writer, f"{prefix}.{place}", value)
     if checkpoint.tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
@@ -108,16 +108,16 @@ def _write_metadata(writer: Any, checkpoint: Checkpoint) -> None:
 
 # -- RoPE ------------------------------------------------------------------------------------------------------------
 def rope_settings(c: DecoderConfig) -> dict[str, Any]:
-    """The keys of a scaling; an error names a kind, or a member of one, that GGUF has no words for."""
+    """GGUF keys of a RoPE scaling. Raises CapabilityError for one that GGUF cannot express."""
     rope = c.rope
     match rope.kind:
-        case "default" | "llama3":  # the latter is in a tensor
+        case "default" | "llama3":  # llama3 is a tensor
             return {}
         case "linear":
             return {"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")}
         case "yarn":
             _, attention = rope.frequencies(c.context)
-            usual = 0.1 * math.log(rope.stretch) + 1.0 if rope.stretch > 1 else 1.0  # which llama.cpp multiplies by
+            usual = 0.1 * math.log(rope.stretch) + 1.0 if rope.stretch > 1 else 1.0  # llama.cpp multiplies by it
             return {
                 "rope.scaling.type": "yarn", "rope.scaling.factor": rope.stretch,
                 "rope.scaling.original_context_length": int(rope.original),
@@ -139,7 +139,7 @@ def rope_settings(c: DecoderConfig) -> dict[str, Any]:
 
 
 def rope_tensors(checkpoint: Checkpoint) -> dict[str, Array]:
-    """What frequencies are divided by, where GGUF has tensors for it: those of Llama 3 and of long contexts."""
+    """Divisors of RoPE frequencies that GGUF stores as tensors: those of Llama 3 and longrope."""
     c = checkpoint.config
     if not isinstance(c, DecoderConfig) or not c.uses_rope or c.rope.kind not in TENSORS_OF_ROPE:
         return {}

@@ -1,4 +1,4 @@
-"""A tokenizer as the `tokenizer.*` keys of a GGUF file: byte-level BPE, which most language models have."""
+"""Writes byte-level BPE tokenizers as the `tokenizer.*` keys of a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.formats.tokenizer import Tokenizer
 from rlx.formats.tokenizer_models import CONTROL, NORMAL, USER_DEFINED
 
 GPT2 = PRE_TOKENIZERS["gpt-2"].patterns[0]
-# Where ways to cut text differ: contractions, digits, spaces, other scripts, runs of signs.
+# Texts that pre-tokenizers split differently: contractions, digits, spaces, other scripts, punctuation.
 SAMPLES = (
     "It's 12345 o'clock; we'LL see!  Two spaces,\n\n new  lines\r\n\tand tabs   \n",
     "Größe naïve Ελλάδα Привет 東京は日本の首都です。 안녕 🙂🙂 1,234.56",
@@ -20,15 +20,15 @@ SAMPLES = (
 
 
 def write_vocab(writer: Any, tokenizer: Tokenizer) -> None:
-    """Write the keys; an error where they could not say what the tokenizer does."""
-    said = json.loads(tokenizer.to_json())
-    model = said["model"]
-    if model.get("type") != "BPE" or model.get("byte_fallback") or said.get("normalizer"):
+    """Write the keys. Raises CapabilityError for a tokenizer that they cannot express."""
+    description = json.loads(tokenizer.to_json())
+    model = description["model"]
+    if model.get("type") != "BPE" or model.get("byte_fallback") or description.get("normalizer"):
         kind = "SentencePiece" if model.get("byte_fallback") else model.get("type")
         raise CapabilityError(f"save: a tokenizer of kind {kind} is not written as GGUF", hint="known: byte-level BPE")
     tokens = {i: token for token, i in model["vocab"].items()}
     kinds = dict.fromkeys(tokens, NORMAL)
-    for added in said.get("added_tokens", ()):
+    for added in description.get("added_tokens", ()):
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     size = max(tokens) + 1
@@ -44,7 +44,7 @@ def write_vocab(writer: Any, tokenizer: Tokenizer) -> None:
     metadata |= {f"tokenizer.ggml.{role}_token_id": i for role, i in ids.items() if i is not None}
     if tokenizer.chat_template is not None:
         metadata["tokenizer.chat_template"] = tokenizer.chat_template
-    metadata["tokenizer.ggml.pre"] = _pre(tokenizer, metadata, said)
+    metadata["tokenizer.ggml.pre"] = _pre_tokenizer_name(tokenizer, metadata, description)
     for name, value in metadata.items():
         if isinstance(value, list):
             writer.add_array(name, value)
@@ -54,9 +54,9 @@ def write_vocab(writer: Any, tokenizer: Tokenizer) -> None:
             (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
 
 
-def _pre(tokenizer: Tokenizer, metadata: dict[str, Any], said: Any) -> str:
-    """The name of the way in which it cuts text into words: the same patterns, and the same ids of some texts."""
-    patterns = tuple(_patterns(said.get("pre_tokenizer")))
+def _pre_tokenizer_name(tokenizer: Tokenizer, metadata: dict[str, Any], description: Any) -> str:
+    """llama.cpp's name of the pre-tokenizer: the one with the same patterns and the same ids of sample texts."""
+    patterns = tuple(_patterns(description.get("pre_tokenizer")))
     wanted = [tokenizer.encode(text) for text in SAMPLES]
     tried: list[Any] = []
     for name, row in PRE_TOKENIZERS.items():
@@ -66,7 +66,7 @@ def _pre(tokenizer: Tokenizer, metadata: dict[str, Any], said: Any) -> str:
         other = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.pre": name})
         if [other.encode(text) for text in SAMPLES] == wanted:
             return name
-    raise CapabilityError("save: GGUF has no name for the way in which this tokenizer cuts text into words")
+    raise CapabilityError("save: GGUF has no name for the pre-tokenizer of this model")
 
 
 def _patterns(part: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Weights of a loaded model: how they get from its files into compiled graphs, and what tells them from others."""
+"""Weights of a loaded model: binding them to compiled graphs, and their digest."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from rlx.flow.flow import BuiltModel
     from rlx.models.load import Checkpoint
 
-SAMPLE = 4096  # bytes at both ends of a tensor that tell models apart
+SAMPLE = 4096  # bytes at both ends of a tensor that the digest covers
 
 
 def bind_weights(
     compiled: CompiledGraph, built: BuiltModel, checkpoint: Checkpoint, arrays: dict[str, Array],
     first: CompiledGraph | None,
 ) -> None:  # fmt: skip
-    """Put a model's weights into one of its graphs and pack them, so that the first call is as quick as the others.
+    """Bind a model's weights to one of its graphs and pack them, so that the first call is as fast as later ones.
 
-    `arrays` are those of its other graphs, and gets the new ones: what is derived from the same arrays is shared.
-    `first` is the graph that the model was loaded with, which may have released them.
+    `arrays` are the weights of its other graphs, and is extended: weights derived from the same arrays are shared.
+    `first` is the graph that the model was loaded with, whose derived weights may come from a snapshot.
     """
     for name in compiled.param_types:
         if name not in arrays:
-            made = built.params.get(name)
-            arrays[name] = checkpoint.weights.array(name) if made is None else made
+            array = built.params.get(name)
+            arrays[name] = checkpoint.weights.array(name) if array is None else array
         compiled.set_param(name, arrays[name])
     if first is not None:
-        first.lend(dict(arrays))
-    with releasing(checkpoint.file):
+        first.share_derived(dict(arrays))
+    with release_pages(checkpoint.file):
         compiled.prepare()
 
 
 @contextmanager
-def releasing(file: TensorFile) -> Iterator[None]:
-    """Keep letting go of the file's pages while weights are packed, which have copies of their own then.
+def release_pages(file: TensorFile) -> Iterator[None]:
+    """Keep releasing the file's pages while weights are packed into copies.
 
-    All of them are packed in one call, and at its end the whole file would be in memory beside its copy.
+    All weights are packed in one call, after which the whole file would be in memory in addition to the copies.
     """
     done = threading.Event()
 
@@ -64,11 +64,11 @@ def releasing(file: TensorFile) -> Iterator[None]:
 
 
 def weights_digest(file: TensorFile) -> str:
-    """Tells models apart: what their tensors are, and the bytes at both ends of each."""
-    found = hashlib.blake2b(digest_size=8)
+    """A digest of the names, shapes and types of all tensors, and the bytes at both ends of each."""
+    digest = hashlib.blake2b(digest_size=8)
     file = file.stored
     for name in file.names:
         entry, raw = file.entry(name), file.array(name).reshape(-1).view(np.uint8)
-        found.update(f"{name} {entry.shape} {entry.storage.name}\n".encode())
-        found.update(raw[:SAMPLE].tobytes() + raw[-SAMPLE:].tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {entry.shape} {entry.storage.name}\n".encode())
+        digest.update(raw[:SAMPLE].tobytes() + raw[-SAMPLE:].tobytes())
+    return digest.hexdigest()

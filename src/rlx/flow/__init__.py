@@ -1,4 +1,4 @@
-"""Assembling models from stages."""
+"""Builds models from stages."""
 
 from rlx.flow import stages as stages
 from rlx.flow.context import FlowCtx as FlowCtx

@@ -1,4 +1,4 @@
-"""Blocks over weights by their keys: what stages build layers with."""
+"""Blocks over weights by key: the building blocks of stages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlx.types import Size, known_equal
 def stored_weight(
     ctx: FlowCtx, key: str, width: Size, like: Value, out: Size | None = None, transpose: bool = True
 ) -> Value:
-    """A weight as the file has it, `[out, in]` or without `transpose` `[in, out]`, for vectors of a width.
+    """Return a weight as stored, `[out, in]` (or `[in, out]` without `transpose`), for vectors of size `width`.
 
-    A weight of another shape is an error that names its key. `like` is the value that it multiplies, for that error.
+    A weight of another shape is an error that names its key and the value `like` that it would multiply.
     """
     weight = ctx.stored_param(key, transpose, shape=None if out is None else (width, out))
     if weight.rank == 2 and like.rank:
-        found = weight.shape[1] if transpose else weight.shape[0]
-        if known_equal(width, found) is False:
+        size = weight.shape[1] if transpose else weight.shape[0]
+        if known_equal(width, size) is False:
             raise ShapeError(
-                f"weight {key!r}: takes vectors of {found}, the value is {like.type}",
+                f"weight {key!r}: takes vectors of {size}, the value is {like.type}",
                 hint=f"the weight is read as {'[out, in]' if transpose else '[in, out]'}: is it the transpose?",
                 notes=[f"built at: {here()}"],
             )
@@ -32,7 +32,7 @@ def linear(
     ctx: FlowCtx, x: Value, weight_key: str, bias_key: str | None = None, *, out: Size | None = None,
     transpose: bool = True, activation: str | None = None, heads: int | None = None,
 ) -> Value:  # fmt: skip
-    """x times a weight stored `[out, in]`, plus a bias, then an activation; with `heads` split into so many heads.
+    """Multiply x by a weight stored `[out, in]`, add a bias and apply an activation; split into `heads` if given.
 
     Without `transpose` the weight is stored `[in, out]`. A weight of another shape is an error that names its key.
     """
@@ -40,9 +40,9 @@ def linear(
     bias = None
     if bias_key is not None:
         bias = ctx.stored_param(bias_key, shape=(weight.shape[0 if transpose else -1],), init=0.0)
-    how = {"activation": activation, "transposed": transpose, "heads": heads}
+    attrs = {"activation": activation, "transposed": transpose, "heads": heads}
     try:
-        return ctx.hir().one("linear_stored", x, weight, bias, **how)
+        return ctx.hir().one("linear_stored", x, weight, bias, **attrs)
     except GraphError as error:
         error.add_note(f"  weight: {weight_key!r}")
         raise
@@ -52,7 +52,7 @@ def norm(
     ctx: FlowCtx, x: Value, weight_key: str, bias_key: str | None = None, *, kind: str, eps: float,
     unit_offset: bool = False,
 ) -> Value:  # fmt: skip
-    """A norm of x by a weight, or by 1 + weight, and a bias."""
+    """Normalise x, then scale by a weight (or by 1 + weight) and add a bias."""
     weight = ctx.stored_param(weight_key, shape=x.shape[-1:], init=0.0 if unit_offset else 1.0)
     bias = None if bias_key is None else ctx.stored_param(bias_key, shape=x.shape[-1:], init=0.0)
     return ctx.hir().one("norm", x, weight, bias, kind=kind, eps=eps, unit_offset=unit_offset)
@@ -62,11 +62,11 @@ def gated_ffn(
     ctx: FlowCtx, x: Value, keys: tuple[str, str, str], *, activation: str, bias: bool = False,
     inner: Size | None = None,
 ) -> Value:  # fmt: skip
-    """down(activation(gate(x)) * up(x)) by the keys of gate, up and down, with biases beside them if there are any."""
+    """Compute down(activation(gate(x)) * up(x)), with the keys of gate, up and down; with `bias`, each has a bias."""
     width, gate, up, down = x.shape[-1], *keys
     weights: list[Value] = []
     biases: list[Value] = []
-    for key, out in ((gate, inner), (up, inner), (down, width)):  # each bias after its weight, as they are read
+    for key, out in ((gate, inner), (up, inner), (down, width)):  # each bias is read after its weight
         weights.append(stored_weight(ctx, key, weights[0].shape[0] if key == down else width, x, out))
         if bias:
             name = key.removesuffix("weight") + "bias"
@@ -75,7 +75,7 @@ def gated_ffn(
 
 
 def fused_gated_ffn(ctx: FlowCtx, x: Value, both: str, down: str, *, activation: str, bias: bool, inner: int) -> Value:
-    """The same with gate and up as the two halves of one weight; `both` and `down` are keys without `.weight`."""
+    """Like `gated_ffn`, with gate and up as halves of one weight; `both` and `down` are keys without `.weight`."""
     width = x.shape[-1]
     weights: list[Value] = []
     biases: list[Value] = []

@@ -1,4 +1,4 @@
-"""The emission surface: what a stage sees while it adds its part to the graph."""
+"""The emission surface: the graph, weights and shared state that a stage works with."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _IN_STAGE = "  in stage: "
 
 @dataclass
 class FlowCtx:
-    """A module under assembly, its weights, and what stages share."""
+    """A module under construction, its weights, and the state that stages share."""
 
     module: Graph | GraphModule  # at HIR
-    params: dict[str, Array] = field(default_factory=dict)  # made by stages, not from the weight source
+    params: dict[str, Array] = field(default_factory=dict)  # computed by stages, not from the weight source
     weights: WeightSource = field(default_factory=MapWeights)
     profile: CompileProfile = field(default_factory=CompileProfile)
     state: FlowState = field(default_factory=FlowState)
@@ -37,7 +37,7 @@ class FlowCtx:
 
     # -- the graph --
     def hir(self) -> Graph:
-        """The graph that stages build in: it has every block and every op."""
+        """Return the graph under construction, which has every block and op as a method."""
         if isinstance(self.module, Graph):
             return self.module
         graph = self.module.as_hir()
@@ -46,13 +46,13 @@ class FlowCtx:
         return graph
 
     def node_shape(self, id: Value | FlowValue) -> Shape:
-        """The shape of a value."""
+        """Return the shape of a value."""
         if not isinstance(id, (Value, FlowValue)):
             raise GraphError(f"node_shape: {id!r} is not a value")
         return id.shape
 
     def wrap(self, id: Value | FlowValue, shape: ShapeLike | None = None) -> FlowValue:
-        """A value ready to flow on; `shape`, if given, is what it must have."""
+        """Wrap a graph value as a flow value; `shape`, if given, is checked."""
         id = id.id if isinstance(id, FlowValue) else id
         if not isinstance(id, Value) or id.graph is not self.hir():
             raise GraphError(f"wrap: {id!r} is not a value of graph {self.hir().name!r}")
@@ -61,7 +61,7 @@ class FlowCtx:
         return FlowValue.of(id)
 
     def need(self, value: FlowValue | None, stage: str) -> Value:
-        """The flowing value; an error that names the stage where there is none."""
+        """Return the graph value; raises an error that names the stage if there is none."""
         if value is None:
             raise GraphError(
                 f"stage {stage}: needs a value, and none flows here", hint="put an Embed or an input before it"
@@ -69,7 +69,7 @@ class FlowCtx:
         return value.id
 
     def need_sequence(self, value: FlowValue | None, stage: str) -> Value:
-        """The flowing value, which is `[batch, seq, hidden]`."""
+        """Return the graph value, which must be `[batch, seq, hidden]`."""
         x = self.need(value, stage)
         if x.rank != 3:
             raise GraphError(f"stage {stage}: takes [batch, seq, hidden], found {x.type}")
@@ -79,12 +79,12 @@ class FlowCtx:
     def load_param(
         self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None
     ) -> Value:
-        """A weight by its key as f32: one param node per tensor, in the type of the file, then a cast or `dequantise`.
+        """Load a weight by key as f32: one param node per tensor, in the file's dtype, then a cast or `dequantise`.
 
-        Neither is computed ahead where a matmul or a gather reads the weight: kernels read what the file stores.
+        If a matmul or a gather reads the weight, its kernel reads the stored dtype directly.
 
-        `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is what the value must have (after
-        transposing). `init` is what `ModelFlow.init` begins it with: a number, or a function of a key and a shape.
+        `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is checked (after transposing).
+        `init` is how `ModelFlow.init` initialises it: a number, or a function of a key and a shape.
         """
         value = self.stored_param(key, transpose, shape=shape, init=init)
         if value.dtype.is_packed:
@@ -97,11 +97,11 @@ class FlowCtx:
     def stored_param(
         self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None
     ) -> Value:
-        """A weight for a block that converts and transposes it: as the file stores it, or as f32 if it was loaded so.
+        """Return a weight for a block that converts and transposes it: as stored, or as f32 if it was loaded before.
 
-        With `transpose`, `shape` is what it has once the block has transposed it.
+        With `transpose`, `shape` is the shape after the block has transposed it.
         """
-        if key in self.params:  # other numbers than the file's
+        if key in self.params:  # computed by a stage, so not the file's values
             raise GraphError(
                 f"param: {key!r} exists already in graph {self.hir().name!r}, made by a stage",
                 hint="names of inputs and params are unique",
@@ -109,46 +109,46 @@ class FlowCtx:
         value = self.state.loaded_params.get(key)
         if value is None:
             if isinstance(self.weights, Wanting):
-                turned = transpose and shape is not None
-                self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if turned and shape else shape, init)
+                reverse = transpose and shape is not None
+                self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if reverse and shape else shape, init)
             if not self.weights.has(key):
                 hint = nearest(key, self.weights.keys())
                 place = "is not among the weights" if self._file is None else "is not in the file"
                 raise self._unfit(BindError, f"weight {key!r} {place}", hint or self._no_weights())
             type_ = self.weights.type(key)
             value = self.state.loaded_params[key] = self.hir().param(key, type_.shape, type_.dtype)
-        found = value.shape
+        actual = value.shape
         if transpose:
             if value.rank < 2:
                 raise self._unfit(ShapeError, f"weight {key!r}: {value.type} cannot be transposed, it has no two axes")
-            found = (*found[:-2], found[-1], found[-2])
-        if shape is not None and found != tuple(shape):
-            shapes = (_stored(found, transpose), _stored(shape, transpose))
+            actual = (*actual[:-2], actual[-1], actual[-2])
+        if shape is not None and actual != tuple(shape):
+            shapes = (_stored(actual, transpose), _stored(shape, transpose))
             raise self._unfit(ShapeError, f"weight {key!r}: shape is {shapes[0]}, wanted {shapes[1]}")
         return value
 
     @property
     def _file(self) -> Any:
-        """The file that the weights come from, where there is one."""
+        """The file that the weights come from, if any."""
         return getattr(self.weights, "file", None)
 
     def _no_weights(self) -> str | None:
-        """What to say where there are none at all; a source that only gives does not know its keys."""
-        given = isinstance(self.weights, TakenWeights) or next(iter(self.weights.keys()), None) is not None
-        return None if given else "no weights were given: build(weights)"
+        """Return a hint if there are no weights at all; `TakenWeights` does not know its keys."""
+        has_weights = isinstance(self.weights, TakenWeights) or next(iter(self.weights.keys()), None) is not None
+        return None if has_weights else "no weights were given: build(weights)"
 
-    def _unfit(self, kind: type[RlxError], what: str, hint: str | None = None) -> RlxError:
-        """An error of a weight: the weights', or their file's where they come from one, which has a `file`."""
+    def _unfit(self, kind: type[RlxError], problem: str, hint: str | None = None) -> RlxError:
+        """Return an error about a weight: of this kind, or a FormatError if the weights come from a file."""
         file = self._file
-        error = kind(what, hint=hint) if file is None else FormatError(f"{file.path}: {what}", hint=hint)
+        error = kind(problem, hint=hint) if file is None else FormatError(f"{file.path}: {problem}", hint=hint)
         note_stage(error)
         return error
 
     def synth_param(self, name: str, data: Any, shape: Sequence[int] | None = None) -> Value:
-        """A weight that the model computes itself, such as a RoPE table; the same one where it is asked for again.
+        """Add a weight that the model computes itself, such as a RoPE table; asking again returns the same one.
 
-        Flows compute in f32, so numbers of f64 become f32; Python integers become i32, other arrays keep their type.
-        `shape` says how the numbers lie.
+        Flows compute in f32, so f64 becomes f32; Python integers become i32, other arrays keep their dtype. The data is
+        reshaped to `shape` if given.
         """
         array = np.asarray(data, order="C")
         if array.dtype == np.float64:
@@ -159,26 +159,28 @@ class FlowCtx:
             if array.size != int(np.prod(shape)):
                 raise ShapeError(f"param {name!r}: {array.size} numbers cannot have the shape {_text(shape)}")
             array = array.reshape(shape)
-        made = self.params.get(name)
-        if made is None:
+        existing = self.params.get(name)
+        if existing is None:
             self.state.loaded_params[name] = self.hir().param(name, array.shape, array.dtype)
             self.hir().fixed.add(name)
             self.params[name] = array
-        elif made is not array and (made.dtype != array.dtype or not np.array_equal(made, array, equal_nan=True)):
-            raise GraphError(f"param {name!r}: was made before with other numbers", hint="give it a name of its own")
+        elif existing is not array and not (
+            existing.dtype == array.dtype and np.array_equal(existing, array, equal_nan=True)
+        ):
+            raise GraphError(f"param {name!r}: exists already with other values", hint="give it a name of its own")
         return self.state.loaded_params[name]
 
     def synth_zeros(self, name: str, len: int) -> Value:
-        """A vector of zeros as a param."""
+        """Add a vector of zeros as a param."""
         if not hasattr(len, "__index__") or len < 0:
             raise ShapeError(f"param {name!r}: {len!r} is not a length")
         return self.synth_param(name, np.zeros(len, np.float32))
 
     # -- inputs and names --
     def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
-        """A graph input by name; asking again gives the same one. A type in place of the shape says both.
+        """Declare a graph input; asking again returns the same one. A type in place of the shape gives both.
 
-        The first to ask decides its sizes, so that a flow may fix what a stage leaves open.
+        The first declaration decides its sizes, so a flow can fix sizes that a stage leaves open.
         """
         wanted = tensor(shape, dtype)
         if name in self.state.inputs:
@@ -191,42 +193,42 @@ class FlowCtx:
         return value
 
     def mask_input(self, name: str, shape: ShapeLike) -> Value:
-        """A mask by name, 1 or true where something counts: f32 unless the flow declares another type."""
+        """Declare a mask input, 1 or true for tokens that count: f32 unless the flow declares another dtype."""
         declared = self.state.inputs.get(name)
         mask = self.input(name, shape, "f32" if declared is None else declared[0].dtype)
         return mask >= 1 if mask.dtype.is_integer else mask
 
     def flow_input(self, name: str) -> FlowValue:
-        """An input that the flow has declared."""
+        """Return an input that the flow declares."""
         if name not in self.state.inputs:
             raise GraphError(f"flow: no input is called {name!r}", hint=nearest(name, self.state.inputs))
         return FlowValue(*self.state.inputs[name])
 
     def set_named(self, name: str, value: Value | FlowValue) -> None:
-        """Keep a value under a name, for other stages and for `ModelFlow.outputs`."""
+        """Store a value under a name, for other stages and for `ModelFlow.outputs`."""
         self.state.named[name] = value.id if isinstance(value, FlowValue) else value
 
     def named(self, name: str) -> Value:
-        """A value that a stage has named."""
+        """Return a value that a stage has named."""
         return self.state.value(name, "flow")
 
 
 def _may_be(have: TensorType, wanted: TensorType) -> bool:
-    """Whether an input serves: sizes that are not known may turn out equal, and integers of any width are indices."""
+    """Whether an input fits: symbolic sizes may turn out equal, and integers of any width are indices."""
     same_kind = have.dtype is wanted.dtype or (have.dtype.is_integer and wanted.dtype.is_integer)
     sizes = zip(have.shape, wanted.shape, strict=False)
     return same_kind and have.rank == wanted.rank and all(known_equal(a, b) is not False for a, b in sizes)
 
 
 def note_stage(error: Exception, otherwise: str = "") -> None:
-    """Say once, at the innermost stage, where an error comes from."""
+    """Note the innermost stage on an error, once."""
     path = provenance.here().stage or otherwise
     if path and not any(note.startswith(_IN_STAGE) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{_IN_STAGE}{path}")
 
 
 def _stored(shape: Sequence[Size], transposed: bool) -> str:
-    """A shape as the file has it."""
+    """Return a shape in file layout, as text."""
     return _text((*shape[:-2], *reversed(shape[-2:])) if transposed else shape)
 
 

@@ -1,4 +1,4 @@
-"""Emit: what a stage of the author's own is handed. The emission surface, and every op of the graph as a method."""
+"""Emit: the argument of custom stages: a `FlowCtx` with every op of the graph as a method."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rlx.ir.op_methods import EmitOps
 
 
 class Emit(FlowCtx, EmitOps):
-    """`FlowCtx`, and ops that take flowing values: `emit.softmax(value, axis=-1)`, `emit.constant(2.0)`."""
+    """A `FlowCtx` with ops as methods that accept flow values: `emit.softmax(value, axis=-1)`, `emit.constant(2.0)`."""
 
     @classmethod
     def of(cls, ctx: FlowCtx) -> Emit:
-        """The same assembly, seen as an author sees it."""
+        """Return an `Emit` that shares everything with a context."""
         return cls(ctx.module, ctx.params, ctx.weights, ctx.profile, ctx.state)
 
     def stage(self, stage: FlowStage, value: FlowValue | Value | None, name: str = "") -> FlowValue | None:
-        """What another stage makes of a value; its part of the graph is called `name`, or what the stage is called."""
+        """Apply another stage to a value, under the path `name`, or under the stage's own path."""
         return emit_stage(self, stage, self.wrap(value) if isinstance(value, Value) else value, name)
 
     def stream(self, name: str) -> FlowValue:
-        """The value of a stream."""
+        """Return the value of a stream."""
         return self.state.stream(name, "flow")
 
     def set_stream(self, name: str, value: FlowValue | Value) -> None:
-        """Put a value into a stream."""
+        """Set the value of a stream."""
         self.state.streams[name] = self.wrap(value)
 
     if not TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Emit(FlowCtx, EmitOps):
 
             @functools.wraps(method)
             def build(*operands: Any, **attrs: Any) -> Any:
-                return method(*map(_plain, operands), **{key: _plain(value) for key, value in attrs.items()})
+                return method(*map(_unwrap, operands), **{key: _unwrap(value) for key, value in attrs.items()})
 
             return build
 
@@ -55,19 +55,19 @@ class Emit(FlowCtx, EmitOps):
         return sorted({*super().__dir__(), *methods})
 
 
-def _plain(operand: Any) -> Any:
-    """What flows as the value it is, also inside a list."""
+def _unwrap(operand: Any) -> Any:
+    """Replace flow values by their graph values, also inside lists."""
     if isinstance(operand, (list, tuple)):
-        return type(operand)(map(_plain, operand))
+        return type(operand)(map(_unwrap, operand))
     return operand.id if isinstance(operand, FlowValue) else operand
 
 
-def flowing(emit: Emit, given: Any, where: str) -> FlowValue | None:
-    """What an author's function gave, as what flows on."""
-    if given is None:
+def as_flow_value(emit: Emit, result: Any, where: str) -> FlowValue | None:
+    """Convert the result of a custom function to a flow value."""
+    if result is None:
         return None
-    if isinstance(given, (Value, FlowValue)):
-        return emit.wrap(given)
+    if isinstance(result, (Value, FlowValue)):
+        return emit.wrap(result)
     raise GraphError(
-        f"{where}: its function gave a {type(given).__name__}, expected a value", hint="return emit.wrap(x)"
+        f"{where}: its function returned a {type(result).__name__}, expected a value", hint="return emit.wrap(x)"
     )

@@ -1,4 +1,4 @@
-"""ModelFlow: a model as a line of stages, and what building it gives.
+"""ModelFlow: a model as a sequence of stages; BuiltModel: its graph and weights.
 
 ModelFlow("llama").input("tokens", (BATCH, SEQ), "i32").token_embed().repeat_layers(...).final_norm(eps).lm_head(...)
 """
@@ -21,7 +21,7 @@ from rlx.flow.patterns import matches
 from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import LmHead
-from rlx.flow.stages.structure import Named, edited, emit_all
+from rlx.flow.stages.structure import Named, edit_stage, emit_all
 from rlx.flow.stages.structure import Sequence as StageSequence
 from rlx.flow.state import CacheBindings, FlowValue, Shape
 from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source, unchecked
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 
 
 Extension = Callable[[Emit, FlowValue], Mapping[str, Value | FlowValue] | None]
-OUT = ".out"  # after the path of a stage: its value, as without it
+OUT = ".out"  # optional suffix of a stage path: `layers.3.out` is `layers.3`
 
 
 class Params(Mapping[str, Array]):
-    """The weights of a built graph by name: what stages made, and what the source has, loaded when it is asked for."""
+    """The weights of a built graph by name: computed by stages, or loaded lazily from the source."""
 
-    def __init__(self, graph: Graph, made: Mapping[str, Array], source: WeightSource) -> None:
-        self.made = made
+    def __init__(self, graph: Graph, computed: Mapping[str, Array], source: WeightSource) -> None:
+        self.computed = computed
         self.source = source
         types = {node.attrs["name"]: node.types[0] for node in graph.params}
-        self._types = {name: type_ for name, type_ in types.items() if name in made or source.has(name)}
+        self._types = {name: type_ for name, type_ in types.items() if name in computed or source.has(name)}
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._types:
             raise KeyError(name)
-        return self.made[name] if name in self.made else self.source.array(name)
+        return self.computed[name] if name in self.computed else self.source.array(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._types
@@ -79,7 +79,7 @@ class Params(Mapping[str, Array]):
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A graph, its weights, the names of its outputs and the profile to compile it by."""
+    """A graph, its weights, the names of its outputs and its compile profile."""
 
     module: Graph  # at HIR, or at MIR once it is lowered
     params: Params
@@ -92,7 +92,7 @@ class BuiltModel:
         cls, module: Graph | GraphModule, params: Mapping[str, Any] | None = None,
         output_names: Sequence[str] | None = None, profile: CompileProfile | None = None,
     ) -> BuiltModel:  # fmt: skip
-        """A model of a graph at HIR that was built by hand, and its weights; outputs are called output, output.1 ..."""
+        """Wrap a HIR graph built by hand and its weights; outputs are named output, output.1 ... by default."""
         graph = module.as_hir() if isinstance(module, GraphModule) else module
         return cls._of("from_hir", graph, HIR, params, output_names, profile)
 
@@ -101,9 +101,9 @@ class BuiltModel:
         cls, graph: Graph | GraphModule, params: Mapping[str, Any] | None = None,
         output_names: Sequence[str] | None = None, profile: CompileProfile | None = None,
     ) -> BuiltModel:  # fmt: skip
-        """The same of a graph at MIR."""
-        found = graph.as_graph() if isinstance(graph, GraphModule) else graph
-        return cls._of("from_graph", found, MIR, params, output_names, profile)
+        """Wrap a MIR graph built by hand and its weights; see `from_hir`."""
+        mir_graph = graph.as_graph() if isinstance(graph, GraphModule) else graph
+        return cls._of("from_graph", mir_graph, MIR, params, output_names, profile)
 
     @classmethod
     def _of(
@@ -111,19 +111,19 @@ class BuiltModel:
         output_names: Sequence[str] | None, profile: CompileProfile | None,
     ) -> BuiltModel:  # fmt: skip
         if not isinstance(graph, Graph) or graph.level != level:
-            found = graph.level.upper() if isinstance(graph, Graph) else "another level"
-            raise GraphError(f"{where}: the graph is at {found}, expected {level.upper()}")
+            actual = graph.level.upper() if isinstance(graph, Graph) else "another level"
+            raise GraphError(f"{where}: the graph is at {actual}, expected {level.upper()}")
         count = len(graph.outputs)
         names = ["output", *(f"output.{i}" for i in range(1, count))] if output_names is None else list(output_names)
         if len(names) != count or not names:
             raise GraphError(f"{where}: {len(names)} names for {count} outputs")
         source = MapWeights(params)
-        given = Params(graph, {}, source)
+        weights = Params(graph, {}, source)
         for name in params or {}:
-            if name not in given:
+            if name not in weights:
                 hint = nearest(name, [node.attrs["name"] for node in graph.params])
                 raise BindError(f"{where}: no param of {graph.name!r} is called {name!r}", hint=hint)
-        return cls(graph, given, _distinct(names), profile=profile or CompileProfile())
+        return cls(graph, weights, _distinct(names), profile=profile or CompileProfile())
 
     @property
     def primary_shape(self) -> Shape:
@@ -132,17 +132,17 @@ class BuiltModel:
 
     @property
     def typed_params(self) -> list[tuple[str, bytes, DType]]:
-        """Weights that are stored as something else than f32: name, bytes and type, the packed ones among them."""
+        """Weights not stored as f32, including packed ones: name, bytes and dtype."""
         kinds = {node.attrs["name"]: node.types[0].dtype for node in self.module.params}
         return [(n, a.tobytes(), kinds[n]) for n, a in self.params.items() if kinds[n] is not F32]
 
     @property
     def unused_weights(self) -> list[str]:
-        """Weights that the source has and no stage asked for."""
+        """Weights of the source that no stage asked for."""
         return [name for name in iter(self.params.source.keys()) if name not in self.params]
 
     def with_extra_outputs(self, side: SideOutputs) -> BuiltModel:
-        """The same with what stages put aside as further outputs: `[logits, k0, v0, ...]`."""
+        """Return the model with pushed side outputs as extra outputs: `[logits, k0, v0, ...]`."""
         pushed = side.drain()
         for name, value in pushed:
             if value.graph is not self.module:
@@ -154,7 +154,7 @@ class BuiltModel:
         return replace(self, module=copy, output_names=names)
 
     def into_hir(self) -> GraphModule:
-        """The graph as a module, with the profile's fusion policy."""
+        """Return the graph as a HIR module, with the profile's fusion policy."""
         if self.module.level != HIR:
             raise GraphError(
                 f"into_hir: {self.module.name!r} is at {self.module.level.upper()}", hint="use into_graph()"
@@ -162,38 +162,38 @@ class BuiltModel:
         return GraphModule.from_hir(self.module).with_fusion_policy(self.profile.fusion.policy)
 
     def into_graph(self) -> Graph:
-        """The graph at MIR."""
+        """Return the graph at MIR."""
         return self.into_hir().into_graph() if self.module.level == HIR else self.module
 
     def into_parts(self) -> tuple[GraphModule, Mapping[str, Array]]:
-        """The module at HIR and the weights."""
+        """Return the HIR module and the weights."""
         return self.into_hir(), self.params
 
     def into_graph_parts(self) -> tuple[Graph, Mapping[str, Array]]:
-        """The graph at MIR and the weights."""
+        """Return the MIR graph and the weights."""
         return self.into_graph(), self.params
 
     def lower(self) -> BuiltModel:
-        """The same at MIR."""
+        """Return the model at MIR."""
         return replace(self, module=self.into_graph())
 
     def with_execution_config(self, config: ModelExecutionConfig) -> BuiltModel:
-        """The same for one variant: its sizes in place of symbols, to be compiled by its profile."""
+        """Return the model for one variant: its sizes in place of symbols, and its profile."""
         return replace(self, module=config.specialise(self.module), profile=config.profile)
 
-    def cut(self, given: Mapping[str, Value], wanted: Mapping[str, Value]) -> BuiltModel:
-        """The part from some values on: those are inputs by name, `wanted` are the outputs, the rest is left out.
+    def cut(self, inputs: Mapping[str, Value], wanted: Mapping[str, Value]) -> BuiltModel:
+        """Return the part of the graph after some values, which become inputs by name; `wanted` are its outputs.
 
-        Inputs and states stay, needed or not, so that all parts of a model are run in the same way.
+        Original inputs and states stay, needed or not, so that all parts of a model are run in the same way.
         """
-        names = {value: name for name, value in given.items()}
+        names = {value: name for name, value in inputs.items()}
         part = live_copy(self.module, list(wanted.values()), keep=("input", "state"), cut=names, made_by="cut")
         return replace(self, module=part, output_names=list(wanted))
 
     def compile(
         self, device: str = "cpu", *, threads: int | None = None, profile: CompileProfile | None = None
     ) -> CompiledGraph:
-        """Code with the weights in place."""
+        """Compile the graph and set its weights."""
         compiled = Session(device, threads=threads).compile(self.module, profile=profile or self.profile)
         compiled.set_params({name: self.params[name] for name in compiled.param_types if name in self.params})
         return compiled
@@ -235,7 +235,7 @@ class ModelFlow(StageList):
         return replace(self, stages=stages, places=self.places_of(stages))
 
     def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Self:
-        """A graph input; the first one starts the flow. A type in place of the shape says both."""
+        """Declare a graph input; the first one is the initial value. A type in place of the shape gives both."""
         if any(name == other for other, _, _ in self.inputs):
             raise GraphError(f"flow {self.name!r}: has an input {name!r} already")
         try:
@@ -246,33 +246,32 @@ class ModelFlow(StageList):
         return replace(self, inputs=(*self.inputs, (name, type_.shape, type_.dtype.name)))
 
     def lm_head(self, vocab: int, hidden: int, *, tied: bool) -> Self:
-        """Logits; that is the output's name then."""
+        """Append the language model head and name the output `logits`."""
         return self.stage(LmHead(vocab, hidden, tie_word_embeddings=tied)).output("logits")
 
     def output(self, name: str) -> Self:
-        """What the main output, which is the last value, is called."""
+        """Set the name of the main output, which is the last value."""
         return replace(self, output_name=name)
 
     def outputs(self, *names: str) -> Self:
-        """What the main output is called, and further outputs: values that stages have named, and streams.
+        """Name the main output, and add further outputs: values that stages have named, and streams.
 
-        The first name is that of the main output, the last value, whatever it is; a name that a stage gave to another
-        value cannot be it.
+        The first name is for the main output, the last value; it must not be the name of another value.
         """
         if not names:
             raise GraphError(f"flow {self.name!r}: an output needs a name")
         return replace(self, output_name=names[0], extra_names=tuple(names[1:]))
 
     def with_extra_outputs(self, side: SideOutputs) -> Self:
-        """What stages put aside there while they emit become further outputs."""
+        """Add the values that stages push to `side` as extra outputs."""
         return replace(self, side=(*self.side, side))
 
     def with_extensions(self, *extensions: Extension) -> Self:
-        """Functions that build on after the last stage: what `f(emit, output)` returns by name are further outputs."""
+        """Add functions that run after the last stage: `f(emit, output)` returns extra outputs by name."""
         return replace(self, extensions=(*self.extensions, *extensions))
 
     def kv_cache(self, layers: int, kv_heads: int = 0, head_dim: int = 0) -> Self:
-        """Layers keep keys and values in a cache that the runtime owns, or, without heads, only recurrent states."""
+        """Give layers a cache owned by the runtime: keys and values, or, without heads, only recurrent states."""
         return replace(self, cache=KvCacheSpec(layers, kv_heads, head_dim))
 
     def ragged(self) -> Self:
@@ -295,50 +294,51 @@ class ModelFlow(StageList):
         return replace(self, inputs=inputs, is_ragged=True)
 
     def cache_dtype(self, name: str) -> Self:
-        """Keys and values are rounded to this type before they are attended to."""
+        """Set the dtype of the cache: keys and values are rounded to it before attention."""
         if self.cache is None:
             raise GraphError(f"flow {self.name!r}: has no cache, so it has no type")
         return replace(self, cache=replace(self.cache, dtype=name))
 
     def cache_layout(self, layout: KvLayout) -> Self:
-        """Lay out the cache as the backend that runs the model wants it: `Target.kv_layout`, the CPU's unless said."""
+        """Set the cache layout of the backend that runs the model (`Target.kv_layout`); the CPU's by default."""
         if self.cache is None:
             raise GraphError(f"flow {self.name!r}: has no cache, so it has no layout")
         return replace(self, layout=layout)
 
     def profile(self, profile: CompileProfile | str) -> Self:
-        """How it is compiled: a profile, or the preset of that name."""
+        """Set the compile profile: a profile, or the name of a preset."""
         return replace(self, compile_profile=CompileProfile.preset(profile) if isinstance(profile, str) else profile)
 
     def profile_file(self, path: str | os.PathLike[str]) -> Self:
-        """How it is compiled, by a TOML file."""
+        """Set the compile profile from a TOML file."""
         return self.profile(CompileProfile.from_toml(path))
 
     def edit(self, pattern: str, f: Callable[[FlowStage], FlowStage | None]) -> Self:
-        """The flow with other stages at the paths that match a pattern: `edit("layers.*", f)` puts `f(stage)` there.
+        """Replace the stages at paths that match a pattern: `edit("layers.*", f)` replaces each by `f(stage)`.
 
-        `*` stands for anything but a dot, `**` for anything. Where `f` gives None the stage is left out. A stage
-        without a path goes by the name of its class.
+        `*` matches anything but a dot, `**` anything. If `f` returns None, the stage is removed. A stage without a path
+        is addressed by its class name.
         """
         seen: list[str] = []
-        put: list[FlowStage] = []
+        edits: list[FlowStage] = []
 
         def visit(path: str, stage: FlowStage) -> FlowStage | None:
             seen.append(path)
             if not matches(path, pattern):
                 return None
-            given = f(stage)
-            if given is not None and not isinstance(given, FlowStage):
-                raise GraphError(f"edit {path!r}: its function gave a {type(given).__name__}, expected a stage or None")
-            put.append(StageSequence(()) if given is None else given)
-            return put[-1]
+            new = f(stage)
+            if new is not None and not isinstance(new, FlowStage):
+                kind = type(new).__name__
+                raise GraphError(f"edit {path!r}: its function returned a {kind}, expected a stage or None")
+            edits.append(StageSequence(()) if new is None else new)
+            return edits[-1]
 
-        stages = tuple(edited(stage, visit) for stage in self.stages)
-        if not put:
+        stages = tuple(edit_stage(stage, visit) for stage in self.stages)
+        if not edits:
             raise GraphError(f"edit: no stage of {self.name!r} matches {pattern!r}", hint=nearest(pattern, seen))
         place, old = here(), self.places_of(self.stages)
-        # a stage with others inside stays where it was added
-        places = (place if any(stage is new for new in put) else at for stage, at in zip(stages, old, strict=True))
+        # a stage that contains others keeps its place
+        places = (place if any(stage is new for new in edits) else at for stage, at in zip(stages, old, strict=True))
         return replace(self, stages=stages, places=tuple(places))
 
     # -- building --
@@ -346,11 +346,11 @@ class ModelFlow(StageList):
         self, weights: WeightSource | Mapping[str, Any] | None = None, capture: Sequence[str] = (), *,
         strict: bool | None = None,
     ) -> BuiltModel:  # fmt: skip
-        """The graph of this flow over these weights.
+        """Build the graph of this flow with these weights.
 
-        Weights that no stage asks for are logged as a warning, refused with `strict=True` and left alone with
-        `strict=False`. `capture` has patterns of stage paths such as `layers.*.attn`; what they match become outputs
-        too. `*` stands for anything but a dot, `**` for anything.
+        Unused weights are logged as a warning, an error with `strict=True` and ignored with `strict=False`. `capture`
+        has patterns of stage paths such as `layers.*.attn`; the values of matching stages become outputs too. `*`
+        matches anything but a dot, `**` anything.
         """
         if not self.inputs:
             raise GraphError(f"flow {self.name!r}: has no input")
@@ -382,16 +382,16 @@ class ModelFlow(StageList):
                 f"capture: {self.output_name!r} is a stage of {self.name!r} and the name of its main output",
                 hint="flow.output(name) gives the output another name",
             )
-        found = {**dict(outputs), **captured, **dict(outputs)}  # outputs come first, and win over stages of their name
-        graph.set_outputs(list(found.values()))
+        all_outputs = {**dict(outputs), **captured, **dict(outputs)}  # outputs come first, and take precedence
+        graph.set_outputs(list(all_outputs.values()))
         cache = None if ctx.state.cache is None else ctx.state.cache.bound
-        built = BuiltModel(graph, Params(graph, ctx.params, source), list(found), cache, self.compile_profile)
+        built = BuiltModel(graph, Params(graph, ctx.params, source), list(all_outputs), cache, self.compile_profile)
         if strict is not False:
             self._check_used(built, source, strict)
         return built
 
     def _check_used(self, built: BuiltModel, source: WeightSource, strict: bool | None) -> None:
-        """Raise for weights that no stage asked for, or log those that nobody has compared with the flow."""
+        """Raise if weights are unused (`strict`), or log those of sources that were not checked."""
         unused = built.unused_weights if strict else [name for name in unchecked(source) if name not in built.params]
         if not unused:
             return
@@ -400,28 +400,28 @@ class ModelFlow(StageList):
         problem = f"flow {self.name!r}: {count} not used: {shown}"
         if strict:
             raise BindError(problem, hint=nearest(unused[0], built.params))
-        import logging  # most builds have nothing to say
+        import logging  # lazy: rarely needed
 
         logging.getLogger("rlx.flow").warning("%s; build(weights, strict=False) silences this", problem)
 
     def build_with(
         self, weights: WeightSource | Mapping[str, Any] | None, packed: Mapping[str, Any], capture: Sequence[str] = ()
     ) -> BuiltModel:
-        """The same with some weights in place of those of the source; arrays of blocks stay packed."""
+        """Build with some weights replaced; arrays of blocks stay packed."""
         return self.build(LayeredWeights(MapWeights(packed), as_source(weights)), capture)
 
     def initialised(self, rules: Mapping[str, Initialiser | float]) -> Self:
-        """How `init` makes weights, by patterns of their names: the first that matches, these before earlier ones."""
-        made = tuple((pattern, as_initialiser(rule)) for pattern, rule in rules.items())
-        return replace(self, initialisers=(*made, *self.initialisers))
+        """Add rules for `init`, by patterns of weight names: the first match wins, later calls take precedence."""
+        new_rules = tuple((pattern, as_initialiser(rule)) for pattern, rule in rules.items())
+        return replace(self, initialisers=(*new_rules, *self.initialisers))
 
     def init(self, key: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Array]:
         """Random f32 weights by name, for `build`: `flow.build(flow.init(rlx.random.key(0)))`.
 
-        The flow of a model family is initialised as its published implementation is. Otherwise norm scales start as 1,
-        biases as 0, weights of `load_param(..., init=...)` as that says, and everything else as normal numbers with a
-        standard deviation of 0.02; `initialised` changes these rules. `shapes` has the shapes of weights whose stages
-        do not know them.
+        The flow of a model family is initialised like its published implementation. Otherwise norm scales are 1,
+        biases 0, weights of `load_param(..., init=...)` as declared, and everything else normal with a standard
+        deviation of 0.02; `initialised` changes these rules. `shapes` has the shapes of weights whose stages do not
+        know them.
         """
         wanted = WantedWeights(shapes)
         self.build(wanted)
@@ -443,12 +443,13 @@ class ModelFlow(StageList):
             yield from side.drain()
         for extend in self.extensions:
             emit = Emit.of(ctx)
-            made = extend(emit, emit.wrap(main))
-            if not isinstance(made, Mapping | None):
+            extra = extend(emit, emit.wrap(main))
+            if not isinstance(extra, Mapping | None):
+                kind = type(extra).__name__
                 raise GraphError(
-                    f"flow {self.name!r}: an extension gave a {type(made).__name__}, expected outputs by name, or None"
+                    f"flow {self.name!r}: an extension returned a {kind}, expected outputs by name, or None"
                 )
-            yield from ((name, emit.wrap(value).id) for name, value in (made or {}).items())
+            yield from ((name, emit.wrap(value).id) for name, value in (extra or {}).items())
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -459,7 +460,7 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def stage_values(module: Graph) -> dict[str, Value]:
-    """The value of each stage by its path: what it gave; for parts of stages, the last node built under the path."""
+    """Return the value of each stage by path; for parts of stages, the last node built under the path."""
     values: dict[str, Value] = {}
     for node in module.nodes:
         if node.origin.stage and LEAF not in node.definition.traits:
@@ -470,23 +471,23 @@ def stage_values(module: Graph) -> dict[str, Value]:
 
 
 def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
-    """The stages that a pattern matches. `layers.3.out` is another word for the value of `layers.3`."""
-    found = {path: value for path, value in values.items() if matches(path, pattern)}
-    if not found and pattern.endswith(OUT):
+    """Return the stages that a pattern matches; `layers.3.out` is the same as `layers.3`."""
+    matched = {path: value for path, value in values.items() if matches(path, pattern)}
+    if not matched and pattern.endswith(OUT):
         plain = pattern.removesuffix(OUT)
-        found = {path + OUT: value for path, value in values.items() if matches(path, plain)}
-    return found
+        matched = {path + OUT: value for path, value in values.items() if matches(path, plain)}
+    return matched
 
 
 def _captured(module: Graph, patterns: Sequence[str], outputs: Iterable[str]) -> dict[str, Value]:
-    """The stages that patterns match; a pattern may also mean what is an output already."""
+    """Return the stages that patterns match; a pattern may also match an existing output."""
     values = stage_values(module) if patterns else {}
-    found: dict[str, Value] = {}
+    captured: dict[str, Value] = {}
     for pattern in patterns:
         matched = matching(values, pattern)
         if not matched and not any(matches(name, pattern) for name in outputs):
             raise RequestError(
                 f"capture: no stage of {module.name!r} matches {pattern!r}", hint=nearest(pattern, [*values, *outputs])
             )
-        found |= matched
-    return found
+        captured |= matched
+    return captured

@@ -1,4 +1,4 @@
-"""What flows and layers are assembled with: one method a stage, each of which gives a longer list of stages."""
+"""The builder methods of flows and layers: one method per stage, each of which returns a longer list of stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlx.ir.provenance import Origin, here
 from rlx.ops.attention import MaskKind
 from rlx.types import Size
 
-# Names under which Hugging Face keeps the ends of a decoder.
+# Hugging Face's names of a decoder's token table and final norm.
 TOKENS, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -30,19 +30,19 @@ class StageList(ABC):
 
     @abstractmethod
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
-        """The same with other stages."""
+        """Return a copy with other stages."""
 
     def places_of(self, stages: Iterable[FlowStage]) -> tuple[Origin, ...]:
-        """Where stages were added: those of this list where they were, others here."""
+        """Return where stages were added: the recorded place for stages of this list, the current line for others."""
         known = {id(stage): place for stage, place in zip(self.stages, self.places, strict=False)}
         place = here()
         return tuple(known.get(id(stage), place) for stage in stages)
 
     # -- any stage --
     def stage(self, stage: FlowStage) -> Self:
-        """Any stage."""
+        """Append a stage."""
         if not isinstance(stage, FlowStage):
-            hint = "make one of the class" if isinstance(stage, type) else "derive from FlowStage, or use custom(f)"
+            hint = "create an instance" if isinstance(stage, type) else "derive from FlowStage, or use custom(f)"
             raise GraphError(f"stage: {stage!r} is not a stage", hint=hint)
         return self.with_stages((*self.stages, stage))
 
@@ -51,44 +51,44 @@ class StageList(ABC):
         return self.stage(structure.Sequence(stages))
 
     def custom(self, f: Author) -> Self:
-        """A part of the graph by a function `f(emit, value) -> value`."""
+        """Append a custom function `f(emit, value) -> value`."""
         return self.stage(Custom(f))
 
     def custom_named(self, name: str, f: Author) -> Self:
-        """The same, under a name in paths, by which its result is found later."""
+        """Append a custom function under a name, which is its path and the name of its result."""
         return self.stage(Custom(f, name))
 
     def plugin(self, plugin: str | FlowStage, **settings: Any) -> Self:
-        """A stage of the author's own: one that is made already, or a registered name and the settings of one."""
+        """Append a custom stage: an instance, or a name registered with `register_stage` and its settings."""
         return self.stage(plugin_stage(plugin, settings))
 
     def plugin_named(self, name: str, plugin: str | FlowStage, **settings: Any) -> Self:
-        """The same; its result is known by a name."""
+        """Append a custom stage like `plugin`, and name its result."""
         return self.named_layer(name, plugin_stage(plugin, settings))
 
     def patch(self, f: Callable[[Self], Self]) -> Self:
-        """What a function makes of it."""
+        """Return `f(self)`."""
         return f(self)
 
     def when(self, condition: bool, f: Callable[[Self], Self]) -> Self:
-        """What a function makes of it, if the condition holds."""
+        """Return `f(self)` if the condition holds, else self."""
         return f(self) if condition else self
 
     # -- layers --
     def repeat_layers(self, count: int, stage_for_index: Callable[[int], FlowStage], name: str = "layers") -> Self:
-        """Stages 0 .. count-1, under paths such as `layers.3`."""
+        """Append stages 0 .. count-1 under paths such as `layers.3`."""
         return self.stage(structure.Repeat(count, stage_for_index, name))
 
     def named_layer(self, name: str, stage: FlowStage) -> Self:
-        """A stage under a name, by which its result is found later."""
+        """Append a stage under a name, which is its path and the name of its result."""
         return self.stage(structure.Named(name, stage))
 
     def layer(self, name: str, build: Callable[[LayerStack], LayerStack]) -> Self:
-        """A layer of several stages under one name: `build` gets an empty stack and returns the one it assembled."""
+        """Append a layer of several stages under one name; `build` gets an empty stack and returns the full one."""
         stack = build(LayerStack())
         if not isinstance(stack, LayerStack):
-            hint = "return the stack, every method of which gives a longer one"
-            raise GraphError(f"layer {name!r}: its function gave a {type(stack).__name__}", hint=hint)
+            hint = "return the stack: its methods return a longer one"
+            raise GraphError(f"layer {name!r}: its function returned a {type(stack).__name__}", hint=hint)
         return self.named_layer(name, structure.Sequence(stack.stages, places=stack.places))
 
     def residual_save(self) -> Self:
@@ -102,7 +102,7 @@ class StageList(ABC):
     def llama_prefill_layer(
         self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask: str = MaskKind.CAUSAL
     ) -> Self:
-        """Layer i of a Llama under the names of Hugging Face."""
+        """Append Llama layer i, with Hugging Face's weight names."""
         heads = num_heads, num_kv_heads, head_dim
         layer = decoder.LlamaDecoder(f"model.layers.{i}", *heads, eps, layer_idx=i, mask=mask)
         return self.named_layer(f"layers.{i}", layer)
@@ -110,7 +110,7 @@ class StageList(ABC):
     def llama_prefill_layer_composed(
         self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask: str = MaskKind.CAUSAL
     ) -> Self:
-        """Layer i of a Llama as small stages, which can be edited one by one.
+        """Append Llama layer i as small stages, which can be edited one by one.
 
         `h = x + attention(rms_norm(x)) @ o_projᵀ`, `y = h + swiglu(rms_norm(h))`.
         """
@@ -129,7 +129,7 @@ class StageList(ABC):
         self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, kv_out: SideOutputs | None = None,
         use_custom_mask: bool = False,
     ) -> Self:  # fmt: skip
-        """Layer i of a Llama after a past, which is bound before; all keys and values go to `kv_out`."""
+        """Append Llama layer i for decode, after `bind_decode_inputs`; all keys and values go to `kv_out`."""
         layer = decoder.LlamaDecodeLayer(
             f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, layer_idx=i, use_custom_mask=use_custom_mask,
             kv_out=kv_out,
@@ -140,7 +140,7 @@ class StageList(ABC):
         self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, qk_norm: bool = True,
         attention_bias: bool = False, kv_sink: SideOutputs | None = None,
     ) -> Self:  # fmt: skip
-        """Layer i of a Qwen3; of a Qwen2 with biases and without norms of queries and keys."""
+        """Append Qwen3 layer i; Qwen2 is `qk_norm=False, attention_bias=True`."""
         layer = decoder.Qwen3Decoder(
             f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, layer_idx=i, qk_norm=qk_norm,
             attention_bias=attention_bias, kv_sink=kv_sink,
@@ -151,7 +151,7 @@ class StageList(ABC):
         self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, kv_out: SideOutputs | None = None,
         use_custom_mask: bool = False, qk_norm: bool = True, attention_bias: bool = False,
     ) -> Self:  # fmt: skip
-        """The same after a past, which is bound before."""
+        """Append Qwen3 layer i for decode, after `bind_decode_inputs`."""
         layer = decoder.Qwen3DecodeLayer(
             f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, layer_idx=i, use_custom_mask=use_custom_mask,
             kv_out=kv_out, qk_norm=qk_norm, attention_bias=attention_bias,
@@ -163,7 +163,7 @@ class StageList(ABC):
         mask: str = MaskKind.CAUSAL, kv_out: SideOutputs | None = None, use_custom_mask: bool = False,
         score_scale: float | None = None, attn_logit_softcap: float | None = None,
     ) -> Self:  # fmt: skip
-        """Layer i of a Gemma after a past, which is bound before."""
+        """Append Gemma layer i for decode, after `bind_decode_inputs`."""
         layer = decoder.GemmaDecodeLayer(
             f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, layer_idx=i, style=style, mask=mask,
             score_scale=score_scale, attn_logit_softcap=attn_logit_softcap, use_custom_mask=use_custom_mask,
@@ -172,23 +172,23 @@ class StageList(ABC):
         return self.named_layer(f"layers.{i}", layer)
 
     def llama_kv_tap(self, i: int, head_dim: int, eps: float, outputs: SideOutputs) -> Self:
-        """Keys and values of layer i of a Llama as side outputs; the value passes."""
+        """Export keys and values of Llama layer i as side outputs; the value is unchanged."""
         return self.stage(attention.LlamaKvTap(f"model.layers.{i}", head_dim, eps, outputs))
 
     def gemma_kv_tap(self, i: int, head_dim: int, outputs: SideOutputs) -> Self:
-        """The same of a Gemma."""
+        """Export keys and values of Gemma layer i as side outputs; the value is unchanged."""
         return self.stage(attention.GemmaKvTap(f"model.layers.{i}", head_dim, outputs))
 
     def nomic_encoder_layer(self, prefix: str, hidden: int, heads: int, eps: float) -> Self:
-        """One NomicBERT layer: rotary attention and SwiGLU, each followed by a LayerNorm."""
+        """One NomicBERT layer: rotary attention and SwiGLU, each followed by a layer norm."""
         return self.stage(encoder.NomicEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
 
     def bert_encoder_layer(self, prefix: str, hidden: int, heads: int, eps: float) -> Self:
-        """One BERT layer: attention and a GELU feed-forward, each followed by a LayerNorm."""
+        """One BERT layer: attention and a GELU feed-forward, each followed by a layer norm."""
         return self.stage(encoder.BertEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
 
     def repeat_bert_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
-        """BERT layers, with weights under `prefix.0` and so on.
+        """Append BERT layers, with weights under `prefix.0` and so on.
 
         `h = norm(x + attention(x))`, `y = norm(h + gelu_ffn(h))`.
         """
@@ -199,7 +199,7 @@ class StageList(ABC):
         return self.repeat_layers(count, layer)
 
     def repeat_nomic_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
-        """NomicBERT layers, with weights under `prefix.0` and so on. They need RoPE tables.
+        """Append NomicBERT layers, with weights under `prefix.0` and so on. They need RoPE tables.
 
         `h = norm(x + attention(x))`, `y = norm(h + swiglu(h))`.
         """
@@ -210,7 +210,7 @@ class StageList(ABC):
         return self.repeat_layers(count, layer)
 
     def repeat_dinov2_layers(self, count: int, prefix: str, heads: int, head_dim: int, eps: float) -> Self:
-        """DINOv2 layers with the weight names of its authors: `prefix.0.attn.qkv`, `prefix.0.ls1.gamma` and so on.
+        """Append DINOv2 layers with its original weight names: `prefix.0.attn.qkv`, `prefix.0.ls1.gamma` and so on.
 
         `h = x + ls1 · attention(norm(x))`, `y = h + ls2 · gelu_ffn(norm(h))`.
         """
@@ -224,7 +224,7 @@ class StageList(ABC):
         return self.repeat_layers(count, layer)
 
     def repeat_vision_layers(self, count: int, prefix: str, heads: int, head_dim: int, eps: float) -> Self:
-        """NomicVision layers, with weights such as `prefix.0.attn.Wqkv` and `prefix.0.mlp.fc11`.
+        """Append NomicVision layers, with weights such as `prefix.0.attn.Wqkv` and `prefix.0.mlp.fc11`.
 
         `h = x + attention(norm(x))`, `y = h + vision_swiglu_ffn(norm(h))`.
         """
@@ -247,11 +247,11 @@ class StageList(ABC):
         return self.stage(streams.LoadStream(name))
 
     def dual_stream(self, name: str, a: str, b: str, f: Callable[..., Any]) -> Self:
-        """Two streams through `f(emit, a, b) -> (a, b)`."""
+        """Transform two streams together by `f(emit, a, b) -> (a, b)`."""
         return self.stage(streams.DualStream(name, a, b, f))
 
     def bind_inputs_to_streams(self, pairs: Iterable[tuple[str, str]]) -> Self:
-        """Inputs as streams, from pairs of both names."""
+        """Bind inputs to streams, by pairs (input name, stream name)."""
         return self.stage(streams.BindInputs(tuple((name, stream) for name, stream in pairs)))
 
     # -- tables --
@@ -296,11 +296,11 @@ class StageList(ABC):
         return self.stage(parts.AttnMask(batch, seq))
 
     def decode_rope_params(self, cos: Array, sin: Array, style: str = "halves") -> Self:
-        """RoPE rows of a decode step, `[1, half]`, or one per new token."""
+        """Add fixed RoPE rows for a decode step, `[1, half]` or one row per new token."""
         return self.stage(parts.DecodeRopeParams(cos, sin, style))
 
     def bind_decode_inputs(self, num_layers: int, use_custom_mask: bool = False, *, rope: bool = True) -> Self:
-        """The inputs of a decode step whose caller keeps the cache."""
+        """Bind the inputs of a decode step whose caller keeps the cache."""
         return self.stage(parts.BindDecodeInputs(num_layers, use_custom_mask, rope=rope))
 
     # -- parts of layers --
@@ -317,7 +317,7 @@ class StageList(ABC):
         return self.stage(norm.LayerNorm(f"{prefix}.weight", f"{prefix}.bias", eps))
 
     def gemma_rms_norm(self, key: str, eps: float) -> Self:
-        """RMSNorm by 1 + weight."""
+        """RMSNorm scaled by 1 + weight, as in Gemma."""
         return self.stage(norm.GemmaRmsNorm(key, eps))
 
     def self_attn_prefill(
@@ -325,10 +325,9 @@ class StageList(ABC):
         mask: str = MaskKind.CAUSAL, score_scale: float | None = None, attn_logit_softcap: float | None = None,
         *, rope: str | None = MAIN_ROPE, layer_idx: int | None = None,
     ) -> Self:  # fmt: skip
-        """Causal attention with grouped heads by three weights, without the output projection.
+        """Causal grouped-query attention with separate q, k and v weights, without the output projection.
 
-        Heads turn by the RoPE tables of this name, or not at all with `rope=None`. A flow that has a cache needs
-        `layer_idx`.
+        `rope` names the RoPE tables; None is for no RoPE. A flow with a cache needs `layer_idx`.
         """
         heads = num_heads, num_kv_heads, head_dim
         stage = attention.SelfAttnPrefill(
@@ -339,17 +338,17 @@ class StageList(ABC):
     def vit_self_attn(
         self, qkv_weight: str, qkv_bias: str, out_weight: str, out_bias: str, num_heads: int, head_dim: int
     ) -> Self:
-        """Attention of a vision transformer, output projection included."""
+        """Self-attention of a vision transformer, including the output projection."""
         return self.stage(vision.VitSelfAttn(qkv_weight, qkv_bias, out_weight, out_bias, num_heads, head_dim))
 
     def linear(
         self, key: str, transpose: bool = True, bias_key: str | None = None, *, out: int | None = None
     ) -> Self:  # fmt: skip
-        """The value times a weight, plus a bias. `out`, the output size, lets `init` make the weight."""
+        """Multiply by a weight and add a bias. `out` is the output size, which `init` needs to create the weight."""
         return self.stage(parts.Linear(key, transpose, bias_key, out=out))
 
     def swiglu(self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None) -> Self:
-        """down(silu(gate(x)) · up(x)). `intermediate_size`, the output size of gate and up, lets `init` make them."""
+        """SwiGLU: down(silu(gate(x)) · up(x)). `init` needs `intermediate_size`, the output size of gate and up."""
         return self.stage(ffn.SwiGlu(gate_key, up_key, down_key, intermediate_size))
 
     def swiglu_hf_mlp(self, prefix: str, *, intermediate_size: int | None = None) -> Self:
@@ -357,7 +356,7 @@ class StageList(ABC):
         return self.stage(ffn.SwiGlu.hf_mlp(prefix, intermediate_size=intermediate_size))
 
     def geglu(self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None) -> Self:
-        """down(gelu(gate(x)) · up(x)) with the tanh form of GELU."""
+        """GeGLU: down(gelu(gate(x)) · up(x)), with the tanh approximation of GELU."""
         return self.stage(ffn.GeGlu(gate_key, up_key, down_key, intermediate_size))
 
     def geglu_hf_mlp(self, prefix: str, *, intermediate_size: int | None = None) -> Self:
@@ -365,7 +364,7 @@ class StageList(ABC):
         return self.stage(ffn.GeGlu.hf_mlp(prefix, intermediate_size=intermediate_size))
 
     def vision_swiglu_ffn(self, prefix: str, eps: float) -> Self:
-        """NomicVision's feed-forward, with a norm in the middle."""
+        """NomicVision's gated feed-forward, with a LayerNorm before the last projection."""
         return self.stage(vision.VisionSwiGluFfn(prefix, eps))
 
     def gelu_ffn(self, intermediate_w: str, intermediate_b: str, output_w: str, output_b: str) -> Self:
@@ -386,11 +385,11 @@ class StageList(ABC):
         return self.stage(parts.ClsTokenPool())
 
     def gather_last_token(self, batch: int | None = None) -> Self:
-        """The tokens that the input `last_token_idx` picks."""
+        """Select the tokens that the input `last_token_idx` picks."""
         return self.stage(embed.GatherLastToken(batch))
 
     def gather_last_token_at(self, index: int) -> Self:
-        """The token at a place that is known while the graph is built; -1 is the last."""
+        """Select the token at a fixed index of every sequence; -1 is the last."""
         return self.stage(embed.GatherLastToken(index=index))
 
     def logit_softcap(self, cap: float) -> Self:
@@ -404,7 +403,7 @@ def _fused_attention(qkv: str, out: str, heads: int, head_dim: int) -> FlowStage
 
 @dataclass(frozen=True)
 class LayerStack(StageList):
-    """The stages of one layer while it is assembled."""
+    """The stages of one layer during assembly."""
 
     stages: tuple[FlowStage, ...] = ()
     places: tuple[Origin, ...] = field(default=(), compare=False, repr=False)

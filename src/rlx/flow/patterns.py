@@ -1,4 +1,4 @@
-"""Patterns of stage paths such as `layers.*.attn`, for captures and edits."""
+"""Matches stage paths against patterns such as `layers.*.attn`, for captures and edits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ _PARTS = re.compile(r"\*+|\[!?\]?[^\]]*\]|.", re.DOTALL)
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern matches a path: `*` is anything but a dot, `**` anything; `?`, `[ab]` and `[!ab]` are one
-    letter."""
+    """Whether a pattern matches a path.
+
+    `*` matches anything but a dot, `**` anything; `?`, `[ab]` and `[!ab]` match one character.
+    """
     return _compiled(pattern).fullmatch(path) is not None
 
 
@@ -21,7 +23,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _regular(part: str) -> str:
-    """A part of a pattern as a regular expression."""
+    """Convert a part of a pattern to a regular expression."""
     if part[0] == "*":
         return r"[^.]*" if part == "*" else r".*"
     if part == "?":

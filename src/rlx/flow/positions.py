@@ -1,4 +1,4 @@
-"""Positions, padding and RoPE tables of the tokens that flow: what attention, recurrent layers and embeddings share."""
+"""Token positions, padding and RoPE tables: shared by attention, recurrent layers and embeddings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlx.types import Size
 
 
 def has_positions(ctx: FlowCtx) -> bool:
-    """Whether positions of tokens are an input: a cache needs it, and a flow may declare it."""
+    """Whether token positions are an input: required with a cache, else if the flow declares it."""
     return ctx.state.cache is not None or "positions" in ctx.state.inputs
 
 
 def token_positions(ctx: FlowCtx, x: Value) -> Value:
-    """[batch, seq]: an input where a cache or the flow asks for it, else counted from 0."""
+    """Return token positions [batch, seq]: an input if `has_positions`, else counted from 0."""
     if ctx.state.cache is not None and ctx.state.cache.token_rows is not None:
         return ctx.input("positions", x.shape[1:2], "i32").reshape(*x.shape[:2])  # ragged: a batch of one
     if has_positions(ctx):
@@ -32,16 +32,16 @@ def token_positions(ctx: FlowCtx, x: Value) -> Value:
 
 
 def size_of(graph: Graph, size: Size) -> Value:
-    """A size as an i32 scalar; one that is known at run time only is what that many ones add up to."""
+    """Return a size as an i32 scalar; a symbolic size is the sum of that many ones."""
     if isinstance(size, int):
         return graph.constant(size, "i32")
     return graph.one("sum", graph.one("expand", graph.constant(1, "i32"), shape=(size,)), axis=0)
 
 
 def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, Value | None, str]:
-    """The tables that flow under a name, the row of each token where it is not its position, and their style.
+    """Return cosines and sines bound under a name, the row of each token (None: its position), and the style.
 
-    `rope` is also what flows under no name.
+    `rope` also stands for tables bound without a name.
     """
     state = ctx.state
     cos, sin, rows = (state.named.get(f"{name}.{of}") for of in ("cos", "sin", "rows"))
@@ -56,7 +56,7 @@ def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, V
 
 
 def check_rows(stage: str, rows: Size, wanted: Size) -> None:
-    """An error where a table is known to have fewer rows than there are positions."""
+    """Raise if a table is known to have fewer rows than there are positions."""
     if isinstance(rows, int) and isinstance(wanted, int) and rows < wanted:
         raise ShapeError(
             f"stage {stage}: RoPE tables have {rows} rows, positions go up to {wanted - 1}",
@@ -65,20 +65,20 @@ def check_rows(stage: str, rows: Size, wanted: Size) -> None:
 
 
 def check_style(stage: str, style: str) -> None:
-    """An error where nobody knows which parts of a head turn together."""
+    """Raise if the pairing style of a head is unknown."""
     if style not in ROPE_STYLES:
         hint = nearest(str(style), ROPE_STYLES) or f"known: {', '.join(ROPE_STYLES)}"
         raise GraphError(f"stage {stage}: style is {style!r}", hint=hint)
 
 
 def check_tables(stage: str, cos: Array, sin: Array) -> None:
-    """An error where cosines and sines are no two tables of the same shape."""
+    """Raise if cosines and sines are not two tables of the same shape."""
     shapes = np.shape(cos), np.shape(sin)
     if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
         raise ShapeError(f"stage {stage}: cos and sin are [positions, half], found {shapes[0]} and {shapes[1]}")
 
 
 def kept_tokens(ctx: FlowCtx, shape: Sequence[Size], name: str = "attention_mask") -> Value:
-    """Which tokens are no padding, `[batch, seq]` truth values: an input of whatever type."""
+    """Return a boolean mask `[batch, seq]` of tokens that are not padding, from an input of any dtype."""
     mask = ctx.mask_input(name, shape)
     return mask if mask.dtype is BOOL else mask >= 0.5

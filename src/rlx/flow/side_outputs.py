@@ -1,4 +1,4 @@
-"""SideOutputs: values that stages put aside while they emit, to become outputs of the graph beside the main one."""
+"""SideOutputs: values that stages push while they emit, which become extra outputs of the graph."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class SideOutputs:
         self._pushed: list[tuple[str, Value]] = []
 
     def push(self, value: Value | FlowValue, name: str = "") -> None:
-        """Put a value aside; without a name it is called `side.0`, `side.1` and so on."""
+        """Push a value; without a name it is called `side.0`, `side.1` and so on."""
         value = value.id if isinstance(value, FlowValue) else value
         if self._pushed and self._pushed[0][1].graph is not value.graph:
-            self._pushed.clear()  # left by a build that nobody asked for its side outputs
+            self._pushed.clear()  # left over from a build whose side outputs were not read
         self._pushed.append((name or f"side.{len(self._pushed)}", value))
 
     def drain(self) -> list[tuple[str, Value]]:
-        """Names and values; afterwards it is empty."""
-        found, self._pushed = self._pushed, []
-        return found
+        """Return names and values, and clear the list."""
+        pushed, self._pushed = self._pushed, []
+        return pushed
 
     def __len__(self) -> int:
         return len(self._pushed)

@@ -1,4 +1,4 @@
-"""What stages share while a flow is built: the value that flows, and the things that were set aside by name."""
+"""State that stages share while a flow is built: the flow value, and values stored by name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlx.runtime.kv_spec import KvCacheSpec, table_name
 from rlx.types import Size, dim, sym
 
 Shape = tuple[Size, ...]
-MAIN_ROPE = "rope"  # the name of the tables that layers turn by unless they name others
+MAIN_ROPE = "rope"  # the default name of RoPE tables
 
 
 def _by_value(name: str) -> Callable[..., Any]:
-    """A method of `FlowValue` that does what its graph value does."""
+    """Return a method of `FlowValue` that forwards to its graph value."""
 
     def method(self: FlowValue, *operands: Any, **settings: Any) -> Any:
         return _flowing(getattr(self.id, name)(*operands, **settings))
@@ -32,9 +32,9 @@ def _by_value(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class FlowValue(FlowValueOps, Operators):
-    """The value that flows from stage to stage, with its shape.
+    """The value passed from stage to stage, with its shape.
 
-    It has the operators and ops of its graph value, `id`, and what they give flows too: `value * 2`,
+    It has the operators and ops of its graph value, `id`, and they return flow values: `value * 2`,
     `value.softmax(axis=-1)`.
     """
 
@@ -47,7 +47,7 @@ class FlowValue(FlowValueOps, Operators):
         return cls(value, value.shape)
 
     def __rlx_value__(self) -> Value:
-        """What a graph takes for it where it is an operand."""
+        """Return the graph value, for ops that take it as an operand."""
         return self.id
 
     if not TYPE_CHECKING:
@@ -64,22 +64,22 @@ class FlowValue(FlowValueOps, Operators):
         return sorted({*FlowValueOps.__dir__(self), *(name for name in dir(Value) if not name.startswith("_"))})
 
     def operate(self, op: str, *operands: Any) -> FlowValue:
-        """What an operator of Python gives: that of the graph value."""
+        """Apply a Python operator to the graph value."""
         return FlowValue.of(self.id.graph.one(op, *operands))
 
-    # NumPy hands `np.tanh(value)` and `array + value` to us
+    # NumPy dispatches `np.tanh(value)` and `array + value` here
     __array_ufunc__, __array_function__ = _by_value("__array_ufunc__"), _by_value("__array_function__")
     __getitem__ = _by_value("__getitem__")
-    # it has no number while the graph is built, and says so
+    # raise: there is no number while the graph is built
     __bool__, __int__, __float__ = _by_value("__bool__"), _by_value("__int__"), _by_value("__float__")
     __iter__ = _by_value("__iter__")
 
 
-def _flowing(found: Any) -> Any:
-    """What an op gave, as what flows: also each of several results."""
-    if isinstance(found, (list, tuple)):
-        return type(found)(map(_flowing, found)) if type(found) in (list, tuple) else found
-    return FlowValue.of(found) if isinstance(found, Value) else found
+def _flowing(result: Any) -> Any:
+    """Wrap the result of an op as flow values, also in lists and tuples."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(map(_flowing, result)) if type(result) in (list, tuple) else result
+    return FlowValue.of(result) if isinstance(result, Value) else result
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,11 @@ class CacheBindings:
 
     graph: Graph
     spec: KvCacheSpec
-    windows: dict[int, int] = field(default_factory=dict)  # of the layers that have attended
-    tables: dict[int, Value] = field(default_factory=dict)  # of pages, by window
-    states: dict[str, tuple[int, ...]] = field(default_factory=dict)  # recurrent ones, sizes for one sequence
-    lengths: list[tuple[int, bool]] = field(default_factory=list)  # that RoPE depends on
-    token_rows: Value | None = None  # of ragged tokens, the sequence that each belongs to
+    windows: dict[int, int] = field(default_factory=dict)  # by layer, once it has attended
+    tables: dict[int, Value] = field(default_factory=dict)  # page tables, by window
+    states: dict[str, tuple[int, ...]] = field(default_factory=dict)  # recurrent states, shape per sequence
+    lengths: list[tuple[int, bool]] = field(default_factory=list)  # (limit, grows) of RoPE tables by length
+    token_rows: Value | None = None  # for ragged tokens: the sequence of each
 
     def attend(
         self, layer: int, q: Value, k: Value, v: Value, positions: Value, *, mask_kind: str,
@@ -100,8 +100,8 @@ class CacheBindings:
     ) -> Value:  # fmt: skip
         """Append keys and values of the tokens at these positions to a layer's cache, then attend over it.
 
-        What else is given are operands and attributes of the block `cached_self_attention`. A layer with a sliding
-        window has a ring, in which old positions make room for new ones.
+        Further arguments are operands and attributes of the block `cached_self_attention`. A layer with a sliding
+        window has a ring buffer, in which new positions overwrite old ones.
         """
         if layer in self.windows or not 0 <= layer < self.spec.layers:
             problem = "attends twice" if layer in self.windows else f"is not one of its {self.spec.layers}"
@@ -119,7 +119,7 @@ class CacheBindings:
         return sym.BATCH if self.token_rows is None else dim("rows")
 
     def leaves(self, layer: int, window: int) -> tuple[Value, Value, Value]:
-        """The table that layers of one window share, and the pools of keys and values of a layer."""
+        """Return the page table shared by layers with this window, and the layer's pools of keys and values."""
         spec, kind, pages = self.spec, dtype(self.spec.dtype), dim(f"pages{window}" if window else "pages")
         if window not in self.tables:
             blocks = dim(f"ring{window}" if window else "blocks")
@@ -137,7 +137,7 @@ class CacheBindings:
 
     @property
     def bound(self) -> KvCacheSpec:
-        """The cache that the layers have turned out to need."""
+        """The cache spec that the layers need, known after they were emitted."""
         windows = tuple(self.windows.get(i) for i in range(self.spec.layers))
         return replace(self.spec, windows=windows, states=tuple(self.states.items()), lengths=tuple(self.lengths))
 
@@ -146,13 +146,13 @@ class CacheBindings:
 class DecodeBindings:
     """The inputs of a decode step whose caller keeps the cache: one past K and one past V per layer."""
 
-    cos: Value | None  # None where no layer turns
+    cos: Value | None  # None if no layer has RoPE
     sin: Value | None
     mask: Value | None
     past_k: list[Value]
     past_v: list[Value]
     rows: bool = True  # cos and sin have one row per new token, not one per position
-    style: str | None = None  # of those rows, where it is not that of the tables that flow
+    style: str | None = None  # style of those rows, if it differs from that of the bound tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,27 +173,27 @@ class FlowState:
     rope_cos: Value | None = None
     rope_sin: Value | None = None
     rope_style: str = "halves"
-    rope_styles: dict[str, str] = field(default_factory=dict)  # of tables that have a name, `rope` or `rope.local`
-    rope_rows: Value | None = None  # of the tables for each token, where they are not its position
+    rope_styles: dict[str, str] = field(default_factory=dict)  # by name of the tables, `rope` or `rope.local`
+    rope_rows: Value | None = None  # the table row of each token, if it is not its position
     rope_per_token: bool = False  # `rope_cos` and `rope_sin` have one row per new token, not one per position
-    zero_beta: Value | None = None  # the first zero vector that `ZeroBeta` made
+    zero_beta: Value | None = None  # the first zero vector of `ZeroBeta`
     embed_weight: Value | None = None  # [vocab, hidden], for a tied head
     hidden_shape: Shape | None = None  # of the first hidden state, after the token table
     cache: CacheBindings | None = None
     decode: DecodeBindings | None = None
-    residuals: list[FlowValue] = field(default_factory=list)  # saved and not yet added, the last one on top
+    residuals: list[FlowValue] = field(default_factory=list)  # stack of saved values not yet added
     residual_stages: dict[Value, str] = field(default_factory=dict)  # where each was saved, for errors
     streams: dict[str, FlowValue] = field(default_factory=dict)
-    inputs: dict[str, tuple[Value, Shape]] = field(default_factory=dict)  # of the graph; the first one starts the flow
+    inputs: dict[str, tuple[Value, Shape]] = field(default_factory=dict)  # of the graph; the first is the first value
     named: dict[str, Value] = field(default_factory=dict)
     gdn: GdnInputSlots | None = None
     loaded_params: dict[str, Value] = field(default_factory=dict)
-    paths: set[str] = field(default_factory=set)  # of stages that were given a name
+    paths: set[str] = field(default_factory=set)  # of stages named by the user
 
     def bind_rope(
         self, cos: Value, sin: Value, style: str, cos_key: str, sin_key: str, rows: Value | None = None
     ) -> None:
-        """Let the layers that follow turn by these tables; `rows` has that of each token if it is not its position."""
+        """Bind RoPE tables for the layers that follow; `rows` is the table row of each token if not its position."""
         name = cos_key.removesuffix(".cos")
         self.rope_cos, self.rope_sin, self.rope_style, self.rope_rows = cos, sin, style, rows
         self.rope_styles[name], self.rope_per_token = style, False
@@ -203,23 +203,23 @@ class FlowState:
             self.named[f"{name}.rows"] = rows
 
     def bind_rope_rows(self, cos: Value, sin: Value, style: str) -> None:
-        """Have one row per new token in place of tables of all positions, for a step that is bound next."""
+        """Bind RoPE rows, one per new token, in place of full tables, for the decode step that is bound next."""
         self.rope_cos, self.rope_sin, self.rope_style, self.rope_rows = cos, sin, style, None
         self.rope_per_token = True
 
     def style_of(self, rope: str) -> str:
-        """Which parts of a head turn together by the tables of this name."""
+        """Return the pairing style of the RoPE tables of this name."""
         return self.rope_styles.get(rope, self.rope_style)
 
     def claim(self, path: str) -> None:
-        """Say that a stage was given this path as its name; an error if another was."""
+        """Reserve a path for a named stage; raises if another stage has it."""
         if path in self.paths:
             raise GraphError(f"flow: two stages are called {path!r}", hint="give each a name of its own")
         self.paths.add(path)
 
     @property
     def residual_skip(self) -> Value | None:
-        """What `ResidualAdd` would add now. Another value takes its place, the first one is pushed, None pops it."""
+        """The value `ResidualAdd` would add. Assigning replaces it, or pushes if there is none; None pops it."""
         return self.residuals[-1].id if self.residuals else None
 
     @residual_skip.setter
@@ -232,17 +232,17 @@ class FlowState:
 
     @property
     def residual_shape(self) -> Shape | None:
-        """The shape of that."""
+        """The shape of `residual_skip`."""
         return self.residuals[-1].shape if self.residuals else None
 
     def stream(self, name: str, where: str) -> FlowValue:
-        """A stream; an error that says where it was wanted if nothing was stored under the name."""
+        """Return a stream; raises an error that names `where` if it does not exist."""
         if name not in self.streams:
             raise GraphError(f"{where}: no stream is called {name!r}", hint=nearest(name, self.streams))
         return self.streams[name]
 
     def value(self, name: str, where: str) -> Value:
-        """A named value; an error that says where it was wanted if there is none."""
+        """Return a named value; raises an error that names `where` if it does not exist."""
         if name not in self.named:
             raise GraphError(f"{where}: no value is called {name!r}", hint=nearest(name, self.named))
         return self.named[name]

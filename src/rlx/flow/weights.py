@@ -1,4 +1,4 @@
-"""Where a flow's weights come from: anything that knows tensors by key. Linear weights are `[out, in]`, as in files."""
+"""Weight sources of a flow: anything that has tensors by key. Linear weights are `[out, in]`, as in files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlx.types import TensorType
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Tensors by key. `type` is known without loading; `array` may map a file."""
+    """Tensors by key. `type` does not load the tensor; `array` may be memory-mapped."""
 
     def has(self, key: str) -> bool: ...
 
@@ -29,7 +29,7 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class Wanting(Protocol):
-    """A source that learns from stages which weights there are, and their shapes as files have them."""
+    """A source that learns from stages which weights exist, and their shapes in file layout."""
 
     def want(self, key: str, shape: Sequence[Any] | None, init: Any = None) -> None: ...
 
@@ -46,7 +46,7 @@ class MapWeights:
     def type(self, key: str) -> TensorType:
         array = self.array(key)
         storage = dtype(array.dtype)
-        if storage.is_packed:  # an element of the array is a block
+        if storage.is_packed:  # each array element is a block
             return TensorType((*array.shape[:-1], array.shape[-1] * storage.block), storage)
         return TensorType(tuple(array.shape), storage)
 
@@ -60,9 +60,9 @@ class MapWeights:
 
 
 class TakenWeights:
-    """Weights of a source that can only give: `take(key, transpose)` is an array, or its numbers and their shape.
+    """Weights of an object with only `take(key, transpose)`, which returns an array, or (numbers, shape).
 
-    Each is taken once, and kept: a stage may ask for a weight again, and in the other orientation.
+    Each tensor is taken once and cached: a stage may ask for it again, or in the other orientation.
     """
 
     def __init__(self, source: Any) -> None:
@@ -72,13 +72,13 @@ class TakenWeights:
     def _take(self, key: str) -> Array | None:
         if key not in self._taken:
             try:
-                given = self.source.take(key, False)
+                tensor = self.source.take(key, False)
             except (LookupError, RlxError):
-                given = None
-            if isinstance(given, tuple):
-                numbers, shape = given
-                given = np.asarray(numbers).reshape(shape)
-            self._taken[key] = None if given is None else np.asarray(given)
+                tensor = None
+            if isinstance(tensor, tuple):
+                numbers, shape = tensor
+                tensor = np.asarray(numbers).reshape(shape)
+            self._taken[key] = None if tensor is None else np.asarray(tensor)
         return self._taken[key]
 
     def has(self, key: str) -> bool:
@@ -98,7 +98,7 @@ class TakenWeights:
 
 
 def as_source(weights: Any) -> WeightSource:
-    """Where weights come from: a source, a dictionary of arrays, something with `take(key, transpose)`, or nothing."""
+    """Convert to a weight source: from a source, a dict of arrays, an object with `take(key, transpose)`, or None."""
     if weights is None or isinstance(weights, Mapping):
         return MapWeights(weights)
     if isinstance(weights, WeightSource):
@@ -106,13 +106,13 @@ def as_source(weights: Any) -> WeightSource:
     if callable(getattr(weights, "take", None)):
         return TakenWeights(weights)
     raise GraphError(
-        f"weights: a {type(weights).__name__} is no source of weights",
-        hint="give a dictionary of arrays, or something with has, type, array and keys",
+        f"weights: a {type(weights).__name__} is not a weight source",
+        hint="pass a dict of arrays, or an object with has, type, array and keys",
     )
 
 
 class LayeredWeights:
-    """Weights of several sources: a key is looked for in one after the other."""
+    """Weights of several sources, searched in order."""
 
     def __init__(self, *sources: WeightSource) -> None:
         self.sources = sources
@@ -135,7 +135,7 @@ class LayeredWeights:
 
 
 def unchecked(source: WeightSource) -> Iterable[str]:
-    """Keys that nobody has compared with what a model needs; those of a file were, when it was opened."""
+    """Return keys that were not checked against the model; those of a file were checked when it was opened."""
     if isinstance(source, LayeredWeights):
         return dict.fromkeys(chain.from_iterable(map(unchecked, source.sources)))
     return () if isinstance(source, Wanting) or getattr(source, "file", None) is not None else source.keys()

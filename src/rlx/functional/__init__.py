@@ -1,6 +1,6 @@
-"""Functions of arrays: traced into graphs, transformed, compiled, run. What `rlx.grad`, `rlx.jit` and others are.
+"""The functional API (`rlx.jit`, `rlx.grad`, ...): Python functions of arrays, traced into graphs, transformed and run.
 
-Every op of the registry is a function here too, whether or not NumPy has a name for it: `rlx.attention(q, k, v)`.
+Every op of the registry is also a function here, whether or not NumPy has a name for it: `rlx.attention(q, k, v)`.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from rlx.functional.transforms import vmap as vmap
 def __getattr__(name: str) -> Any:
     from rlx.functional.operands import function_of
 
-    found = None if name.startswith("_") else function_of(name)
-    if found is None:
+    function = None if name.startswith("_") else function_of(name)
+    if function is None:
         raise AttributeError(f"module 'rlx.functional' has no attribute {name!r}")
-    return found
+    return function

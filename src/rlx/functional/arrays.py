@@ -1,6 +1,6 @@
-"""NumPy's everyday functions, on arrays at once and on stand-ins while a function is traced.
+"""NumPy's everyday functions: eager on arrays, recorded in the graph while a function is traced.
 
-Names, arguments and meanings are NumPy's; element types promote as rlx does (an int never widens a float).
+Names, arguments and semantics are NumPy's; dtypes promote as in rlx (an int never widens a float).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _same(names: str) -> dict[str, str]:
     return {name: name for name in names.split()}
 
 
-# Methods of stand-ins, and what NumPy's own functions become when they are given one.
+# Methods of traced arrays, and the rlx functions that NumPy's own dispatch to when called with one.
 _REDUCTIONS = "sum prod mean max min var std any all argmax argmin cumsum"
 METHODS = _same(
     f"{_REDUCTIONS} reshape ravel transpose swapaxes squeeze round astype clip repeat take sort argsort dot"

@@ -1,4 +1,4 @@
-"""Loops and branches over functions: scan, while_loop, fori_loop and cond, with JAX's signatures."""
+"""Control flow over functions: scan, while_loop, fori_loop and cond, with JAX's signatures."""
 
 from __future__ import annotations
 
@@ -10,74 +10,75 @@ from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import arange, astype, at, expand_dims, minimum
 from rlx.functional.operands import is_traced
-from rlx.functional.printing import say
+from rlx.functional.printing import emit
 from rlx.functional.tracers import Repeated, Trace, Traced, as_array, current, is_weak, type_of, weak_kind
-from rlx.functional.tracing import Function, apply, call, eager, trace_leaves
+from rlx.functional.tracing import Function, apply, apply_graph, eager, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.build import count, declare, zeros
 from rlx.types import Dim, Size, TensorType, as_size
 
 Fun = Callable[..., Any]
-KEPT_STEPS = 1000  # of a while_loop, whose values are kept to be printed
+MAX_PRINTED_STEPS = 1000  # steps of a while_loop whose values are stored for printing
 
 
 def _trace() -> Trace:
-    found = current()
-    assert found is not None
-    return found
+    trace = current()
+    assert trace is not None
+    return trace
 
 
 def _body(
     function: Fun, *arguments: Any, types: Sequence[TensorType], weak: Sequence[bool], prints: bool = True
 ) -> Function:
-    """The graph of a function of trees whose leaves have these types."""
+    """Trace a function of trees whose leaves have these types."""
     return trace_leaves(function, tree.structure((arguments, {})), types, weak=weak, prints=prints)
 
 
 def _step(
     where: str, function: Fun, init: Any, xs: Any = None, rows: Sequence[TensorType] = (), *, pair: bool
 ) -> tuple[Function, list[Any]]:
-    """The body of a loop, and the leaves of its first carry, in types that stay as they are from step to step.
+    """Trace the body of a loop; returns it and the leaves of the initial carry, cast to types that no step changes.
 
-    A carry that starts as a number takes the type that the body gives it, as in JAX: `scan(f, 0.0, np.ones(3))` is f64.
+    A carry that begins as a Python number takes the dtype that the body returns, as in JAX: `scan(f, 0.0, np.ones(3))`
+    is f64.
     """
     leaves, shape = tree.flatten(init)
     while True:
         types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
         arguments = (init, xs) if pair else (init,)
         body = _body(function, *arguments, types=[*types, *rows], weak=[*weak, *[False] * len(rows)])
-        if pair and (body.given.kind not in (tuple, list) or len(body.given.children) != 2):
+        if pair and (body.structure.kind not in (tuple, list) or len(body.structure.children) != 2):
             hint = "return carry, y; y may be None"
-            raise GraphError(f"{where}: the function gives {body.given}, wanted a pair (carry, y)", hint=hint)
-        found = body.given.children[0] if pair else body.given
-        settled = leaves
-        if found == shape:
-            settled = [_promoted(x, out.type) for x, out in zip(leaves, body.graph.outputs, strict=False)]
-        if all(a is b for a, b in zip(leaves, settled, strict=True)):
-            _check_carry(where, found, body.graph.outputs, shape, types)
+            raise GraphError(f"{where}: the function returns {body.structure}, wanted a pair (carry, y)", hint=hint)
+        carry_structure = body.structure.children[0] if pair else body.structure
+        promoted = leaves
+        if carry_structure == shape:
+            promoted = [_promoted(x, out.type) for x, out in zip(leaves, body.graph.outputs, strict=False)]
+        if all(a is b for a, b in zip(leaves, promoted, strict=True)):
+            _check_carry(where, carry_structure, body.graph.outputs, shape, types)
             return body, leaves
-        leaves = settled
+        leaves = promoted
 
 
-def _promoted(x: Any, given: TensorType) -> Any:
-    """A first carry: a number whose type the body does not keep becomes an array of the type of both."""
+def _promoted(x: Any, returned: TensorType) -> Any:
+    """Cast an initial carry that is a Python number to the dtype that the body returns."""
     kind = weak_kind(x)
-    if kind is None or type_of(x).dtype is given.dtype:
+    if kind is None or type_of(x).dtype is returned.dtype:
         return x
-    wanted = promote(given.dtype, kind)
+    wanted = promote(returned.dtype, kind)
     return astype(x, wanted)
 
 
 def _reordered(body: Function, count: int, captured: Sequence[Traced]) -> Graph:
-    """The graph with what it captured (and what others did) after its first `count` inputs."""
+    """Return the graph with all captured values (its own and those of others) after its first `count` inputs."""
     graph = Graph(body.graph.name)
-    inputs = body.whole.inputs
+    inputs = body.full_graph.inputs
     own = len(inputs) - len(body.captured)
     first = [declare(graph, n.attrs["name"], n.types[0]) for n in inputs[:count]]
     shared = {x: declare(graph, "captured", x.value.type) for x in captured}
     rest = [declare(graph, n.attrs["name"], n.types[0]) for n in inputs[count:own]]
-    return graph.set_outputs(inline(graph, body.whole, [*first, *rest, *(shared[x] for x in body.captured)]))
+    return graph.set_outputs(inline(graph, body.full_graph, [*first, *rest, *(shared[x] for x in body.captured)]))
 
 
 def _values(leaves: Sequence[Any]) -> list[Value]:
@@ -85,29 +86,29 @@ def _values(leaves: Sequence[Any]) -> list[Value]:
     return [trace.constant(x) for x in leaves]
 
 
-def _made(values: Sequence[Value]) -> list[Traced]:
+def _as_traced(values: Sequence[Value]) -> list[Traced]:
     trace = _trace()
     return [Traced(trace, v) for v in values]
 
 
 def _check_carry(
-    where: str, found: tree.Structure, made: Sequence[Value], wanted: tree.Structure, types: Sequence[TensorType]
+    where: str, structure: tree.Structure, outputs: Sequence[Value], wanted: tree.Structure, types: Sequence[TensorType]
 ) -> None:
-    if found != wanted:
-        raise GraphError(f"{where}: the carry is {wanted}, the function gives {found}")
-    for path, value, type_ in zip(wanted.paths("carry"), made, types, strict=False):
+    if structure != wanted:
+        raise GraphError(f"{where}: the carry is {wanted}, the function returns {structure}")
+    for path, value, type_ in zip(wanted.paths("carry"), outputs, types, strict=False):
         if value.type != type_:
-            hint = "give it the type of what the function gives, or cast inside"
-            raise ShapeError(f"{where}: {path} starts as {type_}, the function gives {value.type}", hint=hint)
+            hint = "start with the type that the function returns, or cast inside"
+            raise ShapeError(f"{where}: {path} starts as {type_}, the function returns {value.type}", hint=hint)
 
 
 @eager
 def scan(
     f: Fun, init: Any, xs: Any = None, length: Any = None, reverse: bool = False, checkpoints: int | None = None
 ) -> tuple[Any, Any]:
-    """`carry, y = f(carry, x)` for each row x of xs: the last carry, and all y as rows.
+    """Run `carry, y = f(carry, x)` for each row x of xs; returns the last carry and all y stacked as rows.
 
-    `checkpoints` is how many carries the gradient keeps (None: all that it needs); what is between is computed again.
+    `checkpoints` is how many carries the gradient stores (None: all that it needs); the others are recomputed.
     """
     rows = tree.leaves(xs)
     sizes = {type_of(x).shape[0] if type_of(x).rank else None for x in rows} | (
@@ -124,24 +125,24 @@ def scan(
         _values(carry), graph, steps, broadcasts=_values(body.captured), xs=_values(rows), reverse=reverse,
         checkpoints=checkpoints or 0,
     )  # fmt: skip
-    given, printed = _parted(_made(ys), len(body.graph.outputs) - len(carry))
+    y_leaves, printed = _split_printed(_as_traced(ys), len(body.graph.outputs) - len(carry))
     if body.prints:
         number = count(_trace().graph, steps, I32)
-        say(Repeated(body.prints, printed, number if isinstance(number, int) else _made([number])[0], reverse))
-    return tree.structure(init).unflatten(_made(finals)), body.given.children[1].unflatten(given)
+        emit(Repeated(body.prints, printed, number if isinstance(number, int) else _as_traced([number])[0], reverse))
+    return tree.structure(init).unflatten(_as_traced(finals)), body.structure.children[1].unflatten(y_leaves)
 
 
-def _parted(values: Sequence[Traced], results: int) -> tuple[Sequence[Traced], Sequence[Traced]]:
-    """What a body gives, and what it prints."""
+def _split_printed(values: Sequence[Traced], results: int) -> tuple[Sequence[Traced], Sequence[Traced]]:
+    """Split the outputs of a body into its results and its printed values."""
     return values[:results], values[results:]
 
 
 @eager
 def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = None, *, truncate: bool = False) -> Any:
-    """`carry = body_fun(carry)` as long as `cond_fun(carry)` holds; a gradient needs `max_steps`.
+    """Run `carry = body_fun(carry)` while `cond_fun(carry)` holds; gradients need `max_steps`.
 
-    A loop that has not ended after `max_steps` is a KernelError when it runs: a carry that was cut off looks like a
-    result and is none. `truncate=True` gives that carry, for loops with a budget of steps.
+    A loop that has not ended after `max_steps` raises a KernelError at run time, since a truncated carry is easily
+    mistaken for a result. `truncate=True` returns that carry, for loops with a step budget.
     """
     if truncate and max_steps is None:
         raise GraphError("while_loop: truncate needs max_steps, after which the loop is cut off")
@@ -153,43 +154,45 @@ def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = 
         return _printing_while(cond_fun, body, shape.unflatten(carry), shape, max_steps, truncate)
     captured = list(dict.fromkeys([*more.captured, *body.captured]))
     graphs = [_reordered(b, len(carry), captured) for b in (more, body)]
-    found = _trace().graph.while_loop(_values(carry), *graphs, broadcasts=_values(captured), max_steps=max_steps)
-    made = _made(found)
+    values = _trace().graph.while_loop(_values(carry), *graphs, broadcasts=_values(captured), max_steps=max_steps)
+    final = _as_traced(values)
     if max_steps is not None and not truncate:
-        (still,) = call(more.graph, [*made, *more.captured])
-        made = [apply("ended", x, still) for x in made]
-    return shape.unflatten(made)
+        (running,) = apply_graph(more.graph, [*final, *more.captured])
+        final = [apply("ended", x, running) for x in final]
+    return shape.unflatten(final)
 
 
 def _printing_while(
     cond_fun: Fun, body: Function, init: Any, shape: tree.Structure, max_steps: int | None, truncate: bool
 ) -> Any:
-    """A while_loop that also carries how many steps there were, and what the first of them print, as rows."""
-    kept = KEPT_STEPS if max_steps is None else min(max_steps, KEPT_STEPS)
-    types = [o.type for o in body.whole.outputs[len(body.graph.outputs) :]]
+    """Run a while_loop that also carries the step count, and the values that its first steps print, as rows."""
+    capacity = MAX_PRINTED_STEPS if max_steps is None else min(max_steps, MAX_PRINTED_STEPS)
+    types = [o.type for o in body.full_graph.outputs[len(body.graph.outputs) :]]
     graph = _trace().graph
-    empty = _made([zeros(graph, t.with_shape(kept + 1, *t.shape)) for t in types])  # the last row: of all steps after
+    # The last row is scratch space for steps beyond the capacity.
+    empty = _as_traced([zeros(graph, t.with_shape(capacity + 1, *t.shape)) for t in types])
 
     def step(state: Any) -> Any:
         carry, number, rows = state
-        given, shown = _parted(call(body.whole, [*tree.leaves(carry), *body.captured]), len(body.graph.outputs))
-        place = minimum(number, kept)
-        return shape.unflatten(given), number + 1, [at(r)[place].set(v) for r, v in zip(rows, shown, strict=True)]
+        outputs = apply_graph(body.full_graph, [*tree.leaves(carry), *body.captured])
+        results, shown = _split_printed(outputs, len(body.graph.outputs))
+        place = minimum(number, capacity)
+        return shape.unflatten(results), number + 1, [at(r)[place].set(v) for r, v in zip(rows, shown, strict=True)]
 
     start = (init, as_array(0), empty)
     carry, number, rows = while_loop(lambda state: cond_fun(state[0]), step, start, max_steps, truncate=truncate)
-    say(Repeated(body.prints, [r[:kept] for r in rows], number))
+    emit(Repeated(body.prints, [r[:capacity] for r in rows], number))
     return carry
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
-    """`carry = body_fun(i, carry)` for i from `lower` to below `upper`, whole numbers.
+    """Run `carry = body_fun(i, carry)` for integers i in [lower, upper).
 
-    Numbers that are known make a scan, which has a gradient; traced ones a while_loop.
+    Static bounds become a scan, which has a gradient; traced bounds become a while_loop.
     """
     for name, bound in (("lower", lower), ("upper", upper)):
         if not isinstance(bound, Dim) and (isinstance(bound, bool) or not type_of(bound).dtype.is_integer):
-            raise DTypeError(f"fori_loop: {name} is {bound!r}, wanted a whole number", hint="cast it with int(...)")
+            raise DTypeError(f"fori_loop: {name} is {bound!r}, wanted an integer", hint="cast it with int(...)")
     if is_traced(lower) or is_traced(upper):
         start = (lower if is_traced(lower) else as_array(lower), init)
         return while_loop(lambda c: c[0] < upper, lambda c: (c[0] + 1, body_fun(c[0], c[1])), start)[1]
@@ -202,34 +205,35 @@ def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     leaves, _ = tree.flatten(operands)
     types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
     yes, no = (_body(f, *operands, types=types, weak=weak) for f in (true_fun, false_fun))
-    if yes.given != no.given:
-        raise GraphError(f"cond: the branches give {yes.given} and {no.given}")
+    if yes.structure != no.structure:
+        raise GraphError(f"cond: the branches return {yes.structure} and {no.structure}")
     wanted = _shared_types(yes, no)
-    if wanted is not None:  # a branch that gives a number gives it in the type of the other
+    if wanted is not None:  # Python numbers take the dtype of the other branch
         yes, no = (_body(_cast(f, wanted), *operands, types=types, weak=weak) for f in (true_fun, false_fun))
     for a, b in zip(yes.graph.outputs, no.graph.outputs, strict=True):
         if a.type != b.type:
-            raise ShapeError(f"cond: the branches give {a.type} and {b.type}", hint="cast one, or broadcast it")
+            raise ShapeError(f"cond: the branches return {a.type} and {b.type}", hint="cast one, or broadcast it")
     captured = list(dict.fromkeys([*yes.captured, *no.captured]))
     graphs = [_reordered(b, len(leaves), captured) for b in (yes, no)]
     results = len(yes.graph.outputs)
     shown = [[o.type for o in g.outputs[results:]] for g in graphs]
-    for i, g in enumerate(graphs):  # a branch gives zeros for what the other one prints
+    for i, g in enumerate(graphs):  # a branch returns zeros for values that the other one prints
         before, after = ([zeros(g, t) for types in part for t in types] for part in (shown[:i], shown[i + 1 :]))
         g.set_outputs([*g.outputs[:results], *before, *g.outputs[results:], *after])
     trace = _trace()
-    found = trace.graph.cond(trace.constant(predicate), _values([*leaves, *captured]), *graphs)
-    made = _made(found if isinstance(found, tuple) else (found,))
+    outputs = trace.graph.cond(trace.constant(predicate), _values([*leaves, *captured]), *graphs)
+    values = _as_traced(outputs if isinstance(outputs, tuple) else (outputs,))
     for branch, first in ((yes, results), (no, results + len(shown[0]))):
         if branch.prints:
-            values = made[first : first + len(branch.whole.outputs) - results]
-            taken = Traced(trace, trace.constant(predicate)).astype("i32")
-            say(Repeated(branch.prints, [expand_dims(v, 0) for v in values], taken if branch is yes else 1 - taken))
-    return yes.outputs(made[:results])
+            printed = values[first : first + len(branch.full_graph.outputs) - results]
+            is_true = Traced(trace, trace.constant(predicate)).astype("i32")
+            steps = is_true if branch is yes else 1 - is_true
+            emit(Repeated(branch.prints, [expand_dims(v, 0) for v in printed], steps))
+    return yes.outputs(values[:results])
 
 
 def _shared_types(yes: Function, no: Function) -> list[DType | None] | None:
-    """Element types for the outputs of both branches, where numbers among them yield to arrays; None: as they are."""
+    """Return common dtypes of both branches' outputs, where Python numbers yield to arrays; None if they agree."""
     wanted: list[DType | None] = []
     for a, b, weak_a, weak_b in zip(yes.graph.outputs, no.graph.outputs, yes.weak, no.weak, strict=True):
         if weak_a == weak_b:
@@ -242,7 +246,7 @@ def _shared_types(yes: Function, no: Function) -> list[DType | None] | None:
 
 
 def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
-    """The function with its outputs in these element types; None leaves one as it is."""
+    """Wrap the function to cast its outputs to these dtypes; None leaves an output unchanged."""
 
     def cast(*operands: Any) -> Any:
         leaves, shape = tree.flatten(function(*operands))
@@ -253,7 +257,7 @@ def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
 
 
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
-    """What one of two functions gives for the operands; only that one runs."""
+    """Return `true_fun(*operands)` or `false_fun(*operands)`; only the chosen one runs."""
     if not is_traced(predicate):
         return (true_fun if bool(predicate) else false_fun)(*operands)
     return _cond(predicate, true_fun, false_fun, *operands)

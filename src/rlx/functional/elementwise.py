@@ -1,4 +1,4 @@
-"""Elementwise functions, and arrays made of nothing, under NumPy's names."""
+"""Elementwise functions and array creation, under NumPy's names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gelu(x: Any, approximate: bool = False) -> Any:
 
 
 def abs(x: Any) -> Any:
-    """Magnitude."""
+    """Absolute value."""
     return apply("abs", asarray(x))
 
 
@@ -49,7 +49,7 @@ def negative(x: Any) -> Any:
 
 @eager
 def round(x: Any, decimals: int = 0) -> Any:
-    """To the nearest whole number, halves to the even one."""
+    """Round to the nearest integer, halves to even."""
     if decimals:
         return round(x * 10.0**decimals) / 10.0**decimals
     return apply("round", x) if is_float(x) else asarray(x)
@@ -57,7 +57,7 @@ def round(x: Any, decimals: int = 0) -> Any:
 
 def _binary(op: str, doc: str) -> Callable[[Any, Any], Any]:
     def function(a: Any, b: Any) -> Any:
-        alone = weak(a) is not None and weak(b) is not None  # each has a type of its own then
+        alone = weak(a) is not None and weak(b) is not None  # both are Python numbers, with default dtypes
         return apply(op, asarray(a), asarray(b)) if alone else apply(op, operand(a), operand(b))
 
     function.__name__, function.__doc__ = op, doc
@@ -66,40 +66,40 @@ def _binary(op: str, doc: str) -> Callable[[Any, Any], Any]:
 
 add, sub, mul = _binary("add", "a + b."), _binary("sub", "a - b."), _binary("mul", "a · b.")
 subtract, multiply = sub, mul
-maximum, minimum = _binary("maximum", "The larger."), _binary("minimum", "The smaller.")
+maximum, minimum = _binary("maximum", "Elementwise maximum."), _binary("minimum", "Elementwise minimum.")
 equal, not_equal = _binary("equal", "a == b."), _binary("not_equal", "a != b.")
 less, less_equal = _binary("less", "a < b."), _binary("less_equal", "a <= b.")
 greater, greater_equal = _binary("greater", "a > b."), _binary("greater_equal", "a >= b.")
-logical_and, logical_or = _binary("logical_and", "Both."), _binary("logical_or", "Either.")
+logical_and, logical_or = _binary("logical_and", "Logical and."), _binary("logical_or", "Logical or.")
 
 
 def logical_not(x: Any) -> Any:
-    """The opposite."""
+    """Logical not."""
     return apply("logical_not", asarray(x))
 
 
 @eager
 def divide(a: Any, b: Any) -> Any:
-    """a / b, in floats."""
+    """a / b as a float."""
     both = (a, b) if is_float(a) or is_float(b) else (floats(a), floats(b))
     return apply("div", *(operand(x) for x in both))
 
 
 @eager
 def floor_divide(a: Any, b: Any) -> Any:
-    """The quotient, rounded down."""
+    """Quotient, rounded down."""
     return floor(divide(a, b)) if is_float(a) or is_float(b) else apply("floor_divide", operand(a), operand(b))
 
 
 @eager
 def mod(a: Any, b: Any) -> Any:
-    """The remainder, with the sign of the divisor."""
+    """Remainder, with the sign of the divisor."""
     return a - floor_divide(a, b) * b if is_float(a) or is_float(b) else apply("mod", operand(a), operand(b))
 
 
 @eager
 def power(a: Any, b: Any) -> Any:
-    """a to the power b; a small whole number is a product, which is exact and has every derivative."""
+    """a to the power b; small integer powers are products, which are exact and differentiable to any order."""
     if isinstance(b, (int, np.integer)) and not isinstance(b, bool) and 0 <= b <= 8:
         a = asarray(a)
         if b == 0:
@@ -118,14 +118,14 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 
 @eager
 def clip(x: Any, min: Any = None, max: Any = None) -> Any:
-    """x, not below `min` and not above `max`."""
+    """Clamp x to [min, max]."""
     x = x if min is None else maximum(x, min)
     return x if max is None else minimum(x, max)
 
 
 @eager
 def sign(x: Any) -> Any:
-    """1, 0 or -1."""
+    """Sign of x: 1, 0 or -1."""
     return traced(build.zeros_like(as_value(x))) + where(x > 0, 1, where(x < 0, -1, 0)).astype(type_of(x).dtype)
 
 
@@ -141,30 +141,30 @@ def reciprocal(x: Any) -> Any:
 
 @eager
 def floor(x: Any) -> Any:
-    """The largest whole number that is not above x."""
+    """Round down to an integer."""
     near = round(x)
     return where(near > x, near - 1, near)
 
 
 @eager
 def ceil(x: Any) -> Any:
-    """The smallest whole number that is not below x."""
+    """Round up to an integer."""
     near = round(x)
     return where(near < x, near + 1, near)
 
 
 @eager
 def log1p(x: Any) -> Any:
-    """log(1 + x), also where x is tiny."""
+    """log(1 + x), accurate for small x."""
     x = floats(asarray(x))
-    whole = 1 + x
-    rest = whole - 1
-    return where(equal(rest, 0), x, log(where(equal(rest, 0), 2.0, whole)) * (x / where(equal(rest, 0), 1.0, rest)))
+    total = 1 + x
+    rest = total - 1
+    return where(equal(rest, 0), x, log(where(equal(rest, 0), 2.0, total)) * (x / where(equal(rest, 0), 1.0, rest)))
 
 
 @eager
 def expm1(x: Any) -> Any:
-    """e^x - 1, also where x is tiny."""
+    """e^x - 1, accurate for small x."""
     x = floats(asarray(x))
     half = tanh(clip(x, -1.0, 1.0) * 0.5)
     return where(abs(x) < 1, 2 * half / (1 - half), exp(x) - 1)
@@ -183,21 +183,21 @@ def softplus(x: Any) -> Any:
 
 
 def isnan(x: Any) -> Any:
-    """Whether NaN."""
+    """Whether x is NaN."""
     return not_equal(x, x)
 
 
 def isinf(x: Any) -> Any:
-    """Whether infinite."""
+    """Whether x is infinite."""
     return equal(abs(x), math.inf)
 
 
 def isfinite(x: Any) -> Any:
-    """Whether neither infinite nor NaN."""
+    """Whether x is neither infinite nor NaN."""
     return less(abs(x), math.inf)
 
 
-# -- making arrays ----------------------------------------------------------------------------------------------------
+# -- array creation ---------------------------------------------------------------------------------------------------
 def _full(shape: Any, value: float, like: Any) -> Any:
     sizes = as_shape((shape,) if isinstance(shape, (int, Dim)) else shape)
     if current() is None:
@@ -208,52 +208,52 @@ def _full(shape: Any, value: float, like: Any) -> Any:
 
 
 def zeros(shape: Any, dtype: Any = "f32") -> Any:
-    """Zeros."""
+    """Array of zeros."""
     return _full(shape, 0, dtype)
 
 
 def ones(shape: Any, dtype: Any = "f32") -> Any:
-    """Ones."""
+    """Array of ones."""
     return _full(shape, 1, dtype)
 
 
 def full(shape: Any, value: float, dtype: Any = "f32") -> Any:
-    """One number everywhere."""
+    """Array filled with `value`."""
     return _full(shape, value, dtype)
 
 
 @on_values
 def zeros_like(x: Any) -> Any:
-    """Zeros of the type of x."""
+    """Zeros with the shape and dtype of x."""
     return _full(type_of(x).shape, 0, type_of(x).dtype)
 
 
 @on_values
 def ones_like(x: Any) -> Any:
-    """Ones of the type of x."""
+    """Ones with the shape and dtype of x."""
     return _full(type_of(x).shape, 1, type_of(x).dtype)
 
 
 @eager
-def counter(size: Any, like: Any) -> Any:
+def iota(size: Any, like: Any) -> Any:
     trace = current()
     assert trace is not None
-    return traced(build.counter(trace.graph, size, dtype(like)))
+    return traced(build.iota(trace.graph, size, dtype(like)))
 
 
 def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Any:
-    """start, start + step, ... below stop; a size that only run time knows may be the only argument."""
+    """start, start + step, ... up to but excluding stop; a symbolic size may be the only argument."""
     if isinstance(start, Dim):
-        return counter(start, dtype or "i32")
-    found = np.arange(start, stop, step) if stop is not None else np.arange(0, start, step)
-    return found.astype(numpy_type(dtype or ("i32" if found.dtype.kind in "iu" else "f32")))
+        return iota(start, dtype or "i32")
+    values = np.arange(start, stop, step) if stop is not None else np.arange(0, start, step)
+    return values.astype(numpy_type(dtype or ("i32" if values.dtype.kind in "iu" else "f32")))
 
 
 def linspace(start: float, stop: float, num: int = 50, dtype: Any = "f32") -> Any:
-    """`num` numbers from start to stop."""
+    """`num` evenly spaced numbers from start to stop."""
     return np.linspace(start, stop, num).astype(numpy_type(dtype))
 
 
 def eye(n: Any, dtype: Any = "f32") -> Any:
-    """The unit matrix."""
+    """Identity matrix."""
     return np.eye(n, dtype=numpy_type(dtype))

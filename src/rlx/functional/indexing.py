@@ -1,4 +1,4 @@
-"""Reading and changing elements by index, sorting: x[key] and x.at[key], take, sort, one_hot."""
+"""Indexing, indexed updates and sorting: x[key], x.at[key], take, sort, one_hot."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from rlx.dtypes import dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional.elementwise import (
-    counter,
     equal,
+    iota,
     less,
     negative,
     where,
@@ -28,7 +28,7 @@ from rlx.types import Dim, Size, axis_index, broadcast, product
 
 @eager
 def take(x: Any, indices: Any, axis: int | None = None) -> Any:
-    """Elements by their indices along an axis; negative ones count from its end."""
+    """Take elements by index along an axis; negative indices count from the end."""
     if axis is None:
         return take(ravel(x), indices, 0)
     size = type_of(x).shape[axis]
@@ -37,14 +37,14 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Any:
 
 def _from_start(indices: Any, size: Size) -> Any:
     if not isinstance(indices, Traced) and current() is not None:
-        found = np.asarray(indices)
-        if found.dtype.kind not in "iu":
-            raise DTypeError(f"index: indices are integers, found {found.dtype}", hint="a mask chooses with rlx.where")
-        if not (found < 0).any():
-            return found.astype(np.int32)
+        array = np.asarray(indices)
+        if array.dtype.kind not in "iu":
+            raise DTypeError(f"index: indices are integers, found {array.dtype}", hint="use rlx.where for masks")
+        if not (array < 0).any():
+            return array.astype(np.int32)
     indices = asarray(indices)
     if not type_of(indices).dtype.is_integer:
-        raise DTypeError(f"index: indices are integers, found {type_of(indices)}", hint="a mask chooses with rlx.where")
+        raise DTypeError(f"index: indices are integers, found {type_of(indices)}", hint="use rlx.where for masks")
     trace = current()
     assert trace is not None
     count: Any = build.count(trace.graph, size, type_of(indices).dtype)
@@ -53,44 +53,44 @@ def _from_start(indices: Any, size: Size) -> Any:
 
 @eager
 def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
-    """Elements by indices of their own for each row."""
+    """Take elements along an axis, with separate indices for each row."""
     at = axis_index(axis, type_of(x).rank, "take_along_axis")
     rows, where_ = moveaxis(x, at, -1), moveaxis(asarray(indices), at, -1)
     flat = _rows(rows, where_)
-    found = apply("gather", ravel(rows), ravel(flat), axis=0)
-    return moveaxis(reshape(found, type_of(where_).shape), -1, at)
+    gathered = apply("gather", ravel(rows), ravel(flat), axis=0)
+    return moveaxis(reshape(gathered, type_of(where_).shape), -1, at)
 
 
 def _rows(rows: Any, where_: Any) -> Any:
-    """Indices into rows of the last axis, as indices into all elements."""
+    """Convert indices along the last axis to indices into the flattened array."""
     size, shape = type_of(rows).shape[-1], type_of(where_).shape
     index = as_value(_from_start(where_, size)).reshape(product(shape[:-1]), shape[-1])
-    return traced(build.rows_of(index, size))
+    return traced(build.flat_row_indices(index, size))
 
 
 @eager
 def one_hot(indices: Any, classes: int, dtype: Any = "f32") -> Any:
     """1 at the index, 0 elsewhere, on a new last axis."""
-    number = counter(classes, type_of(indices).dtype)
+    number = iota(classes, type_of(indices).dtype)
     return equal(expand_dims(indices, type_of(indices).rank), number).astype(dtype)
 
 
 @eager
 def sort(x: Any, axis: int = -1) -> Any:
-    """Elements in rising order."""
-    return _sorted(x, axis)[0]
+    """Sort in ascending order."""
+    return _sort_with_indices(x, axis)[0]
 
 
 @eager
 def argsort(x: Any, axis: int = -1) -> Any:
-    """Indices in the order of rising elements; the first of equals first."""
-    return _sorted(x, axis)[1]
+    """Indices that sort in ascending order; stable."""
+    return _sort_with_indices(x, axis)[1]
 
 
-def _sorted(x: Any, axis: int) -> tuple[Any, Any]:
+def _sort_with_indices(x: Any, axis: int) -> tuple[Any, Any]:
     at, size = axis_index(axis, type_of(x).rank, "sort"), type_of(x).shape[axis]
     if not isinstance(size, int):
-        raise ShapeError(f"sort: axis {axis} of {type_of(x)} has no size before run time")
+        raise ShapeError(f"sort: axis {axis} of {type_of(x)} has no static size")
     if size == 0:
         return asarray(x), astype(x, "i32")
     rows = negative(moveaxis(x, at, -1))
@@ -108,13 +108,13 @@ def index(x: Any, key: Any) -> Any:
     """x[key]: integers, slices with any step, None, Ellipsis, and arrays of integers."""
     keys = list(key) if isinstance(key, tuple) else [key]
     x = asarray(x)
-    taking = [k for k in keys if k is not None and k is not Ellipsis]
-    if len(taking) > type_of(x).rank:
-        raise ShapeError(f"index: {len(taking)} indices for {type_of(x)}")
+    consuming = [k for k in keys if k is not None and k is not Ellipsis]
+    if len(consuming) > type_of(x).rank:
+        raise ShapeError(f"index: {len(consuming)} indices for {type_of(x)}")
     if not builtins.any(k is Ellipsis for k in keys):
         keys.append(Ellipsis)
     gap = next(i for i, k in enumerate(keys) if k is Ellipsis)
-    keys[gap : gap + 1] = [slice(None)] * (type_of(x).rank - len(taking))
+    keys[gap : gap + 1] = [slice(None)] * (type_of(x).rank - len(consuming))
     return _indexed(x, keys)
 
 
@@ -126,7 +126,7 @@ def _indexed(x: Any, keys: list[Any]) -> Any:
     value = as_value(x)
     data: list[tuple[int, Any]] = []
     axis = 0
-    if builtins.any(_is_data(k) for k in keys):  # beside arrays an integer is an array too
+    if builtins.any(_is_data(k) for k in keys):  # next to arrays, an integer counts as an array
         keys = [k if k is None or isinstance(k, slice) or _is_data(k) else np.asarray(_integer(k)) for k in keys]
     for k in keys:
         if k is None:
@@ -143,7 +143,7 @@ def _indexed(x: Any, keys: list[Any]) -> Any:
             if isinstance(at, int) and isinstance(size, int) and not -size <= at < size:
                 raise ShapeError(f"index: {at} lies outside an axis of size {size}")
             start = size + at if isinstance(at, int) and at < 0 else at
-            value = build.taken(value, axis, start, start + 1)
+            value = build.slice_axis(value, axis, start, start + 1)
             value = value.reshape(*value.shape[:axis], *value.shape[axis + 1 :])
     if not data:
         return traced(value)
@@ -154,7 +154,7 @@ def _integer(k: Any) -> Any:
     if isinstance(k, Dim):
         return k
     if isinstance(k, (bool, np.bool_)):
-        raise GraphError("index: a truth value is no index", hint="a mask chooses with rlx.where")
+        raise GraphError("index: a boolean is not an index", hint="use rlx.where for masks")
     try:
         return operator.index(k)
     except TypeError:
@@ -168,8 +168,8 @@ def _sliced(value: Any, axis: int, k: slice) -> Any:
         picked = range(size)[k]
         if step < 0:
             if not len(picked):
-                return build.taken(value, axis, 0, 0)
-            value = build.taken(value, axis, picked[-1], picked[0] + 1)
+                return build.slice_axis(value, axis, 0, 0)
+            value = build.slice_axis(value, axis, picked[-1], picked[0] + 1)
             return _strided(build.flip(value, axis), axis, 0, value.shape[axis], -step)
         stop = picked[-1] + 1 if len(picked) else picked.start
         return _strided(value, axis, picked.start if len(picked) else 0, stop if len(picked) else 0, step)
@@ -184,7 +184,7 @@ def _sliced(value: Any, axis: int, k: slice) -> Any:
 
 def _strided(value: Any, axis: int, start: Size, stop: Size, step: int) -> Any:
     if step == 1:
-        return build.taken(value, axis, start, stop)
+        return build.slice_axis(value, axis, start, stop)
     low = tuple(start if a == axis else 0 for a in range(value.rank))
     high = tuple(stop if a == axis else d for a, d in enumerate(value.shape))
     return value.graph.one(
@@ -193,7 +193,7 @@ def _strided(value: Any, axis: int, start: Size, stop: Size, step: int) -> Any:
 
 
 def _gathered(x: Any, data: list[tuple[int, Any]]) -> Any:
-    """Arrays of integers on some axes: they broadcast, and their axes come where the first was (or all in front)."""
+    """Gather by integer arrays on some axes: they broadcast, and the new axes go where the first was (or in front)."""
     axes = [a for a, _ in data]
     shapes = type_of(x).shape
     arrays = [asarray(_from_start(k if isinstance(k, Traced) else np.asarray(k), shapes[a])) for a, k in data]
@@ -207,12 +207,13 @@ def _gathered(x: Any, data: list[tuple[int, Any]]) -> Any:
     for a, k in zip(axes, arrays, strict=True):
         flat = flat * _size(shapes[a]) + astype(k, "i64")
     rest = [shapes[a] for a in order[len(axes) :]]
-    found = apply("gather", reshape(rows, [product(shapes[a] for a in axes), *rest]), broadcast_to(flat, shape), axis=0)
+    table = reshape(rows, [product(shapes[a] for a in axes), *rest])
+    result = apply("gather", table, broadcast_to(flat, shape), axis=0)
     if not together:
-        return found
+        return result
     for i in range(axes[0]):
-        found = moveaxis(found, len(shape) + i, i)
-    return found
+        result = moveaxis(result, len(shape) + i, i)
+    return result
 
 
 def _size(size: Size) -> Any:
@@ -224,7 +225,7 @@ def _size(size: Size) -> Any:
 
 
 class At:
-    """`x.at[key].set(y)`, `.add(y)`, `.multiply(y)`, `.get()`: x with some elements changed."""
+    """Indexed updates: `x.at[key].set(y)`, `.add(y)` and `.multiply(y)` return an updated copy, `.get()` reads."""
 
     def __init__(self, x: Any, key: Any = None) -> None:
         self.x, self.key = x, key
@@ -237,31 +238,31 @@ class At:
         return index(self.x, self.key)
 
     def add(self, y: Any) -> Any:
-        """x with y added to the elements; equal indices add up."""
+        """Return x with y added to the selected elements; repeated indices accumulate."""
         return _at_add(self.x, self.key, y)
 
     def set(self, y: Any) -> Any:
-        """x with the elements replaced; of equal indices the last counts."""
+        """Return x with the selected elements replaced; for repeated indices the last one wins."""
         return _at_set(self.x, self.key, y)
 
     def multiply(self, y: Any) -> Any:
-        """x with the elements multiplied; indices are different from each other."""
+        """Return x with the selected elements multiplied by y; indices must not repeat."""
         return self.set(self.get() * y)
 
 
 def at(x: Any) -> At:
-    """x with some elements changed: `rlx.at(x)[key].set(y)`."""
+    """Indexed updates of an array: `rlx.at(x)[key].set(y)` returns an updated copy."""
     return At(x)
 
 
 @eager
 def _places(x: Any, key: Any) -> Any:
-    """The numbers of the elements that x[key] has, in C order."""
+    """Return the flat indices (C order) of the elements of x[key]."""
     shape = type_of(x).shape
-    return index(reshape(counter(product(shape), "i32"), shape), key)
+    return index(reshape(iota(product(shape), "i32"), shape), key)
 
 
-def _placed(op: str, x: Any, key: Any, y: Any) -> Any:
+def _scatter(op: str, x: Any, key: Any, y: Any) -> Any:
     places = _places(x, key)
     rows = astype(broadcast_to(asarray(y), type_of(places).shape), type_of(x).dtype)
     return reshape(apply(op, ravel(x), ravel(places), ravel(rows)), type_of(x).shape)
@@ -269,9 +270,9 @@ def _placed(op: str, x: Any, key: Any, y: Any) -> Any:
 
 @eager
 def _at_add(x: Any, key: Any, y: Any) -> Any:
-    return _placed("scatter_add", x, key, y)
+    return _scatter("scatter_add", x, key, y)
 
 
 @eager
 def _at_set(x: Any, key: Any, y: Any) -> Any:
-    return _placed("scatter", x, key, y)
+    return _scatter("scatter", x, key, y)

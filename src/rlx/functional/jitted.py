@@ -1,4 +1,4 @@
-"""`rlx.jit`: a function traced and compiled once for each kind of arguments, and why it was traced again."""
+"""`rlx.jit`: traces and compiles a function once per argument signature, and explains why it was retraced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.backends.base import device as find_device
 from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.graph_values import on_values
-from rlx.functional.printing import say_all
+from rlx.functional.printing import emit_all
 from rlx.functional.tracers import as_array, current, is_weak, type_of
 from rlx.functional.tracing import Function, leaf_types, need_function, session, trace_leaves
 from rlx.ir.graph import Value
@@ -25,7 +25,7 @@ Fun = Callable[..., Any]
 
 
 class Jitted:
-    """A function that is compiled for arguments of given structures, shapes and element types, and run."""
+    """A function that is compiled once per combination of argument structures, shapes and dtypes."""
 
     def __init__(
         self, function: Fun, dims: Mapping[str, Any], static_argnums: Sequence[int], static_argnames: Sequence[str],
@@ -46,81 +46,81 @@ class Jitted:
                 raise GraphError(f"jit: {_label(function)} has no parameter {name!r}", hint=nearest(name, names))
         self.compiled: dict[Any, tuple[Function, Any]] = {}
         self.history: list[str] = []
-        functools.update_wrapper(self, function, updated=())  # what wraps a jitted function has that one's attributes
+        functools.update_wrapper(self, function, updated=())  # does not copy the function's __dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if current() is not None:  # part of a larger graph
+        if current() is not None:  # inlined into the enclosing trace
             return self.function(*args, **kwargs)
-        moving, static = self._parted(args, kwargs)
-        leaves, shape = tree.flatten(moving)
+        traced_args, static = self._split_static(args, kwargs)
+        leaves, shape = tree.flatten(traced_args)
         if any([isinstance(x, Value) for x in leaves]):
             return on_values(self.function)(*args, **kwargs)
-        paths = self._paths(moving)
+        paths = self._paths(traced_args)
         try:
             arrays = [x if isinstance(x, DeviceArray) else np.asarray(as_array(x), order="C") for x in leaves]
         except DTypeError:
-            leaf_types("jit", leaves, paths)  # says which one it is
+            leaf_types("jit", leaves, paths)  # raises an error that names the argument
             raise
         types = [self._type(path, type_of(a)) for path, a in zip(paths, arrays, strict=True)]
         weak = tuple([type(x) is not np.ndarray and is_weak(x) for x in leaves])
         key = (shape, tuple(types), weak, static)
-        found = self.compiled.get(key)
-        if found is None:
+        entry = self.compiled.get(key)
+        if entry is None:
             self.history.append(self._why(paths, types, weak, static))
-            called, inputs = self._called(static), tree.structure(((moving,), {}))
+            called, inputs = self._bind_static(static), tree.structure(((traced_args,), {}))
             function = trace_leaves(called, inputs, types, paths, weak=weak, prints=True)
-            graph = function.whole
-            found = self.compiled[key] = (function, session(self.device).compile(graph) if graph.outputs else None)
-        function, compiled = found
+            graph = function.full_graph
+            entry = self.compiled[key] = (function, session(self.device).compile(graph) if graph.outputs else None)
+        function, compiled = entry
         outputs: list[Any] = []
         if compiled is not None:
             names = [n.attrs["name"] for n in leaf_nodes(function.graph)]
             outputs = compiled.run(dict(zip(names, arrays, strict=True)))
         if function.prints:
-            say_all(function, outputs)
+            emit_all(function, outputs)
         return function.outputs(outputs[: len(function.graph.outputs)])
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def _parted(
+    def _split_static(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-        """Arguments of this call by name: traced and static ones. A default that nobody passed stays the function's."""
+        """Return the traced and the static arguments of this call, by name. Defaults stay the function's own."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{_label(self.function)}: {error}") from None
-        moving: dict[str, Any] = {}
+        traced_args: dict[str, Any] = {}
         static: list[tuple[str, Any]] = []
         for name, value in bound.arguments.items():
             if name in self.static:
                 static.append((name, value))
             else:
-                moving[name] = value
+                traced_args[name] = value
         for name, value in static:
             try:
                 hash(value)
             except TypeError:
                 raise GraphError(f"jit: static argument {name!r} cannot be hashed, {type(value).__name__}") from None
-        return moving, tuple(static)
+        return traced_args, tuple(static)
 
-    def _called(self, static: tuple[tuple[str, Any], ...]) -> Fun:
+    def _bind_static(self, static: tuple[tuple[str, Any], ...]) -> Fun:
         signature = self.signature
 
-        def call(moving: dict[str, Any]) -> Any:
-            given = {**moving, **dict(static)}
-            bound = inspect.BoundArguments(signature, {n: given[n] for n in signature.parameters if n in given})
+        def call(traced_args: dict[str, Any]) -> Any:
+            arguments = {**traced_args, **dict(static)}
+            bound = inspect.BoundArguments(signature, {n: arguments[n] for n in signature.parameters if n in arguments})
             return self.function(*bound.args, **bound.kwargs)
 
         call.__name__ = _label(self.function)
         return call
 
-    def _paths(self, moving: dict[str, Any]) -> list[str]:
-        return tree.structure(moving).paths()
+    def _paths(self, traced_args: dict[str, Any]) -> list[str]:
+        return tree.structure(traced_args).paths()
 
     def _type(self, path: str, type_: TensorType) -> TensorType:
-        """The type of a leaf, with run-time sizes where `dims` names axes of it or of the argument that it is in."""
+        """Return the type of a leaf, with symbolic sizes where `dims` names axes of it or of its argument."""
         named = self.dims.get(path, self.dims.get(path.split(".")[0].split("[")[0]))
         if named is None:
             return type_
@@ -144,7 +144,7 @@ class Jitted:
         return f"<rlx.jit of {_label(self.function)}, traced {len(self.history)} times>"
 
     def explain(self) -> str:
-        """Each time that the function was traced, and why."""
+        """List each time the function was traced, and why."""
         lines = [f"{i + 1}. {line}" for i, line in enumerate(self.history)]
         return "\n".join(lines) or "not traced yet"
 
@@ -154,7 +154,7 @@ def _label(function: Fun) -> str:
 
 
 def _signature(function: Fun) -> inspect.Signature:
-    """The function's own; that of any call where it has none, as functions of C may."""
+    """Return the function's signature, or (*args, **kwargs) if it has none, as for some C functions."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -177,11 +177,11 @@ def jit(
     function: Fun | None = None, *, dims: Mapping[str, Any] | None = None, static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (), device: str = "cpu",
 ) -> Any:  # fmt: skip
-    """The function, traced and compiled for the shapes of its arguments; `@rlx.jit` or `@rlx.jit(dims=...)`.
+    """Trace and compile a function for the shapes of its arguments; `@rlx.jit` or `@rlx.jit(dims=...)`.
 
-    `dims={"x": ("batch", "seq", None)}` names axes whose sizes the code does not depend on: it is compiled once for all
-    of them. Static arguments are Python values, of which each new one is traced anew. Arguments and results are NumPy
-    arrays on the CPU; another `device` gives arrays in its own memory, and takes them without a copy.
+    `dims={"x": ("batch", "seq", None)}` makes axes symbolic: the function is compiled once for all their sizes. Static
+    arguments are Python values; each new value is traced again. Arguments and results are NumPy arrays on the CPU;
+    another `device` returns arrays in its own memory, and accepts them without a copy.
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -191,7 +191,7 @@ def jit(
 
 
 def explain(function: Any) -> str:
-    """Why a jitted function was traced, each time."""
+    """List each time a jitted function was traced, and why."""
     if not isinstance(function, Jitted):
-        raise GraphError(f"explain: {function!r} is not a function that rlx.jit made")
+        raise GraphError(f"explain: {function!r} is not a function made by rlx.jit")
     return function.explain()

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlx.errors import GraphError
 from rlx.functional.elementwise import (
-    counter,
     equal,
+    iota,
     multiply,
     where,
     zeros,
@@ -26,14 +26,14 @@ def matmul(a: Any, b: Any) -> Any:
     """Matrix product; a vector is a row on the left and a column on the right."""
     a, b = asarray(a), asarray(b)
     left, right = type_of(a).rank == 1, type_of(b).rank == 1
-    made = apply("matmul", expand_dims(a, 0) if left else a, expand_dims(b, 1) if right else b)
-    made = squeeze(made, type_of(made).rank - 1) if right else made
-    return squeeze(made, type_of(made).rank - (1 if right else 2)) if left else made
+    y = apply("matmul", expand_dims(a, 0) if left else a, expand_dims(b, 1) if right else b)
+    y = squeeze(y, type_of(y).rank - 1) if right else y
+    return squeeze(y, type_of(y).rank - (1 if right else 2)) if left else y
 
 
 @eager
 def dot(a: Any, b: Any) -> Any:
-    """The last axis of `a` with the second to last of `b`; a number multiplies."""
+    """Sum of products over the last axis of `a` and the second to last of `b`; scalars multiply."""
     if not type_of(a).rank or not type_of(b).rank:
         return multiply(a, b)
     if type_of(b).rank <= 2:
@@ -42,13 +42,13 @@ def dot(a: Any, b: Any) -> Any:
 
 
 def outer(a: Any, b: Any) -> Any:
-    """Products of all with all."""
+    """Outer product of two flattened arrays."""
     return expand_dims(ravel(a), 1) * expand_dims(ravel(b), 0)
 
 
 @eager
 def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
-    """Sum of products over axes of both: the last of `a` and the first of `b`, or two lists of axes."""
+    """Sum of products over the last `axes` of `a` and the first of `b`, or over two lists of axes."""
     ranks = [type_of(x).rank for x in (a, b)]
     if isinstance(axes, int):
         axes = (tuple(range(ranks[0] - axes, ranks[0])), tuple(range(axes)))
@@ -63,7 +63,7 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
 
 @eager
 def einsum(subscripts: str, *operands: Any) -> Any:
-    """Sums of products by index letters: `einsum("bqd,bkd->bqk", q, k)`. Each pair of operands is a matrix product."""
+    """Einstein summation: `einsum("bqd,bkd->bqk", q, k)`. Operands are contracted pairwise, as matrix products."""
     terms, _, result = subscripts.replace(" ", "").partition("->")
     inputs = terms.split(",")
     if len(inputs) != len(operands):
@@ -75,30 +75,30 @@ def einsum(subscripts: str, *operands: Any) -> Any:
     for letters, x in zip(inputs, operands, strict=True):
         x = asarray(x)
         if len(letters) != type_of(x).rank or (letters and not letters.isalpha()):
-            raise GraphError(f"einsum: {letters!r} does not name the axes of {type_of(x)}", hint="a letter an axis")
+            raise GraphError(f"einsum: {letters!r} does not name the axes of {type_of(x)}", hint="one letter per axis")
         pairs.append(_diagonal(letters, x))
     for c in result:
         if c not in terms or result.count(c) > 1:
-            raise GraphError(f"einsum: {c!r} of the result is in no operand, or twice in the result")
+            raise GraphError(f"einsum: {c!r} of the result is in no operand, or repeated in the result")
     while len(pairs) > 1:
         first, second, *rest = pairs
-        kept = set(result).union(*(set(letters) for letters, _ in rest))
-        pairs = [_contracted(first, second, kept), *rest]
+        needed = set(result).union(*(set(letters) for letters, _ in rest))
+        pairs = [_contract(first, second, needed), *rest]
     letters, x = pairs[0]
-    gone = tuple(i for i, c in enumerate(letters) if c not in result)
-    x = sum(x, gone) if gone else x
+    summed = tuple(i for i, c in enumerate(letters) if c not in result)
+    x = sum(x, summed) if summed else x
     left = [c for c in letters if c in result]
     return transpose(x, [left.index(c) for c in result]) if left != list(result) else x
 
 
 def _diagonal(letters: str, x: Any) -> tuple[str, Any]:
-    """Axes of one letter as one axis: the diagonal."""
+    """Merge axes with the same letter into one: the diagonal."""
     for c in letters:
         while letters.count(c) > 1:
             i = letters.index(c)
             j = letters.index(c, i + 1)
             size = type_of(x).shape[i]
-            same = equal(expand_dims(counter(size, "i32"), 1), expand_dims(counter(size, "i32"), 0))
+            same = equal(expand_dims(iota(size, "i32"), 1), expand_dims(iota(size, "i32"), 0))
             moved = moveaxis(moveaxis(x, j, type_of(x).rank - 1), i, type_of(x).rank - 2)
             x = sum(where(same, moved, zeros((), type_of(x).dtype)), -1)
             rest = "".join(d for n, d in enumerate(letters) if n not in (i, j))
@@ -106,15 +106,15 @@ def _diagonal(letters: str, x: Any) -> tuple[str, Any]:
     return letters, x
 
 
-def _contracted(first: tuple[str, Any], second: tuple[str, Any], kept: set[str]) -> tuple[str, Any]:
-    """Two operands as one: letters of both that are kept are a batch, those that are not are summed."""
+def _contract(first: tuple[str, Any], second: tuple[str, Any], needed: set[str]) -> tuple[str, Any]:
+    """Contract two operands: shared letters in `needed` are batch axes, the other shared letters are summed."""
     (la, a), (lb, b) = first, second
-    for _ in range(2):  # what only one of them has and nobody wants
-        gone = tuple(i for i, c in enumerate(la) if c not in kept and c not in lb)
-        a, la = (sum(a, gone), "".join(c for i, c in enumerate(la) if i not in gone)) if gone else (a, la)
+    for _ in range(2):  # sum out letters that only one operand has and nothing needs
+        summed = tuple(i for i, c in enumerate(la) if c not in needed and c not in lb)
+        a, la = (sum(a, summed), "".join(c for i, c in enumerate(la) if i not in summed)) if summed else (a, la)
         (la, a), (lb, b) = (lb, b), (la, a)
-    batch = [c for c in la if c in lb and c in kept]
-    inner = [c for c in la if c in lb and c not in kept]
+    batch = [c for c in la if c in lb and c in needed]
+    inner = [c for c in la if c in lb and c not in needed]
     left, right = [c for c in la if c not in lb], [c for c in lb if c not in la]
     sizes = dict(zip(la, type_of(a).shape, strict=True)) | dict(zip(lb, type_of(b).shape, strict=True))
 

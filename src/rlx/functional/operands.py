@@ -1,4 +1,4 @@
-"""What functions of arrays take: arrays, numbers and stand-ins, and how each becomes a value of the current trace."""
+"""Operands of array functions: arrays, Python numbers and traced arrays, and their values in the current trace."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Axis = int | Sequence[int] | None
 
 
 def axis_tuple(axis: int | Sequence[int]) -> tuple[int, ...]:
-    """One axis or several, as a tuple of Python's ints."""
+    """Return one axis or several as a tuple of Python ints."""
     return tuple(map(operator.index, axis)) if isinstance(axis, (tuple, list)) else (operator.index(axis),)  # type: ignore[arg-type]
 
 
 def as_value(x: Any) -> Any:
-    """The value of an operand in the current trace."""
+    """Return the value of an operand in the current trace."""
     trace = current()
     assert trace is not None
     return trace.constant(x)
@@ -40,7 +40,7 @@ def is_float(x: Any) -> bool:
 
 
 def asarray(x: Any, dtype: Any = None) -> Any:
-    """An array, or a stand-in or value of a graph as it is; lists of those are stacked."""
+    """Convert to an array; traced arrays and graph values pass through, and lists of those are stacked."""
     x = held_value(x)
     if isinstance(x, (list, tuple)) and has_traced(x):
         from rlx.functional.shapes import stack
@@ -53,7 +53,7 @@ def asarray(x: Any, dtype: Any = None) -> Any:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether it has no numbers yet: a stand-in, or a value of a graph that is built by hand."""
+    """Whether x is symbolic: a traced array, or a value of a graph built by hand."""
     return isinstance(x, (Traced, Value))
 
 
@@ -66,22 +66,22 @@ def numpy_type(like: Any) -> np.dtype[Any]:
 
 
 def floats(x: Any) -> Any:
-    """Integers as f32: what functions of floats do with them."""
+    """Cast integers to f32; floats pass through."""
     if is_float(x):
         return x
     if weak(x) is not None:
         return float(x)
-    made = astype(x, "f32")
-    return Traced(made.trace, made.value, is_weak(x)) if isinstance(made, Traced) else made
+    cast = astype(x, "f32")
+    return Traced(cast.trace, cast.value, is_weak(x)) if isinstance(cast, Traced) else cast
 
 
 def operand(x: Any) -> Any:
-    """Numbers stay numbers, which beside arrays have no type of their own."""
+    """Convert to an array, except Python numbers, which take the dtype of the other operands."""
     return x if weak(x) is not None else asarray(x)
 
 
-def together(xs: Sequence[Any]) -> list[Any]:
-    """Arrays that lie in one array: numbers among them take the type of the others."""
+def same_dtype(xs: Sequence[Any]) -> list[Any]:
+    """Convert parts of one array; Python numbers among them take the dtype of the others."""
     wanted = weak_type(xs)
     if wanted is None:
         return [asarray(x) for x in xs]
@@ -92,7 +92,7 @@ def together(xs: Sequence[Any]) -> list[Any]:
 
 
 def astype(x: Any, dtype: Any) -> Any:
-    """x in another element type."""
+    """Cast x to another dtype."""
     if weak(x) is not None:
         return np.asarray(x).astype(numpy_type(dtype))
     if not is_traced(x) and current() is None:
@@ -101,7 +101,7 @@ def astype(x: Any, dtype: Any) -> Any:
 
 
 def function_of(name: str) -> Callable[..., Any] | None:
-    """An op of the registry as a function of arrays; None where no user op is called that."""
+    """Return an op of the registry as a function of arrays; None if there is no user-facing op of this name."""
     definition = registry.OPS.get(name)
     if definition is None or definition.level == registry.HIR:
         return None

@@ -1,4 +1,4 @@
-"""`rlx.debug.print`: values of a traced function are further outputs of its program, printed when it has run."""
+"""`rlx.debug.print`: printed values become extra outputs of the traced graph, and are printed after it has run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from rlx.errors import GraphError
 from rlx.functional import tree
 from rlx.functional.tracers import Line, Print, current
-from rlx.functional.tracing import Function, call
+from rlx.functional.tracing import Function, apply_graph
 from rlx.ir.provenance import here
 
 
 class _Formatter(string.Formatter):
-    """`str.format`, which also takes formats of numbers for arrays: under `vmap` a number is a batch of them."""
+    """`str.format` that also applies number formats to arrays: under `vmap` a number becomes a batch."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, np.ndarray) and value.ndim and format_spec:
@@ -29,7 +29,7 @@ _formatter = _Formatter()
 
 
 class _Anything:
-    """Stands for a value while a format is checked."""
+    """Placeholder for a value while a format string is checked."""
 
     def __format__(self, _: str) -> str:
         return ""
@@ -42,22 +42,22 @@ class _Anything:
 
 
 def print(fmt: str, *values: Any, **named: Any) -> None:
-    """Print `fmt.format(*values, **named)`: at once, or each time that the traced function runs, after it has run.
+    """Print `fmt.format(*values, **named)`: immediately, or after each run of the traced function.
 
-    Lines come in the order of the program, those of a loop's body step by step. Under `grad`, `jvp` and others the
-    values of the function itself are printed, under `vmap` those of the whole batch at once, its axis first.
+    Lines are printed in program order, those of a loop body step by step. Under `grad`, `jvp` and others the values of
+    the function itself are printed; under `vmap` those of the full batch at once, batch axis first.
     """
     try:
         _formatter.format(fmt, *(_Anything() for _ in values), **{n: _Anything() for n in named})
     except (IndexError, KeyError, ValueError) as error:
-        found = f"{len(values)} values" + "".join(f", {n}" for n in named)
-        raise GraphError(f"debug.print: {fmt!r} does not fit {found}: {error}", notes=[f"at: {here()}"]) from None
+        values_text = f"{len(values)} values" + "".join(f", {n}" for n in named)
+        raise GraphError(f"debug.print: {fmt!r} does not fit {values_text}: {error}", notes=[f"at: {here()}"]) from None
     leaves, shape = tree.flatten((values, named))
-    say(Print(fmt, shape, leaves))
+    emit(Print(fmt, shape, leaves))
 
 
-def say(line: Line) -> None:
-    """Print a line now, or have the trace around do it."""
+def emit(line: Line) -> None:
+    """Print a line now, or record it in the current trace."""
     trace = current()
     if trace is None:
         _show(line)
@@ -65,44 +65,44 @@ def say(line: Line) -> None:
         trace.prints.append(line)
     else:
         raise GraphError(
-            "debug.print: has no form inside a function with rules of its own, or the condition of a while_loop",
+            "debug.print: is not supported in a function with custom rules, or in the condition of a while_loop",
             hint="return the value and print it outside, or print it in the body of the loop", notes=[f"at: {here()}"],
         )  # fmt: skip
 
 
 def _show(line: Line) -> None:
-    """Print a line whose values are all there."""
+    """Print a line whose values are all known."""
     if isinstance(line, Print):
         values, named = line.shape.unflatten(line.leaves)
         builtins.print(_formatter.format(line.format, *values, **named), flush=True)
         return
     steps = int(np.max(line.steps, initial=0))
-    kept = min((rows.shape[line.axis] for rows in line.rows), default=steps)
-    for step in reversed(range(min(steps, kept))) if line.reverse else range(min(steps, kept)):
+    stored = min((rows.shape[line.axis] for rows in line.rows), default=steps)
+    for step in reversed(range(min(steps, stored))) if line.reverse else range(min(steps, stored)):
         values = iter([np.take(rows, step, line.axis) for rows in line.rows])
         for inner in line.lines:
             _show(inner.filled(values))
-    if steps > kept:
-        builtins.print(f"... and {steps - kept} more steps, whose values were not kept", flush=True)
+    if steps > stored:
+        builtins.print(f"... and {steps - stored} more steps, whose values were not stored", flush=True)
 
 
-def say_all(function: Function, outputs: Sequence[Any]) -> None:
-    """Print the lines of a function whose `printed` graph gave these outputs."""
-    _say(function.prints, outputs[len(function.graph.outputs) :])
+def emit_all(function: Function, outputs: Sequence[Any]) -> None:
+    """Print the lines of a function, from the outputs of its `printed` graph."""
+    _emit_lines(function.prints, outputs[len(function.graph.outputs) :])
 
 
-def say_batch(function: Function, outputs: Sequence[Any]) -> None:
-    """`say_all` where outputs have a batch axis before their others."""
-    _say([line.batched() for line in function.prints], outputs[len(function.graph.outputs) :])
+def emit_batch(function: Function, outputs: Sequence[Any]) -> None:
+    """`emit_all` for outputs with a leading batch axis."""
+    _emit_lines([line.batched() for line in function.prints], outputs[len(function.graph.outputs) :])
 
 
-def _say(lines: Sequence[Line], outputs: Sequence[Any]) -> None:
+def _emit_lines(lines: Sequence[Line], outputs: Sequence[Any]) -> None:
     values = iter(outputs)
     for line in lines:
-        say(line.filled(values))
+        emit(line.filled(values))
 
 
-def say_called(function: Function, operands: Sequence[Any]) -> None:
-    """Print the lines of a function that is transformed: its own values, by `printed`."""
+def emit_called(function: Function, operands: Sequence[Any]) -> None:
+    """Print the lines of a function that is about to be transformed, by running its `printed` graph."""
     if function.printed is not None:
-        say_all(function, call(function.printed, operands))
+        emit_all(function, apply_graph(function.printed, operands))

@@ -1,4 +1,4 @@
-"""Sums, extremes, softmax and running sums, under NumPy's names."""
+"""Reductions, cumulative sums and softmax, under NumPy's names."""
 
 from __future__ import annotations
 
@@ -55,53 +55,53 @@ def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
 
 @eager
 def var(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Mean square of the distance from the mean."""
+    """Variance."""
     centred = floats(asarray(x)) - mean(x, axis, True)
     return mean(centred * centred, axis, keepdims)
 
 
 def std(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Root of the variance."""
+    """Standard deviation."""
     return sqrt(var(x, axis, keepdims))
 
 
 @eager
 def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Whether one is true."""
+    """Whether any element is true."""
     return greater(_reduced("sum", astype(astype(x, "bool"), "i32"), axis, keepdims), 0)
 
 
 def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Whether all are true."""
+    """Whether all elements are true."""
     return logical_not(any(logical_not(astype(x, "bool")), axis, keepdims))
 
 
 @eager
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-    """Index of the first of the largest elements."""
+    """Index of the largest element; the first if there are several."""
     return argmax(ravel(x), 0) if axis is None else apply("argmax", x, axis=axis, keepdims=keepdims)
 
 
 @eager
 def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-    """Index of the first of the smallest elements."""
+    """Index of the smallest element; the first if there are several."""
     return argmax(negative(x), axis, keepdims)
 
 
 @eager
 def cumsum(x: Any, axis: int | None = None) -> Any:
-    """Running sums."""
+    """Cumulative sum."""
     return cumsum(ravel(x), 0) if axis is None else apply("cumsum", x, axis=axis)
 
 
 def softmax(x: Any, axis: int = -1) -> Any:
-    """exp(x) over its sum along an axis."""
+    """Softmax along an axis: exp(x) / sum(exp(x))."""
     return apply("softmax", asarray(x), axis=axis)
 
 
 @eager
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-    """log of the sum of exp(x), without overflow."""
+    """log(sum(exp(x))), without overflow."""
     top = max(x, axis, True)
     top = stop_gradient(where(isfinite(top), top, 0.0))
     total = log(sum(exp(x - top), axis, True)) + top
@@ -110,18 +110,18 @@ def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
 
 @eager
 def log_softmax(x: Any, axis: int = -1) -> Any:
-    """log of softmax, without overflow."""
+    """log(softmax(x)), without overflow."""
     return x - logsumexp(x, axis, True)
 
 
 def cross_entropy(logits: Any, labels: Any, ignore_index: int = -100) -> Any:
-    """logsumexp(logits) - logits[label] for each row of the last axis."""
+    """Cross entropy per row of the last axis: logsumexp(logits) - logits[label]."""
     return apply("cross_entropy", asarray(logits), asarray(labels), ignore_index=ignore_index)
 
 
 @eager
 def stop_gradient(x: Any) -> Any:
-    """x, as a constant to derivatives."""
+    """Return x, treated as a constant by derivatives."""
     value = as_value(x)
     body = Graph("stop_gradient")
     inner = build.declare(body, "x", value.type)

@@ -1,4 +1,4 @@
-"""Functions that move elements, under NumPy's names."""
+"""Functions that rearrange elements, under NumPy's names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from rlx.errors import GraphError, ShapeError
 from rlx.functional.elementwise import (
-    counter,
+    iota,
     where,
     zeros,
 )
-from rlx.functional.operands import Axis, as_value, asarray, axis_tuple, together, traced
+from rlx.functional.operands import Axis, as_value, asarray, axis_tuple, same_dtype, traced
 from rlx.functional.tracers import type_of
 from rlx.functional.tracing import apply, eager
 from rlx.transforms import build
@@ -20,7 +20,7 @@ from rlx.types import as_shape, axis_index
 
 
 def reshape(x: Any, *shape: Any) -> Any:
-    """x under another shape; one size may be -1."""
+    """Reshape; one size may be -1."""
     return _reshape(x, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
 
 
@@ -30,27 +30,27 @@ def _reshape(x: Any, shape: Sequence[Any]) -> Any:
 
 
 def ravel(x: Any) -> Any:
-    """x as one axis."""
+    """Flatten to one axis."""
     return reshape(x, -1)
 
 
 @eager
 def transpose(x: Any, axes: Sequence[int] | None = None) -> Any:
-    """Axes in another order; reversed unless said."""
+    """Permute axes; the default reverses them."""
     rank = type_of(x).rank
     order = tuple(reversed(range(rank))) if axes is None else tuple(a % rank for a in axes)
     return apply("transpose", x, axes=order)
 
 
 def swapaxes(x: Any, a: int, b: int) -> Any:
-    """Two axes exchanged."""
+    """Swap two axes."""
     order = list(range(type_of(x).rank))
     order[a], order[b] = order[b], order[a]
     return transpose(x, order)
 
 
 def moveaxis(x: Any, source: int, destination: int) -> Any:
-    """One axis at another place."""
+    """Move one axis to another position."""
     rank = type_of(x).rank
     order = [a for a in range(rank) if a != source % rank]
     order.insert(destination % rank, source % rank)
@@ -58,7 +58,7 @@ def moveaxis(x: Any, source: int, destination: int) -> Any:
 
 
 def expand_dims(x: Any, axis: int | Sequence[int]) -> Any:
-    """x with axes of size 1."""
+    """Insert axes of size 1."""
     shape = list(type_of(x).shape)
     axes = axis_tuple(axis)
     for a in sorted(a % (len(shape) + len(axes)) for a in axes):
@@ -67,7 +67,7 @@ def expand_dims(x: Any, axis: int | Sequence[int]) -> Any:
 
 
 def squeeze(x: Any, axis: Axis = None) -> Any:
-    """x without axes of size 1."""
+    """Remove axes of size 1."""
     shape = type_of(x).shape
     axes = [i for i, d in enumerate(shape) if d == 1] if axis is None else axes_of(axis, len(shape), "squeeze")
     for a in axes:
@@ -77,44 +77,44 @@ def squeeze(x: Any, axis: Axis = None) -> Any:
 
 
 def axes_of(axis: Axis, rank: int, where: str) -> tuple[int, ...]:
-    given = tuple(range(rank)) if axis is None else axis_tuple(axis)
-    return tuple(axis_index(a, rank, where) for a in given)
+    axes = tuple(range(rank)) if axis is None else axis_tuple(axis)
+    return tuple(axis_index(a, rank, where) for a in axes)
 
 
 def broadcast_to(x: Any, shape: Sequence[Any]) -> Any:
-    """x repeated to a shape."""
+    """Broadcast to a shape."""
     return apply("expand", asarray(x), shape=as_shape(shape))
 
 
 @eager
 def concatenate(arrays: Sequence[Any], axis: int = 0) -> Any:
-    """Arrays end to end."""
-    return apply("concatenate", *together(arrays), axis=axis)
+    """Concatenate along an existing axis."""
+    return apply("concatenate", *same_dtype(arrays), axis=axis)
 
 
 @eager
 def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
-    """Arrays beside each other on a new axis."""
+    """Stack along a new axis."""
     rank = type_of(arrays[0]).rank + 1
     at = axis_index(axis, rank, "stack")
-    return concatenate([expand_dims(x, at) for x in together(arrays)], axis=at)
+    return concatenate([expand_dims(x, at) for x in same_dtype(arrays)], axis=at)
 
 
 @eager
 def split(x: Any, parts: int | Sequence[int], axis: int = 0) -> Any:
-    """x in equal parts, or cut at indices; a list."""
+    """Split into a list of equal parts, or at indices."""
     at, size = axis_index(axis, type_of(x).rank, "split"), type_of(x).shape[axis]
     if isinstance(parts, int):
         if not isinstance(size, int) or size % parts:
             raise ShapeError(f"split: {size} elements are not {parts} equal parts")
         parts = [size // parts * i for i in range(1, parts)]
     bounds: list[Any] = [0, *parts, size]
-    return [traced(build.taken(as_value(x), at, a, b)) for a, b in pairwise(bounds)]
+    return [traced(build.slice_axis(as_value(x), at, a, b)) for a, b in pairwise(bounds)]
 
 
 @eager
 def pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: float = 0.0) -> Any:
-    """x with numbers around it: one width for all sides, a pair for all axes, or a pair for each."""
+    """Pad with a constant: one width for all sides, one (before, after) pair for all axes, or one pair per axis."""
     if mode != "constant":
         raise GraphError(f"pad: mode is {mode!r}, rlx has 'constant'")
     rank = type_of(x).rank
@@ -129,7 +129,7 @@ def pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: float =
 
 @eager
 def flip(x: Any, axis: Axis = None) -> Any:
-    """Axes from their end to their start."""
+    """Reverse the order along axes."""
     value = as_value(x)
     for a in axes_of(axis, value.rank, "flip"):
         value = build.flip(value, a)
@@ -138,20 +138,21 @@ def flip(x: Any, axis: Axis = None) -> Any:
 
 @eager
 def roll(x: Any, shift: int, axis: int) -> Any:
-    """Elements moved along an axis, round the end."""
+    """Shift elements along an axis, wrapping around."""
     at, size = axis_index(axis, type_of(x).rank, "roll"), type_of(x).shape[axis]
     if not isinstance(size, int):
-        raise ShapeError(f"roll: axis {axis} of {type_of(x)} has no size before run time")
+        raise ShapeError(f"roll: axis {axis} of {type_of(x)} has no static size")
     if size == 0 or shift % size == 0:
         return asarray(x)
     cut = size - shift % size
     value = as_value(x)
-    return concatenate([traced(build.taken(value, at, cut, size)), traced(build.taken(value, at, 0, cut))], axis=at)
+    parts = (build.slice_axis(value, at, cut, size), build.slice_axis(value, at, 0, cut))
+    return concatenate([traced(part) for part in parts], axis=at)
 
 
 @eager
 def repeat(x: Any, repeats: int, axis: int) -> Any:
-    """Each element of an axis so many times."""
+    """Repeat each element along an axis."""
     at, shape = axis_index(axis, type_of(x).rank, "repeat"), list(type_of(x).shape)
     wide = expand_dims(x, at + 1)
     return reshape(broadcast_to(wide, [*shape[: at + 1], repeats, *shape[at + 1 :]]), [
@@ -160,7 +161,7 @@ def repeat(x: Any, repeats: int, axis: int) -> Any:
 
 @eager
 def tile(x: Any, reps: Sequence[int]) -> Any:
-    """x again and again along each axis."""
+    """Repeat the array along each axis."""
     for axis, count in enumerate(reps):
         x = concatenate([x] * count, axis=axis)
     return asarray(x)
@@ -169,16 +170,16 @@ def tile(x: Any, reps: Sequence[int]) -> Any:
 @eager
 def _triangle(x: Any, k: int, lower: bool) -> Any:
     rows, columns = type_of(x).shape[-2:]
-    row, column = expand_dims(counter(rows, "i32"), 1) + k, expand_dims(counter(columns, "i32"), 0)
+    row, column = expand_dims(iota(rows, "i32"), 1) + k, expand_dims(iota(columns, "i32"), 0)
     keep = column <= row if lower else column >= row
     return where(keep, x, zeros((), type_of(x).dtype))
 
 
 def tril(x: Any, k: int = 0) -> Any:
-    """Zeros above the diagonal number k."""
+    """Lower triangle: zeros above the k-th diagonal."""
     return _triangle(x, k, True)
 
 
 def triu(x: Any, k: int = 0) -> Any:
-    """Zeros below the diagonal number k."""
+    """Upper triangle: zeros below the k-th diagonal."""
     return _triangle(x, k, False)

@@ -1,7 +1,7 @@
-"""Stand-ins for arrays while a function is traced, the traces they belong to, and what counts as an array or a number.
+"""Traced arrays, the traces they belong to, and the conversion of arrays and Python numbers.
 
-A `Trace` is a graph under construction; traces nest, as transforms of functions that contain transforms do. What a
-function reads from around it is captured as a further input.
+A `Trace` is a graph under construction; traces nest, as transforms of functions that contain transforms do. Values that
+a function reads from an enclosing trace are captured as extra inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlx.types import Size, TensorType
 
 @dataclass(frozen=True)
 class Print:
-    """A line to print: a format, and the leaves of (values, named values) that go into it."""
+    """A line to print: a format, and the leaves of its (values, named values)."""
 
     format: str
     shape: tree.Structure
@@ -40,20 +40,20 @@ class Print:
         return [x for x in self.leaves if isinstance(x, Traced)]
 
     def filled(self, values: Iterator[Any]) -> Print:
-        """The line with values in place of its traced ones."""
+        """Return the line with its traced leaves replaced by values."""
         return replace(self, leaves=_filled(self.leaves, values))
 
     def batched(self) -> Print:
-        """The line once its values have a batch axis before their others."""
+        """Return the line for values with a leading batch axis."""
         return self
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """What the body of a loop or a branch prints: all its lines at each step, in place of traced values their rows.
+    """The lines that the body of a loop or a branch prints at each step.
 
-    `rows` has an array for each traced value of the lines, `steps` is how many of its rows count. Under `vmap` there
-    are batch axes before that of the rows, and the longest loop of the batch counts.
+    `rows` holds one array per traced value of the lines, with one row per step; the first `steps` rows are valid. Under
+    `vmap`, batch axes precede the row axis, and the longest loop of the batch determines `steps`.
     """
 
     lines: Sequence[Line]
@@ -67,12 +67,12 @@ class Repeated:
         return [x for x in (*self.rows, self.steps) if isinstance(x, Traced)]
 
     def filled(self, values: Iterator[Any]) -> Repeated:
-        """The lines with values in place of their traced ones."""
+        """Return the lines with their traced leaves replaced by values."""
         *rows, steps = _filled([*self.rows, self.steps], values)
         return replace(self, rows=rows, steps=steps)
 
     def batched(self) -> Repeated:
-        """The lines once their values have a batch axis before their others."""
+        """Return the lines for values with a leading batch axis."""
         return replace(self, lines=[line.batched() for line in self.lines], axis=self.axis + 1)
 
 
@@ -85,10 +85,10 @@ def _filled(leaves: Sequence[Any], values: Iterator[Any]) -> list[Any]:
 
 @dataclass(eq=False)
 class Trace:
-    """A graph under construction, what it has captured from around it, and what it wants to print.
+    """A graph under construction, the values it captured from enclosing traces, and the lines it prints.
 
-    `prints` is None where nobody would print it, as in the rules of a function that has its own. A graph that is built
-    by hand (`by_hand`) captures nothing: its inputs are declared by whoever builds it.
+    `prints` is None where printing is not supported, as in custom derivative rules. A graph built by hand (`by_hand`)
+    captures nothing: its inputs are declared by its author.
     """
 
     graph: Graph
@@ -97,7 +97,7 @@ class Trace:
     by_hand: bool = False
 
     def value(self, x: Any) -> Any:
-        """What stands for an operand in this graph: a value, or an array or number, which becomes a constant."""
+        """Return an operand as a value of this graph; arrays and numbers pass through, and become constants later."""
         if not isinstance(x, Traced):
             return x
         if x.trace is self or x.trace.graph is self.graph:
@@ -106,51 +106,52 @@ class Trace:
             _leaked(x)
         if self.by_hand:
             hint = "build both in one graph, or trace a function of both"
-            raise GraphError(f"{x!r}: is of a function that is traced, not of graph {self.graph.name!r}", hint=hint)
+            raise GraphError(f"{x!r}: belongs to a traced function, not to graph {self.graph.name!r}", hint=hint)
         if x not in self.captured:
             self.captured[x] = declare(self.graph, "captured", x.value.type)
         return self.captured[x]
 
     def constant(self, x: Any) -> Value:
-        """`value`, with arrays and numbers as constants."""
-        found = self.value(x)
-        return found if isinstance(found, Value) else self.graph.constant(as_array(found))
+        """Like `value`, but turns arrays and numbers into constants."""
+        value = self.value(x)
+        return value if isinstance(value, Value) else self.graph.constant(as_array(value))
 
 
 _stack: ContextVar[tuple[Trace, ...]] = ContextVar("traces", default=())
 
 
 def traces() -> tuple[Trace, ...]:
-    """The traces that nest here, the outermost first."""
+    """Return the active traces, outermost first."""
     return _stack.get()
 
 
 def current() -> Trace | None:
-    """The innermost trace; None outside of all."""
-    found = _stack.get()
-    return found[-1] if found else None
+    """Return the innermost trace; None if nothing is traced."""
+    stack = _stack.get()
+    return stack[-1] if stack else None
 
 
 @contextmanager
 def tracing(into: str | Graph) -> Iterator[Trace]:
-    """A trace for what happens inside, into a new graph of this name or into one that is built by hand."""
-    made = Trace(into, by_hand=True) if isinstance(into, Graph) else Trace(Graph(into))
-    token = _stack.set((*_stack.get(), made))
+    """Open a trace: into a new graph of this name, or into a graph built by hand."""
+    trace = Trace(into, by_hand=True) if isinstance(into, Graph) else Trace(Graph(into))
+    token = _stack.set((*_stack.get(), trace))
     try:
-        yield made
+        yield trace
     finally:
         _stack.reset(token)
 
 
 def _leaked(x: Traced) -> NoReturn:
     hint = "return it from the function, or pass it in as an argument"
-    raise GraphError(f"{x!r}: is used outside of the function that was traced when it was made", hint=hint)
+    raise GraphError(f"{x!r}: is used outside of the traced function that created it", hint=hint)
 
 
 class Traced(Operators):
-    """A stand-in for an array while a function is traced. It has no numbers, only a shape and an element type.
+    """A traced array (JAX: tracer): it has a shape and a dtype, but no data.
 
-    A `weak` one stands for a number, or for what elementwise ops make of numbers alone: beside arrays it takes theirs.
+    A `weak` one stands for a Python number, or for the result of elementwise ops on numbers alone: next to arrays it
+    takes their dtype.
     """
 
     __array_priority__ = 1000
@@ -189,14 +190,14 @@ class Traced(Operators):
     __hash__ = object.__hash__
 
     def __rlx_value__(self) -> Value:
-        """What graphs read, when a traced array is handed to an op of a graph by hand."""
+        """Return the value in the current graph, for ops that are called on a graph directly."""
         trace = current()
         assert trace is not None
         return trace.constant(self)
 
-    # -- what has no answer yet ---------------------------------------------------------------------------------------
-    def _unknown(self, what: str, hint: str) -> NoReturn:
-        raise GraphError(f"{self!r}: has no {what} while it is traced", hint=hint, notes=[f"at: {here()}"])
+    # -- operations that need data ------------------------------------------------------------------------------------
+    def _unknown(self, quantity: str, hint: str) -> NoReturn:
+        raise GraphError(f"{self!r}: has no {quantity} while it is traced", hint=hint, notes=[f"at: {here()}"])
 
     def __bool__(self) -> bool:
         self._unknown("truth value", "use rlx.where to choose numbers, rlx.cond or rlx.while_loop to choose code")
@@ -208,16 +209,14 @@ class Traced(Operators):
         self._unknown("index", "rlx.take reads by data, and rlx.scan or rlx.fori_loop count")
 
     def __float__(self) -> float:
-        self._unknown("float", "rlx functions and those of NumPy work on it as it is")
+        self._unknown("float", "rlx and NumPy functions accept it as it is")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self._unknown(
-            "numbers", "np.stack([x, y]) takes it where np.array([x, y]) does not, and so does rlx.asarray(x)"
-        )
+        self._unknown("numbers", "np.stack([x, y]) and rlx.asarray(x) accept it, np.array([x, y]) does not")
 
     def __format__(self, spec: str) -> str:
         if spec:
-            self._unknown(f"number to format as {spec!r}", "rlx.debug.print('{:.2f}', x) prints it when it is there")
+            self._unknown(f"number to format as {spec!r}", "rlx.debug.print('{:.2f}', x) prints it once it is computed")
         return repr(self)
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
@@ -225,12 +224,12 @@ class Traced(Operators):
         raise GraphError(f"{self!r}: cannot be changed in place", hint=hint, notes=[f"at: {here()}"])
 
     def item(self) -> NoReturn:
-        """A number; there is none yet."""
+        """Raise: a traced array has no data."""
         self._unknown("number", "return it from the traced function")
 
     # -- operators ----------------------------------------------------------------------------------------------------
     def operate(self, op: str, *operands: Any) -> Any:
-        """What an operator of Python gives: the function of arrays that has NumPy's name for the op."""
+        """Apply a Python operator, through the array function with NumPy's name for the op."""
         return _numpy(_NUMPY_NAMES.get(op, op), *operands)
 
     def __eq__(self, other: object) -> Any:
@@ -253,36 +252,36 @@ class Traced(Operators):
             return arrays.PROPERTIES[name](self)
         if name in arrays.METHODS:
             return functools.partial(getattr(arrays, arrays.METHODS[name]), self)
-        found = None if name.startswith("_") else function_of(name)
-        if found is not None:
-            return functools.partial(found, self)
+        function = None if name.startswith("_") else function_of(name)
+        if function is not None:
+            return functools.partial(function, self)
         raise AttributeError(f"a traced array has no {name!r}. {nearest(name, arrays.METHODS) or ''}".strip())
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         from rlx.functional import arrays
 
-        found = arrays.UFUNCS.get(ufunc.__name__)
+        name = arrays.UFUNCS.get(ufunc.__name__)
         if method != "__call__":
             hint = arrays.UFUNC_METHODS.get(f"{ufunc.__name__}.{method}")
-            _formless(f"{ufunc.__name__}.{method}", hint)
-        if found is None:
-            _formless(ufunc.__name__, nearest(ufunc.__name__, arrays.UFUNCS))
+            _unsupported(f"{ufunc.__name__}.{method}", hint)
+        if name is None:
+            _unsupported(ufunc.__name__, nearest(ufunc.__name__, arrays.UFUNCS))
         if kwargs:
-            _formless(f"{ufunc.__name__} with {', '.join(f'{k}=' for k in kwargs)}", "assign what it gives to a name")
-        return getattr(arrays, found)(*inputs)
+            _unsupported(f"{ufunc.__name__} with {', '.join(f'{k}=' for k in kwargs)}", "assign the result to a name")
+        return getattr(arrays, name)(*inputs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         from rlx.functional import arrays
 
         name, module = function.__name__, function.__module__.removeprefix("numpy").lstrip(".")
-        if module or name not in arrays.FUNCTIONS:  # numpy.linalg has names of its own
-            _formless(f"{module}.{name}" if module else name, None if module else nearest(name, arrays.FUNCTIONS))
+        if module or name not in arrays.FUNCTIONS:  # such as numpy.linalg
+            _unsupported(f"{module}.{name}" if module else name, None if module else nearest(name, arrays.FUNCTIONS))
         return getattr(arrays, arrays.FUNCTIONS[name])(*args, **kwargs)
 
 
-def _formless(name: str, hint: str | None) -> NoReturn:
-    hint = hint or "write it with functions that have one; dir(rlx) lists them"
-    raise GraphError(f"numpy.{name}: has no form for traced arrays", hint=hint, notes=[f"at: {here()}"])
+def _unsupported(name: str, hint: str | None) -> NoReturn:
+    hint = hint or "use supported functions instead; dir(rlx) lists them"
+    raise GraphError(f"numpy.{name}: is not supported on traced arrays", hint=hint, notes=[f"at: {here()}"])
 
 
 _NUMPY_NAMES = {"div": "divide", "pow": "power", "neg": "negative"}
@@ -296,7 +295,7 @@ def _numpy(name: str, *operands: Any) -> Any:
 
 # -- arrays -----------------------------------------------------------------------------------------------------------
 def as_array(x: Any) -> Array:
-    """Numbers as an array of a type that rlx has; Python's are f32, i32 and bool."""
+    """Convert to an array of a dtype that rlx supports; Python numbers become f32, i32 or bool."""
     if isinstance(x, (np.ndarray, np.generic)):
         dtype(x.dtype)
         return np.asarray(x)
@@ -304,44 +303,44 @@ def as_array(x: Any) -> Array:
         try:
             return np.asarray(x, dtype(type(x)).numpy)
         except OverflowError:
-            raise DTypeError(f"{x}: does not fit i32, which Python's ints are", hint=f"np.int64({x})") from None
+            raise DTypeError(f"{x}: does not fit i32, the dtype of Python ints", hint=f"np.int64({x})") from None
     try:
-        found = np.asarray(x)
+        array = np.asarray(x)
     except (TypeError, ValueError) as error:
         raise DTypeError(f"{type(x).__name__}: is not an array", hint="arrays, numbers and trees of them") from error
-    if found.dtype.kind not in "biuf":
+    if array.dtype.kind not in "biuf":
         raise DTypeError(f"{type(x).__name__}: is not an array", hint="arrays, numbers and trees of them")
-    return found.astype({"b": np.bool_, "i": np.int32, "u": np.int32}.get(found.dtype.kind, np.float32))
+    return array.astype({"b": np.bool_, "i": np.int32, "u": np.int32}.get(array.dtype.kind, np.float32))
 
 
 def held_value(x: Any) -> Any:
-    """A value where something only holds one, such as what flows through a model."""
+    """Unwrap an object that holds a graph value, such as a value of a model flow."""
     return x.__rlx_value__() if not isinstance(x, Traced) and hasattr(type(x), "__rlx_value__") else x
 
 
 def weak_kind(x: Any) -> WeakScalar | None:
-    """What a number, or a stand-in for one, counts as beside arrays; None for arrays."""
+    """Return the weak scalar kind of a Python number or of a traced one; None for arrays."""
     if isinstance(x, Traced):
         return x.value.dtype.weak if x.weak else None
     return weak(x)
 
 
 def is_weak(x: Any) -> bool:
-    """Whether x is a number, or stands for one: it takes the element type of arrays beside it."""
+    """Whether x is a Python number, or traced from one: it takes the dtype of the arrays it is combined with."""
     return weak_kind(x) is not None
 
 
 def weak_type(operands: Sequence[Any]) -> DType | None:
-    """The type that numbers take beside the other operands; None where all are numbers, or none is."""
+    """Return the dtype that Python numbers take next to the other operands; None if all or none are numbers."""
     strong = [type_of(x).dtype for x in operands if not is_weak(x)]
     numbers = [kind for x in operands if (kind := weak_kind(x)) is not None]
     return promote(*strong, *numbers) if strong and numbers else None
 
 
 def type_of(x: Any) -> TensorType:
-    """The type of an array, a number, a stand-in or a value of a graph."""
+    """Return the type of an array, a number, a traced array or a graph value."""
     x = held_value(x)
     if isinstance(x, (Traced, Value)):
         return x.value.type if isinstance(x, Traced) else x.type
-    found = x if isinstance(x, DeviceArray) else as_array(x)
-    return TensorType(found.shape, dtype(found.dtype))
+    array = x if isinstance(x, DeviceArray) else as_array(x)
+    return TensorType(array.shape, dtype(array.dtype))

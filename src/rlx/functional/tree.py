@@ -1,6 +1,7 @@
-"""Trees: nested dicts, lists, tuples, named tuples and dataclasses, with arrays for leaves.
+"""Trees: nested dicts, lists, tuples, named tuples and dataclasses, with arrays as leaves.
 
-`flatten` gives the leaves in order and a `Structure` that puts others in their places. None holds no leaf.
+`flatten` returns the leaves in order and a `Structure` that rebuilds the tree from leaves. None is a tree without
+leaves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LEAF = "leaf"
 
 @dataclass(frozen=True)
 class Structure:
-    """The shape of a tree: what kind each node is, its keys, its children."""
+    """The structure of a tree: the kind, keys and children of each node."""
 
     kind: Any  # dict, list, tuple, a class, None, or LEAF
     keys: tuple[Any, ...] = ()
@@ -29,7 +30,7 @@ class Structure:
         return 1 if self.kind == LEAF else sum(c.leaves for c in self.children)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The tree with these leaves."""
+        """Build the tree with these leaves."""
         if len(leaves) != self.leaves:
             raise GraphError(f"tree: {len(leaves)} leaves for a structure of {self.leaves}")
         return self._build(iter(leaves))
@@ -45,22 +46,22 @@ class Structure:
         if self.kind in (list, tuple):
             return self.kind(parts)
         if dataclasses.is_dataclass(self.kind):
-            made: Any = object.__new__(self.kind)  # type: ignore[arg-type]
+            instance: Any = object.__new__(self.kind)  # type: ignore[arg-type]
             for key, part in zip(self.keys, parts, strict=True):
-                object.__setattr__(made, key, part)
-            return made
+                object.__setattr__(instance, key, part)
+            return instance
         return self.kind(*parts)  # a named tuple
 
     def paths(self, start: str = "") -> list[str]:
-        """A name for each leaf: `params.w`, `xs[1]`."""
+        """Return a name for each leaf: `params.w`, `xs[1]`."""
         if self.kind == LEAF:
             return [start]
         named = self.kind is dict or (self.kind is not None and bool(self.keys))
-        found: list[str] = []
+        names: list[str] = []
         for i, child in enumerate(self.children):
             step = f"{'.' if start else ''}{self.keys[i]}" if named else f"[{i}]"
-            found += child.paths(start + step)
-        return found
+            names += child.paths(start + step)
+        return names
 
     def __str__(self) -> str:
         match self.kind:
@@ -75,12 +76,12 @@ class Structure:
         return f"{name}({', '.join(parts)})"
 
 
-def _opened(tree: Any) -> tuple[Any, tuple[Any, ...], list[Any]]:
-    """Kind, keys and children of a node."""
+def _node_parts(tree: Any) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    """Return kind, keys and children of a node."""
     if tree is None:
         return None, (), []
     if isinstance(tree, dict):
-        keys = tuple(sorted(tree, key=lambda k: (type(k).__name__, k)))  # the order of insertion is no one's business
+        keys = tuple(sorted(tree, key=lambda k: (type(k).__name__, k)))  # independent of insertion order
         return dict, keys, [tree[k] for k in keys]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree), tuple(tree._fields), list(tree)
@@ -93,11 +94,11 @@ def _opened(tree: Any) -> tuple[Any, tuple[Any, ...], list[Any]]:
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
-    """The leaves of a tree, in order, and its structure."""
+    """Return the leaves of a tree, in order, and its structure."""
     leaves: list[Any] = []
 
     def walk(node: Any) -> Structure:
-        kind, keys, children = _opened(node)
+        kind, keys, children = _node_parts(node)
         if kind == LEAF or (is_leaf is not None and is_leaf(node)):
             leaves.append(node)
             return Structure(LEAF)
@@ -107,43 +108,43 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree, in order."""
+    """Return the leaves of a tree, in order."""
     return flatten(tree)[0]
 
 
 def structure(tree: Any) -> Structure:
-    """The structure of a tree."""
+    """Return the structure of a tree."""
     return flatten(tree)[1]
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """The tree of what a function gives for each leaf, and for the leaves of other trees of the same structure."""
+    """Apply a function to each leaf, together with the leaves of other trees of the same structure."""
     first, shape = flatten(tree)
     others = []
     for other in rest:
-        found, other_shape = flatten(other)
+        other_leaves, other_shape = flatten(other)
         if other_shape != shape:
             raise GraphError(f"tree.map: structures differ, {shape} and {other_shape}")
-        others.append(found)
+        others.append(other_leaves)
     return shape.unflatten([function(*group) for group in zip(first, *others, strict=True)])
 
 
 def broadcast_prefix(prefix: Any, tree: Any, where: str) -> list[Any]:
-    """A value for each leaf of `tree` from a tree that may end earlier: what stands there goes for all below."""
+    """Return a value for each leaf of `tree` from a prefix tree, whose leaves apply to all leaves below them."""
 
-    def walk(given: Any, node: Any) -> list[Any]:
-        kind, keys, children = _opened(node)
+    def walk(prefix_node: Any, node: Any) -> list[Any]:
+        kind, keys, children = _node_parts(node)
         if kind == LEAF:
-            return [given]
-        if given is None or isinstance(given, (int, str)):
-            return [given] * structure(node).leaves
-        given_kind, given_keys, given_children = _opened(given)
-        if given_keys != keys or len(given_children) != len(children) or given_kind == LEAF:
-            raise GraphError(f"{where}: {given!r} does not fit {structure(node)}")
-        found: list[Any] = []
-        for a, b in zip(given_children, children, strict=True):
-            found += walk(a, b)
-        return found
+            return [prefix_node]
+        if prefix_node is None or isinstance(prefix_node, (int, str)):
+            return [prefix_node] * structure(node).leaves
+        prefix_kind, prefix_keys, prefix_children = _node_parts(prefix_node)
+        if prefix_keys != keys or len(prefix_children) != len(children) or prefix_kind == LEAF:
+            raise GraphError(f"{where}: {prefix_node!r} does not fit {structure(node)}")
+        values: list[Any] = []
+        for a, b in zip(prefix_children, children, strict=True):
+            values += walk(a, b)
+        return values
 
     return walk(prefix, tree)
 

@@ -1,4 +1,4 @@
-"""Views of a compiled graph: what each launch does and costs, where it came from, its memory, pages and pictures.
+"""Inspection of compiled graphs: cost and origin of each launch, memory, web pages and pictures.
 
-Nothing here is needed to run a graph. All of it speaks to the backend protocol.
+Nothing here is needed to run a graph. Everything goes through the backend protocol.
 """

@@ -1,4 +1,4 @@
-"""Machine code of kernels as text, and the part of it that does the work."""
+"""Assembly of kernels as text, and its inner loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlx.lir.kernels import Kernel
 from rlx.lir.program import Program
 from rlx.target import Target
 
-# What an inner loop looks like: multiply-adds, or at least vectors.
+# Patterns of inner loops: multiply-adds, or at least vector instructions.
 BUSY = re.compile(r"vfn?m(add|sub)|fml[as]|llvm\.fma"), re.compile(r"\b[xyz]mm\d|\bv\d+\.| x (float|double|i\d+)>")
 
 
@@ -22,15 +22,15 @@ def assembly_lines(kernel: Kernel, target: Target) -> list[str]:
 
 
 def busiest(lines: Sequence[str], count: int) -> list[str]:
-    """The `count` lines of LLVM text or assembly that do most of the arithmetic."""
-    found = [[len(pattern.findall(line)) for line in lines] for pattern in BUSY]
-    hits = next((each for each in found if any(each)), found[-1])
-    starts = range(max(1, len(lines) - count + 1))
-    best = max(starts, key=lambda at: (sum(hits[at : at + count]), -at))
+    """The `count` consecutive lines of LLVM text or assembly with the most arithmetic."""
+    counts = [[len(pattern.findall(line)) for line in lines] for pattern in BUSY]
+    hits = next((each for each in counts if any(each)), counts[-1])
+    offsets = range(max(1, len(lines) - count + 1))
+    best = max(offsets, key=lambda at: (sum(hits[at : at + count]), -at))
     return list(lines[best : best + count])
 
 
 def easiest(program: Program) -> Kernel | None:
-    """The kernel that is shown where there is room for one: loops rather than tiles, and the shortest."""
+    """The easiest kernel to read: the shortest one, loops before tiles."""
     kernels = program.kernels().values()
     return min(kernels, key=lambda k: (k.kind != "loops", len(k.text())), default=None)

@@ -1,4 +1,4 @@
-"""The dispatch report: for every node of a graph, what computes it. Nothing is slow or left out in silence."""
+"""The dispatch report: what computes each node of a graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlx.mir.recognise_ops import common_form
 from rlx.mir.weights import weight_nodes
 from rlx.notebook import box, table
 
-# At run time a node is computed by machine code of its own op, by that of the ops that it is decomposed into, or, on
-# the reference device, in Python ...
+# At run time a node is computed by machine code of its op, by machine code of the ops it is decomposed into, or, on the
+# reference device, in Python ...
 NATIVE, DECOMPOSED, HOST = "native", "decomposed", "host"
-# ... or there is nothing left to do: it is only strides, was computed before, or is not needed.
+# ... or needs no work: it is a view, was computed earlier, or is not used.
 VIEWED, WEIGHTS, FOLDED, REMOVED, UNUSED = "view", "weights", "folded", "removed", "unused"
 MEANING = {
     NATIVE: "machine code",
@@ -31,7 +31,7 @@ MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """One node: its path, the ops that it became, the kernels that run for it, and where it was built."""
+    """One node: its path, the ops it was compiled to, its kernels and launches, and where it was built."""
 
     node: str
     op: str
@@ -57,12 +57,12 @@ class DispatchReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many nodes take each path."""
-        found = Counter(row.path for row in self.rows)
-        return {path: found[path] for path in MEANING if found[path] or path in (NATIVE, DECOMPOSED, HOST)}
+        """Number of nodes per path."""
+        counter = Counter(row.path for row in self.rows)
+        return {path: counter[path] for path in MEANING if counter[path] or path in (NATIVE, DECOMPOSED, HOST)}
 
     def __getitem__(self, path: str) -> list[Dispatch]:
-        """The nodes that take a path."""
+        """The nodes of a path."""
         return [row for row in self.rows if row.path == path]
 
     @property
@@ -82,13 +82,13 @@ class DispatchReport:
 
 
 def dispatch_report(line: Lineage) -> DispatchReport:
-    """What computes each node of a compiled graph."""
+    """The report of a compiled graph."""
     images: dict[int, list[Node]] = {}
     for graph in (line.main, line.bind):
         for node in graph.nodes:
             for source in sources(node):
                 images.setdefault(source, []).append(node)
-    needed, weights = line.graph.reachable(line.graph.outputs), _of_weights(line.graph)
+    needed, weights = line.graph.reachable(line.graph.outputs), _weight_only_nodes(line.graph)
     rows = []
     for node in line.graph.nodes:
         if not _is_leaf(node):
@@ -97,23 +97,23 @@ def dispatch_report(line: Lineage) -> DispatchReport:
     return DispatchReport(line.graph.name, tuple(rows))
 
 
-def _of_weights(graph: Graph) -> set[Node]:
-    """The nodes that depend on weights alone: packing may do in one go what they say in steps."""
-    found: set[Node] = set()
+def _weight_only_nodes(graph: Graph) -> set[Node]:
+    """The nodes that depend only on weights, which packing may compute in one step."""
+    dependent: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "param" or any(o is not None and o.node in found for o in node.operands):
-            found.add(node)
-    return found & weight_nodes(graph)
+        if node.op == "param" or any(o is not None and o.node in dependent for o in node.operands):
+            dependent.add(node)
+    return dependent & weight_nodes(graph)
 
 
 def all_on_host(graph: Graph) -> DispatchReport:
-    """The report of a device that runs every op in Python."""
+    """The report of a device that interprets every op in Python."""
     rows = [Dispatch(f"%{n.id}", n.op, HOST, (), (), (), str(n.origin)) for n in graph.nodes if not _is_leaf(n)]
     return DispatchReport(graph.name, tuple(rows))
 
 
 def _row(line: Lineage, node: Node, images: list[Node], gone: str) -> Dispatch:
-    """A row; `gone` is the path of a node that has left no trace."""
+    """A row; `gone` is the path of a node without any image."""
     in_main = [n for n in images if n.graph is line.main]
     became = _ops(node, in_main)
     launches: list[int] = []
@@ -133,7 +133,7 @@ def _row(line: Lineage, node: Node, images: list[Node], gone: str) -> Dispatch:
 
 
 def _own_launches(line: Lineage, node: Node, in_main: list[Node]) -> list[int]:
-    """The launches that compute a node: none for a view, unless something had to be copied for it."""
+    """The launches that compute a node; a view has none unless it had to be copied."""
     if VIEW in node.definition.traits:
         return sorted({i for n in in_main for i in line.launched.get(n, ())})
     return line.main_launches.get(node.id, [])
@@ -145,13 +145,13 @@ def _path(node: Node, became: tuple[str, ...]) -> str:
 
 
 def _ops(node: Node, images: list[Node]) -> tuple[str, ...]:
-    """The ops that carry a node's mark, in order. The sums that a body begins with are the matmul around it."""
-    found: dict[str, None] = {}
+    """The ops that carry a node's mark, in order. An input of a fused body is the sum of its matmul."""
+    ops: dict[str, None] = {}
     for image in images:
         for n in (*inner_nodes(image), image):
-            if node.id in marks(n) and n.op != "const" and not (n is image and (_is_leaf(n) or found)):
-                found["matmul" if n.op == "input" else n.op] = None
-    return tuple(found)
+            if node.id in marks(n) and n.op != "const" and not (n is image and (_is_leaf(n) or ops)):
+                ops["matmul" if n.op == "input" else n.op] = None
+    return tuple(ops)
 
 
 def _is_leaf(node: Node) -> bool:

@@ -1,8 +1,7 @@
-"""Lines of a level as a tree of stages, in which layers that are alike stand once.
+"""Groups the lines of a level into a tree of stages, with repeated layers folded.
 
-Lines come in with their stage paths and go out grouped by them. Of numbered siblings such as layers.0 ... layers.29,
-those that consist of the same lines, wired the same way, are folded: the first is shown, the others are in a fold
-behind it. Lines without stages are folded where a sequence of them repeats.
+Of numbered siblings such as layers.0 ... layers.29, those with the same lines and the same data flow are folded: the
+first is shown, the others are in a fold after it. Lines without stages are folded if a sequence of them repeats.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 STAGE, FOLD, REPEATS, SECTION = "stage", "fold", "repeats", "section"
-LONGEST_PERIOD = 256  # lines of a sequence that repeats
-LEAST_HIDDEN = 8  # lines that folding a sequence must save
+MAX_PERIOD = 256  # lines of a repeating sequence
+MIN_HIDDEN = 8  # lines that a fold must hide
 _DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a level: the ops it came from, its stage, and what makes it like another line."""
+    """A line of a level: the ops it came from, its stage, and a key for comparing it with other lines."""
 
-    text: str  # of a node with a body several lines
+    text: str  # several lines for a node with a body
     sources: frozenset[int] = frozenset()
     stage: str = ""
-    key: Hashable = None  # equal where lines are alike; None: the line does not count
-    id: int = -1  # its number, and those of the lines that it reads
+    key: Hashable = None  # equal for equivalent lines; None: ignored in comparisons
+    id: int = -1  # its number; `reads` are the numbers of its operands
     reads: tuple[int, ...] = ()
-    declares: bool = False  # it only names something, so its place among other such lines means nothing
-    kernel: str = ""  # what runs for it
+    declares: bool = False  # a declaration, whose order does not matter
+    kernel: str = ""  # kernel symbol
     launch: int = -1
     seconds: float = 0.0
-    place: str = ""  # where it was built
-    mark: str = ""  # + or - in a difference
+    place: str = ""  # source line
+    mark: str = ""  # + or - in a diff
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Lines that belong together: a stage, a fold of stages that are alike, one of lines that repeat, or a section."""
+    """A group of lines: a stage, a fold of equivalent stages, a fold of repeated lines, or a section."""
 
     name: str
     items: tuple[Item, ...]
@@ -47,7 +46,7 @@ class Group:
     note: str = ""
     is_open: bool = True
     kernel: str = ""
-    sources: frozenset[int] = frozenset()  # of a group that is shown without its lines
+    sources: frozenset[int] = frozenset()  # of a group shown without its lines
     seconds: float = 0.0
 
     def lines(self) -> Iterator[Line]:
@@ -56,7 +55,7 @@ class Group:
 
     @property
     def is_fold(self) -> bool:
-        """Whether it holds copies of what stands before it."""
+        """Whether it holds copies of the item before it."""
         return self.kind in (FOLD, REPEATS)
 
     @property
@@ -76,11 +75,11 @@ def lines_of(items: Sequence[Item]) -> Iterator[Line]:
             yield from item.lines()
 
 
-def folded(lines: Sequence[Line]) -> tuple[Item, ...]:
-    """The tree of some lines. Declarations at the beginning are gathered by stage, other lines keep their order."""
+def fold_lines(lines: Sequence[Line]) -> tuple[Item, ...]:
+    """The tree of lines. Declarations at the beginning are grouped by stage; other lines keep their order."""
     paths = {line.stage: tuple(line.stage.split(".")) if line.stage else () for line in lines}
     count = next((i for i, line in enumerate(lines) if not line.declares), len(lines))
-    while 0 < count < len(lines) and lines[count - 1].stage == lines[count].stage != "":  # one stage stays together
+    while 0 < count < len(lines) and lines[count - 1].stage == lines[count].stage != "":  # do not split a stage
         count -= 1
     head, rest = lines[:count], lines[count:]
     tree = _Tree(paths)
@@ -111,17 +110,17 @@ class _Tree:
                 kinds.setdefault((_DIGITS.sub("#", name), _signature(inside)), []).append(number)
         followers = {members[0]: members[1:] for members in kinds.values() if len(members) > 1}
         hidden = {number for members in followers.values() for number in members}
-        found: list[Item] = []
+        items: list[Item] = []
         for number, (name, inside) in enumerate(parts):
             if name is None:
-                found += repeats(inside)
+                items += repeats(inside)
             elif number not in hidden:
-                found.append(self.group(name, inside, path, gather=gather))
+                items.append(self.group(name, inside, path, gather=gather))
                 if number in followers:
                     others = [self.group(*parts[n], path, gather=gather) for n in followers[number]]
                     first = ".".join((*path, name))
-                    found.append(_fold(others, f"{len(others)} × like {first}"))
-        return tuple(found)
+                    items.append(_fold(others, f"{len(others)} × like {first}"))
+        return tuple(items)
 
     def group(self, name: str | None, lines: Sequence[Line], path: tuple[str, ...], *, gather: bool) -> Group:
         own = (*path, name or "")
@@ -135,7 +134,7 @@ def _fold(groups: Sequence[Group], note: str) -> Group:
 
 
 def _count_note(name: str, items: Sequence[Item]) -> str:
-    """How many numbered stages there are inside: `30 × layer`, and how many kinds of them."""
+    """A note such as `30 × layer, 2 kinds` for numbered stages inside."""
     groups = [item for item in items if isinstance(item, Group) and item.kind in (STAGE, FOLD)]
     kinds = [g for g in groups if g.kind == STAGE and g.name.rpartition(".")[2].isdecimal()]
     copies = [each for g in groups if g.kind == FOLD for each in g.items]
@@ -147,14 +146,14 @@ def _count_note(name: str, items: Sequence[Item]) -> str:
 
 
 def _signature(lines: Sequence[Line]) -> Hashable:
-    """What two stages must share to be alike: their lines, and which of them read which."""
+    """A key that equivalent stages share: their lines, and which lines read which."""
     own = [line for line in lines if line.key is not None]
     number = {line.id: i for i, line in enumerate(own)}
     return tuple((line.key, tuple(number.get(r, -1) for r in line.reads)) for line in own)
 
 
 def span(names: Sequence[str]) -> str:
-    """Names of stages in short.
+    """Abbreviated names of stages.
 
     >>> span(["layers.1", "layers.2", "layers.3", "layers.7"])
     'layers.1-3, 7'
@@ -176,38 +175,38 @@ def span(names: Sequence[str]) -> str:
 
 # -- sequences that repeat ---------------------------------------------------------------------------------------------
 def repeats(lines: Sequence[Line]) -> list[Item]:
-    """Lines of one stage; of a sequence that comes three times or more, all but the first are in a fold."""
+    """Lines of one stage; of a sequence that occurs three times or more, all but the first are folded."""
     numbers: dict[Hashable, int] = {}
     keys = np.array([numbers.setdefault(line.key, len(numbers)) for line in lines])
-    found: list[Item] = []
+    items: list[Item] = []
     begin = 0
     for first, period, count in _repeats(keys):
-        found += lines[begin : first + period]
+        items += lines[begin : first + period]
         others = [lines[first + i * period : first + (i + 1) * period] for i in range(1, count)]
         groups = [Group(f"repeat {i}", tuple(each), SECTION, is_open=False) for i, each in enumerate(others, 2)]
-        what = "the line above" if period == 1 else f"the {period} lines above"
-        found.append(Group(f"{count - 1} × {what}", tuple(groups), REPEATS, is_open=False))
+        copied = "the line above" if period == 1 else f"the {period} lines above"
+        items.append(Group(f"{count - 1} × {copied}", tuple(groups), REPEATS, is_open=False))
         begin = first + period * count
-    return [*found, *lines[begin:]]
+    return [*items, *lines[begin:]]
 
 
 def _repeats(keys: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[tuple[int, int, int]]:
-    """Where sequences repeat, as (first, period, count), without overlaps: those that hide most lines come first."""
+    """Repeating sequences as (first, period, count), without overlaps; prefers those that hide the most lines."""
     candidates: list[tuple[int, int, int]] = []
-    for period in range(1, min(LONGEST_PERIOD, len(keys) // 3) + 1):
+    for period in range(1, min(MAX_PERIOD, len(keys) // 3) + 1):
         same = np.concatenate(([False], keys[period:] == keys[:-period], [False]))
         edges = np.flatnonzero(same[1:] != same[:-1])
         for start, end in edges.reshape(-1, 2).tolist():
             count = (end - start) // period + 1
-            if count >= 3 and (count - 1) * period >= LEAST_HIDDEN:
+            if count >= 3 and (count - 1) * period >= MIN_HIDDEN:
                 candidates.append((start, period, count))
     candidates.sort(key=lambda c: (-(c[2] - 1) * c[1], c[1]))
-    taken = np.zeros(len(keys), bool)
+    used = np.zeros(len(keys), bool)
     chosen = []
     for first, period, count in candidates:
         section = slice(first, first + period * count)
-        if not taken[section].any():
-            taken[section] = True
+        if not used[section].any():
+            used[section] = True
             chosen.append((first, period, count))
     return sorted(chosen)
 
@@ -216,7 +215,7 @@ def _repeats(keys: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[tuple[int
 def tree_text(
     items: Sequence[Item], show: Callable[[Line], str], *, all_: bool = False, pad: str = ""
 ) -> Iterator[str]:
-    """A tree as text: stages have titles, which are comments; a fold is its title alone, unless all is asked for."""
+    """A tree as text, with titles of stages as comments. Folds show only their title, unless `all_`."""
     for item in items:
         if isinstance(item, Line):
             yield from (pad + text for text in show(item).split("\n"))

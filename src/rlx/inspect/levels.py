@@ -1,4 +1,4 @@
-"""The levels of a graph as lines: nodes, launches and kernels, each with its stage and the ops it came from."""
+"""The levels of a graph as lines: nodes, launches and kernels, each with its stage and source ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VALUE = re.compile(r"%\d+(\.\d+)?")
 _NAME = re.compile(r'\bname="(?:[^"\\]|\\.)*"')
 _NUMBER = re.compile(r"\d+")
 _PLACE = re.compile(r"(?:.*:\d+|from .*|by .*)")
-SHARED = ("input",)  # belongs to all layers, wherever it was first asked for
+SHARED = ("input",)  # belongs to all layers, wherever it is first used
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def _node_line(node: Node, stage: str, sources: frozenset[int]) -> Line:
 
 
 def _node_key(text: str) -> str:
-    """The text of a node without its number, those of its operands, and the numbers in its name."""
+    """The text of a node without value numbers and the numbers in its name."""
     return _VALUE.sub("%", _NAME.sub(lambda name: _NUMBER.sub("#", name[0]), text))
 
 
@@ -49,29 +49,29 @@ def head(graph: Graph) -> str:
 
 
 def tail(graph: Graph) -> str:
-    """Its line of outputs."""
+    """The return line of a graph's text."""
     return "  return " + ", ".join(value_text(v) for v in graph.outputs)
 
 
-def framed(graph: Graph, lines: Sequence[Line]) -> tuple[Line, ...]:
-    """The lines of a graph, and what stands around them."""
+def with_frame(graph: Graph, lines: Sequence[Line]) -> tuple[Line, ...]:
+    """The lines of a graph with its first line and its outputs."""
     return (Line(head(graph)), *lines, Line(tail(graph)), Line("}"))
 
 
 def marked_lines(line: Lineage, graph: Graph) -> list[Line]:
-    """The nodes of a graph that passes have made."""
+    """The nodes of an optimised graph."""
     return graph_lines(graph, line.stage, line.sources)
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
 def stage_of(where: str) -> str:
-    """The stage path at the beginning of the place of a launch; there may be none."""
+    """The stage path at the beginning of a launch's origin, or an empty string."""
     first = where.split(", ")[0]
     return "" if _PLACE.fullmatch(first) else first
 
 
 def interface_lines(line: Lineage, graph: Graph, program: Program) -> list[Line]:
-    """What a program declares. A buffer belongs to the stage that writes it."""
+    """The declarations of a program. A buffer belongs to the stage that writes it."""
     named = {n.attrs["name"]: n for n in graph.nodes if LEAF in n.definition.traits and "name" in n.attrs}
     sources = {name: line.sources(node) for name, node in named.items()}
     stages = {name: line.stage(node) for name, node in named.items()}
@@ -80,23 +80,23 @@ def interface_lines(line: Lineage, graph: Graph, program: Program) -> list[Line]
             own = launch_sources(graph, program, number)
             sources[view.buffer] = sources.get(view.buffer, frozenset()) | own
             stages.setdefault(view.buffer, _launch_stage(line, graph, program, number))
-    found = []
+    lines = []
     for text in program.interface_lines():
         name = buffer_name(text)
-        found.append(_declared(text, stages.get(name, ""), sources.get(name, frozenset())))
-    return found
+        lines.append(_declaration(text, stages.get(name, ""), sources.get(name, frozenset())))
+    return lines
 
 
 def plain_interface_lines(program: Program) -> list[Line]:
-    """The same of a program on its own: buffers have the stages of the launches that use them first."""
+    """Like `interface_lines` without lineage: a buffer belongs to the stage that uses it first."""
     stages: dict[str, str] = {}
     for launch in program.launches:
         for view in launch.views():
             stages.setdefault(view.buffer, stage_of(launch.where))
-    return [_declared(text, stages.get(buffer_name(text), "")) for text in program.interface_lines()]
+    return [_declaration(text, stages.get(buffer_name(text), "")) for text in program.interface_lines()]
 
 
-def _declared(text: str, stage: str, sources: frozenset[int] = frozenset()) -> Line:
+def _declaration(text: str, stage: str, sources: frozenset[int] = frozenset()) -> Line:
     name = buffer_name(text)
     shared = not name or text.split()[0] in SHARED
     return Line(text, sources, stage, None if shared else text.replace(f" {name}:", " #:", 1), declares=True)
@@ -115,36 +115,36 @@ def launch_lines(
     seconds: Sequence[float] = (),
     show: Callable[[Launch], str] = launch_text,
 ) -> list[Line]:
-    """The launches of a program, and the edges of its loops and branches, which have the stage of what follows."""
+    """The launches of a program, and the borders of its loops and branches, with the stage of the next launch."""
     number = {id(launch): i for i, launch in enumerate(program.launches)}
-    found: list[Line] = []
+    lines: list[Line] = []
     for text in program.launch_lines(lambda launch: f"{show(launch)}\0{number[id(launch)]}"):
         shown, _, i = text.rpartition("\0")
         if not shown:
-            found.append(Line(text, key=text))
+            lines.append(Line(text, key=text))
             continue
         at = int(i)
         launch = program.launches[at]
         own = sources[at] if sources else frozenset()
-        taken = seconds[at] if seconds else 0.0
+        launch_seconds = seconds[at] if seconds else 0.0
         key, symbol = _launch_key(launch), launch.kernel.symbol
-        found.append(Line(shown, own, stages[at], key, kernel=symbol, launch=at, seconds=taken))
+        lines.append(Line(shown, own, stages[at], key, kernel=symbol, launch=at, seconds=launch_seconds))
     following = ""
-    for at in range(len(found) - 1, -1, -1):
-        following = found[at].stage if found[at].launch >= 0 else following
-        if found[at].launch < 0:
-            found[at] = replace(found[at], stage=following)
-    return found
+    for at in range(len(lines) - 1, -1, -1):
+        following = lines[at].stage if lines[at].launch >= 0 else following
+        if lines[at].launch < 0:
+            lines[at] = replace(lines[at], stage=following)
+    return lines
 
 
 def _launch_key(launch: Launch) -> Hashable:
-    """What launches that are alike share. Whether a barrier follows depends on what comes next, not on the layer."""
+    """A key that equivalent launches share. Excludes barriers, which depend on the next launch, not on the layer."""
     views = tuple((view.dtype, view.shape, view.strides, view.offset) for view in launch.views())
     return launch.kernel.symbol, launch.split, launch.units, views
 
 
 def marked_launch_lines(line: Lineage, graph: Graph, program: Program, seconds: Sequence[float] = ()) -> list[Line]:
-    """The launches of a program that was planned from a marked graph."""
+    """The launches of a program compiled from a marked graph."""
     numbers = range(len(program.launches))
     stages = [_launch_stage(line, graph, program, i) for i in numbers]
     return launch_lines(program, stages, [launch_sources(graph, program, i) for i in numbers], seconds)
@@ -164,9 +164,9 @@ def kernel_lines(graph: Graph, program: Program) -> Iterator[Line]:
 
 
 def kernel_sources(graph: Graph, program: Program) -> dict[str, frozenset[int]]:
-    """For each kernel, the ops that its launches came from."""
-    found: dict[str, frozenset[int]] = {}
+    """The source ops of each kernel's launches."""
+    sources: dict[str, frozenset[int]] = {}
     for i, launch in enumerate(program.launches):
         symbol = launch.kernel.symbol
-        found[symbol] = found.get(symbol, frozenset()) | launch_sources(graph, program, i)
-    return found
+        sources[symbol] = sources.get(symbol, frozenset()) | launch_sources(graph, program, i)
+    return sources

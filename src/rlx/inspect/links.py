@@ -1,4 +1,4 @@
-"""What became of each line of a level, in words: from blocks to ops to launches, and back."""
+"""Links between levels as text: from blocks to ops to launches, and back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlx.inspect.lineage import Lineage, launch_sources
 from rlx.inspect.page import ranges
 from rlx.ir.registry import HIR
 
-SHOWN = 6  # launches that a line names
+SHOWN = 6  # launches named per line
 
 
 def link_text(line: Lineage, level: str) -> Callable[[Line], str]:
-    """For the lines of a level of the page: the ops (as lowered) and launches that belong to them."""
+    """A function that returns the lowered ops and launches of a line of a level, as text."""
     program = line.plan.main
     by_op: dict[int, list[int]] = {}
     for number in range(len(program.launches)):
@@ -31,14 +31,14 @@ def link_text(line: Lineage, level: str) -> Callable[[Line], str]:
         if shown.launch >= 0:
             return f"[{shown.launch}] <- {op_ranges(shown.sources)}"
         parts = [op_ranges(shown.sources)] if level == HIR and shown.sources else []
-        parts += [found] if (found := launches(shown.sources)) else []
+        parts += [launched] if (launched := launches(shown.sources)) else []
         return f"-> {' -> '.join(parts)}" if parts else ""
 
     return text
 
 
 def op_ranges(ops: Iterable[int]) -> str:
-    """Numbers of ops in short.
+    """Abbreviated numbers of ops.
 
     >>> op_ranges({3, 4, 5, 9})
     '%3-%5, %9'

@@ -1,4 +1,4 @@
-"""The memory report: every buffer of a compiled graph at given sizes, who owns it, and when it lives."""
+"""The memory report: every buffer of a compiled graph at given sizes, its owner and its lifetime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Program
 from rlx.notebook import box, fold, note, table
 from rlx.types import TensorType, concrete, evaluate
 
-BAR = 32  # columns of a drawing of lifetimes
+BAR = 32  # columns of a lifetime bar
 OWNERS = {
     INPUT: "the caller's",
     OUTPUT: "the caller's",
@@ -22,7 +22,7 @@ OWNERS = {
 
 @dataclass(frozen=True, slots=True)
 class BufferMemory:
-    """One buffer. Those of the arena have a place in it, and the phases (between barriers) in which they live."""
+    """One buffer. Arena buffers have an offset, and a first and last phase (between barriers) of their lifetime."""
 
     name: str
     kind: str
@@ -40,19 +40,19 @@ class MemoryReport:
     name: str
     sizes: Mapping[str, int]
     buffers: tuple[BufferMemory, ...]
-    arena: int  # as planned: for the size class of these sizes
-    bound: int  # the most that lives at once, so no plan needs less
-    unshared: int  # its buffers one after the other
-    scratch: int  # of each thread
+    arena: int  # planned for the size class of these sizes
+    bound: int  # maximum of live bytes, a lower bound of any plan
+    unshared: int  # sum of all arena buffers
+    scratch: int  # per thread
     phases: int
 
     def bytes(self, kind: str) -> int:
-        """All buffers of a kind together."""
+        """Total size of the buffers of a kind."""
         return sum(b.bytes for b in self.buffers if b.kind == kind)
 
     @property
     def saved(self) -> int:
-        """What sharing memory saves."""
+        """Bytes saved by sharing memory."""
         return self.unshared - self.arena
 
     @property
@@ -66,8 +66,8 @@ class MemoryReport:
             count = sum(b.kind == kind for b in self.buffers)
             buffers = f"{count:4} buffer{'' if count == 1 else 's'}, "
             if kind == ARENA:
-                least, most = show_bytes(self.bound), show_bytes(self.unshared)
-                owner = f"{owner}; {most} without sharing, {least} live at once"
+                live, unshared = show_bytes(self.bound), show_bytes(self.unshared)
+                owner = f"{owner}; {unshared} without sharing, {live} live at once"
                 lines.append(f"  {'arena':8} {show_bytes(self.arena):>10}  {buffers}{owner}")
             else:
                 lines.append(f"  {kind:8} {show_bytes(self.bytes(kind)):>10}  {buffers}{owner}")
@@ -104,14 +104,14 @@ class MemoryReport:
         return f"{b.name:{name}}  {b.type:{kind}} {show_bytes(b.bytes):>10}  at {b.offset:<10} |{self._bar(b)}|"
 
     def _bar(self, b: BufferMemory) -> str:
-        """The phases in which a buffer lives; where there are too many to draw, several are one column."""
+        """The lifetime of a buffer as a bar; with many phases, a column is several of them."""
         width = min(BAR, self.phases)
         first, last = (phase * width // self.phases for phase in (b.first, b.last))
         return "." * first + "#" * (last - first + 1) + "." * (width - last - 1)
 
 
 def memory_report(program: Program, sizes: Mapping[str, int], plan: Plan, scratch: int) -> MemoryReport:
-    """The memory of a program at given sizes, with the arena that was planned for them."""
+    """The memory of a program at given sizes, with the arena planned for them."""
     lives = {x.name: x for x in lifetimes(program)}
     buffers = []
     for b in program.buffers.values():
@@ -120,7 +120,7 @@ def memory_report(program: Program, sizes: Mapping[str, int], plan: Plan, scratc
         life = lives.get(b.name)
         if b.kind != ARENA:
             buffers.append(BufferMemory(b.name, b.kind, str(shape), count))
-        elif life is not None:  # one that nothing touches has no memory
+        elif life is not None:  # an unused buffer has no memory
             place = plan.offsets[b.name]
             buffers.append(BufferMemory(b.name, b.kind, str(shape), count, place, life.first, life.last))
     phases = 1 + max((x.last for x in lives.values()), default=0)
@@ -129,7 +129,7 @@ def memory_report(program: Program, sizes: Mapping[str, int], plan: Plan, scratc
 
 
 def show_bytes(n: int) -> str:
-    """A number of bytes for people."""
+    """A human-readable number of bytes."""
     size = float(n)
     for unit in ("B", "KB", "MB"):
         if size < 1024:

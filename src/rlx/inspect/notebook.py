@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlx.inspect.fold_layers import Item, Line, folded
+from rlx.inspect.fold_layers import Item, Line, fold_lines
 from rlx.inspect.levels import graph_lines, head, tail
 from rlx.ir.graph import Graph
 from rlx.notebook import MAX_ROWS, box, fold, note, preformatted
@@ -16,7 +16,7 @@ def graph_html(graph: Graph) -> str:
     """A graph as HTML; what is beyond MAX_ROWS lines is counted."""
     counts = f"{graph.level} graph {graph.name!r}: {_many(len(graph.nodes), 'node')}, "
     counts += f"{_many(len(graph.inputs), 'input')}, {_many(len(graph.params), 'param')}"
-    parts = [preformatted([head(graph)]), *_items(folded(graph_lines(graph)), _Room(MAX_ROWS))]
+    parts = [preformatted([head(graph)]), *_items(fold_lines(graph_lines(graph)), _Room(MAX_ROWS))]
     return box(counts, *parts, preformatted([tail(graph), "}"]))
 
 

@@ -1,41 +1,41 @@
 'use strict';
-// The explorer: columns of rows, of which only those on screen are in the document. All text of a graph goes through
-// textContent. Rows are numbered in the order of the tree; `inside` is how many rows follow that belong to one.
+// The explorer: columns of rows, of which only the visible ones are in the document. All text of a graph goes through
+// textContent. Rows are numbered in tree order; `inside` is the number of descendants of a row.
 const data = JSON.parse(document.getElementById('data').textContent);
 const ROW = 20, SPARE = 8;
 const OPENS = 1, IS_OPEN = 2, IS_FOLD = 4, NEW = 8, GONE = 16, IS_STAGE = 32;
 const narrow = matchMedia('(max-width: 700px)');
 
 function element(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
 }
 function button(text, label, action) {
-  const made = element('button', '', text);
-  made.type = 'button';
-  if (label) { made.title = label; made.setAttribute('aria-label', label); }
-  made.addEventListener('click', action);
-  return made;
+  const node = element('button', '', text);
+  node.type = 'button';
+  if (label) { node.title = label; node.setAttribute('aria-label', label); }
+  node.addEventListener('click', action);
+  return node;
 }
 
 // -- columns ----------------------------------------------------------------------------------------------------------
 class Column {
-  constructor(given, number) {
+  constructor(columnData, number) {
     this.number = number;
     this.active = 0;
     this.drawn = new Map();
     this.spare = [];
     this.linkedRows = [];
-    this.take(given);
+    this.take(columnData);
     this.build();
     this.lay();
   }
 
-  // Rows, and what is known of each of them.
-  take(given) {
-    Object.assign(this, given);
+  // The rows and their attributes.
+  take(columnData) {
+    Object.assign(this, columnData);
     const count = this.count = this.text.length;
     this.open = Uint8Array.from(this.flags, f => (f & IS_OPEN) ? 1 : 0);
     this.linked = new Uint8Array(count);
@@ -55,7 +55,7 @@ class Column {
     this.isTimed = Object.keys(this.micros).length > 0;
   }
 
-  // The rows of a column that is not shown at first are read when it is.
+  // Rows of an initially hidden column are parsed when it is shown.
   load() {
     const later = this.later && document.getElementById(this.later);
     if (!later) return;
@@ -87,20 +87,20 @@ class Column {
     this.view.addEventListener('scroll', () => this.draw(), { passive: true });
     this.view.addEventListener('keydown', event => this.key(event));
     this.space.addEventListener('click', event => {
-      const made = event.target.closest('.row');
-      if (!made) return;
-      this.activate(made.number);
-      if (event.target.className === 'arrow' || this.flags[made.number] & IS_FOLD) this.toggle(made.number);
-      else pick(this, made.number);
+      const node = event.target.closest('.row');
+      if (!node) return;
+      this.activate(node.number);
+      if (event.target.className === 'arrow' || this.flags[node.number] & IS_FOLD) this.toggle(node.number);
+      else pick(this, node.number);
     });
     this.space.addEventListener('dblclick', event => {
-      const made = event.target.closest('.row');
-      if (made && event.target.className !== 'arrow') this.toggle(made.number);
+      const node = event.target.closest('.row');
+      if (node && event.target.className !== 'arrow') this.toggle(node.number);
     });
     new ResizeObserver(() => this.draw()).observe(this.view);
   }
 
-  // Which rows are to be seen, given what is open.
+  // The visible rows.
   lay() {
     const visible = [];
     for (let row = 0; row < this.count; row += this.open[row] ? 1 : 1 + this.inside[row]) visible.push(row);
@@ -111,43 +111,43 @@ class Column {
   }
 
   clear() {
-    for (const made of this.drawn.values()) { made.remove(); this.spare.push(made); }
+    for (const node of this.drawn.values()) { node.remove(); this.spare.push(node); }
     this.drawn.clear();
   }
 
   draw() {
     const first = Math.max(0, Math.floor(this.view.scrollTop / ROW) - SPARE);
     const last = Math.min(this.visible.length, Math.ceil((this.view.scrollTop + this.view.clientHeight) / ROW) + SPARE);
-    for (const [at, made] of this.drawn)
-      if (at < first || at >= last) { made.remove(); this.drawn.delete(at); this.spare.push(made); }
+    for (const [at, node] of this.drawn)
+      if (at < first || at >= last) { node.remove(); this.drawn.delete(at); this.spare.push(node); }
     const added = document.createDocumentFragment();
     for (let at = first; at < last; at++)
       if (!this.drawn.has(at)) {
-        const made = this.fill(this.spare.pop() || this.blank(), at);
-        this.drawn.set(at, made);
-        added.append(made);
+        const node = this.fill(this.spare.pop() || this.blank(), at);
+        this.drawn.set(at, node);
+        added.append(node);
       }
     this.space.append(added);
     this.point();
   }
 
   blank() {
-    const made = element('div', 'row');
-    made.setAttribute('role', 'treeitem');
-    made.append(element('span', 'time'), element('span', 'arrow'), element('span', 'label'), element('span', 'note'));
-    made.firstChild.hidden = !this.isTimed;
-    return made;
+    const node = element('div', 'row');
+    node.setAttribute('role', 'treeitem');
+    node.append(element('span', 'time'), element('span', 'arrow'), element('span', 'label'), element('span', 'note'));
+    node.firstChild.hidden = !this.isTimed;
+    return node;
   }
 
-  fill(made, at) {
+  fill(node, at) {
     const row = this.visible[at], flags = this.flags[row], inside = this.inside[row];
-    const [time, arrow, label, note] = made.children;
-    made.number = row;
-    made.id = `r${this.number}-${row}`;
-    made.style.top = `${at * ROW}px`;
-    made.setAttribute('aria-level', this.depth[row] + 1);
-    if (flags & OPENS) made.setAttribute('aria-expanded', this.open[row] ? 'true' : 'false');
-    else made.removeAttribute('aria-expanded');
+    const [time, arrow, label, note] = node.children;
+    node.number = row;
+    node.id = `r${this.number}-${row}`;
+    node.style.top = `${at * ROW}px`;
+    node.setAttribute('aria-level', this.depth[row] + 1);
+    if (flags & OPENS) node.setAttribute('aria-expanded', this.open[row] ? 'true' : 'false');
+    else node.removeAttribute('aria-expanded');
     arrow.textContent = flags & OPENS ? (this.open[row] ? '▾' : '▸') : '';
     arrow.style.marginLeft = `${this.depth[row] * 1.1}em`;
     label.textContent = this.text[row];
@@ -155,7 +155,7 @@ class Column {
     const micros = this.micros[row];
     if (this.isTimed) {
       const part = (micros || 0) / total, isLaunch = this.links === 'launches' && !this.isTitle(row);
-      const heat = isLaunch ? (micros || 0) / hottest : part;  // launches among each other, all else of the whole
+      const heat = isLaunch ? (micros || 0) / hottest : part;  // launches relative to the slowest, the rest to the total
       time.textContent = micros === undefined ? '' : `${(100 * part).toFixed(part < .0995 ? 1 : 0)} %`;
       time.title = micros === undefined ? '' : `${micros} µs`;
       time.style.setProperty('--share', `${100 * Math.min(1, heat)}%`);
@@ -165,15 +165,15 @@ class Column {
     const names = { opens: flags & OPENS, fold: flags & IS_FOLD, stage: flags & IS_STAGE, new: flags & NEW,
       gone: flags & GONE, linked: this.linked[row], within: holds(this.linkedBefore), hit: this.hit[row],
       holds: holds(this.hitBefore), picked: picked && picked.column === this && picked.row === row };
-    for (const name in names) made.classList.toggle(name, Boolean(names[name]));
-    made.setAttribute('aria-selected', names.picked ? 'true' : 'false');
-    return made;
+    for (const name in names) node.classList.toggle(name, Boolean(names[name]));
+    node.setAttribute('aria-selected', names.picked ? 'true' : 'false');
+    return node;
   }
 
-  refresh() { for (const [at, made] of this.drawn) this.fill(made, at); this.point(); }
+  refresh() { for (const [at, node] of this.drawn) this.fill(node, at); this.point(); }
 
   point() {
-    for (const made of this.drawn.values()) made.classList.toggle('active', made.number === this.active);
+    for (const node of this.drawn.values()) node.classList.toggle('active', node.number === this.active);
     const id = `r${this.number}-${this.active}`;
     if (document.getElementById(id)) this.view.setAttribute('aria-activedescendant', id);
     else this.view.removeAttribute('aria-activedescendant');
@@ -196,9 +196,9 @@ class Column {
 
   // The outermost closed row around one, or the row itself.
   closedAround(row) {
-    let found = row;
-    for (let up = this.parent[row]; up >= 0; up = this.parent[up]) if (!this.open[up]) found = up;
-    return found;
+    let outermost = row;
+    for (let up = this.parent[row]; up >= 0; up = this.parent[up]) if (!this.open[up]) outermost = up;
+    return outermost;
   }
 
   place(row) {
@@ -211,7 +211,7 @@ class Column {
     return -1;
   }
 
-  // Open what is around a row, and scroll to it.
+  // Open the ancestors of a row, and scroll to it.
   reveal(row) {
     let changed = false;
     for (let up = this.parent[row]; up >= 0; up = this.parent[up])
@@ -247,7 +247,7 @@ class Column {
     event.preventDefault();
   }
 
-  // The rows that came from some ops; by op, made when first asked for.
+  // Rows by op, built on first use.
   index() {
     if (this.byOp || this.links === 'kernel') return;
     this.byOp = new Map();
@@ -261,18 +261,18 @@ class Column {
 
   of(ops) {
     this.index();
-    const found = new Set();
-    for (const op of ops) for (const row of this.byOp.get(op) || []) found.add(row);
-    return [...found].sort((a, b) => a - b);
+    const rows = new Set();
+    for (const op of ops) for (const row of this.byOp.get(op) || []) rows.add(row);
+    return [...rows].sort((a, b) => a - b);
   }
 
-  // Stages and sections stand for what is in them; in the tree of stages, the innermost ones are the rows.
+  // Stages and sections are titles; in the tree of stages, the innermost stages are rows.
   isTitle(row) {
     if (this.number === 0) return this.inside[row] > 0;
     return Boolean(this.flags[row] & OPENS) && (this.flags[row] & (IS_STAGE | IS_FOLD) || this.note[row] !== undefined);
   }
 
-  // The linked rows to go to: launches rather than their buffers.
+  // The linked rows to jump to: launches rather than their buffers.
   targets() {
     const launches = this.linkedRows.filter(row => this.kernel[row] >= 0);
     return launches.length ? launches : this.linkedRows;
@@ -303,9 +303,9 @@ function opsOf(number) {
 }
 
 // -- links ------------------------------------------------------------------------------------------------------------
-// Graphs and launches find each other by ops; launches and code by the kernel.
+// Graphs and launches are linked by ops, launches and code by kernel.
 function related(column, row) {
-  const ops = opsOf(column.set[row]), found = columns.map(() => []);
+  const ops = opsOf(column.set[row]), linked = columns.map(() => []);
   const launching = columns.find(c => c.links === 'launches');
   const title = column.isTitle(row), end = row + column.inside[row];
   let launches;
@@ -319,15 +319,15 @@ function related(column, row) {
   } else launches = column === launching && column.kernel[row] >= 0 ? [row] : launching.of(ops);
   const kernels = new Set(launches.map(i => launching.kernel[i]).filter(k => k >= 0));
   for (const other of columns) {
-    if (other === launching) found[other.number] = launches;
+    if (other === launching) linked[other.number] = launches;
     else if (other.links === 'kernel') {
       const rows = [];
       for (let i = 0; i < other.count; i++) if (kernels.has(other.kernel[i]) && other.isTitle(i)) rows.push(i);
-      found[other.number] = rows;
-    } else if (other === column) found[other.number] = title ? [] : [row];
-    else found[other.number] = other.of(ops);
+      linked[other.number] = rows;
+    } else if (other === column) linked[other.number] = title ? [] : [row];
+    else linked[other.number] = other.of(ops);
   }
-  return found;
+  return linked;
 }
 
 let picked = null;
@@ -335,9 +335,9 @@ function pick(column, row) {
   if (picked && picked.column === column && picked.row === row) return unpick();
   picked = { column, row };
   column.active = row;
-  const found = related(column, row);
-  for (const other of columns) other.setFlags('linked', found[other.number]);
-  describe();  // first, because it takes room from the columns
+  const linked = related(column, row);
+  for (const other of columns) other.setFlags('linked', linked[other.number]);
+  describe();  // first, because it shrinks the columns
   for (const other of columns) {
     if (other !== column && other.linkedRows.length) other.active = other.targets()[0];
     if (other === column || other.linkedRows.length) other.reveal(other.active);
@@ -448,11 +448,11 @@ nav.setAttribute('aria-label', 'levels');
 const what = element('p', 'what'), from = element('p', 'from'), links = element('div', 'links');
 aside.setAttribute('aria-live', 'polite');
 aside.append(what, from, links);
-data.columns.forEach((given, number) => {
-  const column = new Column(given, number);
+data.columns.forEach((columnData, number) => {
+  const column = new Column(columnData, number);
   columns.push(column);
-  column.section.hidden = Boolean(given.later) || (number === 0 && !given.text.length);
-  column.tab = button(given.title, '', () => {
+  column.section.hidden = Boolean(columnData.later) || (number === 0 && !columnData.text.length);
+  column.tab = button(columnData.title, '', () => {
     if (narrow.matches) show(column);
     else if (column.section.hidden) show(column);
     else { column.section.hidden = true; tabs(); }
@@ -481,7 +481,7 @@ document.addEventListener('keydown', event => {
     if (find.value) { find.value = ''; search(); } else if (picked) unpick();
   } else if (event.key === '/' && document.activeElement !== find) { find.focus(); event.preventDefault(); }
 });
-// What links and search need is made while nobody waits for it.
+// Indexes for links and search are built while the page is idle.
 function prepare(rest) {
   const [column, ...others] = rest;
   if (!column) return;
@@ -494,7 +494,7 @@ function prepare(rest) {
 prepare(columns);
 narrow.addEventListener('change', () => { tabs(); describe(); for (const column of columns) column.draw(); });
 
-// page.html#%12 begins with node 12, page.html#layers.3 with a stage.
+// page.html#%12 selects node 12, page.html#layers.3 a stage.
 let start = location.hash.slice(1);
 try { start = decodeURIComponent(start); } catch { /* a lone % is part of a node's name */ }
 if (start) {

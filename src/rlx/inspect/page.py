@@ -1,7 +1,7 @@
-"""A graph as a web page: a tree of its stages beside its levels, folded, searchable, every line linked to the others.
+"""A graph as a web page: a tree of its stages next to its levels, fold and searchable, with lines linked across levels.
 
-One file that loads nothing from elsewhere. What a graph says is data in it, as JSON, which the page's script shows as
-text a screenful at a time; the page allows no script and no style but its own.
+The page is one file without external resources. The graph is JSON in it, of which the script renders the visible rows
+as text; a content security policy allows only the page's own script and style.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlx.errors import GraphError
 from rlx.inspect import levels
 from rlx.inspect.code import assembly_lines
 from rlx.inspect.dispatch import dispatch_report
-from rlx.inspect.fold_layers import FOLD, SECTION, STAGE, Group, Item, Line, folded
+from rlx.inspect.fold_layers import FOLD, SECTION, STAGE, Group, Item, Line, fold_lines
 from rlx.inspect.lineage import Lineage, lineage, lowered_blocks
 from rlx.inspect.profiler import Report
 from rlx.ir.diff import diff
@@ -29,20 +29,20 @@ from rlx.ir.registry import HIR
 from rlx.profile import CompileProfile
 from rlx.target import Target
 
-# How a row of the page's data behaves; script and style know these numbers too.
+# Flags of rows; the script has the same constants.
 OPENS, IS_OPEN, IS_FOLD, NEW, GONE, IS_STAGE = 1, 2, 4, 8, 16, 32
-OPEN_LINES = 60  # a section with more lines is closed at first
+OPEN_LINES = 60  # sections with more lines are initially closed
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A level of the page. `links` says how its lines find others: by the ops they came from, or by their kernel."""
+    """A level of the page. `links` says how its lines are linked to others: by source ops, launches or kernel."""
 
     title: str
     about: str
     items: tuple[Item, ...]
     links: str = "ops"
-    indent: str = "  "  # in front of its lines, left out because the tree has its own
+    indent: str = "  "  # removed from its lines, because the tree indents them
 
 
 def graph_page(
@@ -55,8 +55,8 @@ def graph_page(
 ) -> str:
     """The page of a graph compiled for a target, as HTML.
 
-    `assembly` adds the machine code of its kernels. With a report of the same compiled graph that has times, launches
-    are coloured by their share of them.
+    `assembly` adds the machine code of its kernels. With a `report` with times, of the same compiled graph, launches
+    are coloured by their share of the time.
     """
     line, columns = graph_columns(graph, target, profile=profile, assembly=assembly, report=report)
     program = line.plan.main
@@ -65,18 +65,23 @@ def graph_page(
     if report is not None and report.seconds:
         about += f", {report.threads} threads, a run takes {report.seconds * 1e6:.0f} µs"
     writer = _Writer()
-    *first, passes = (writer.column(column) for column in columns)
-    nothing: dict[str, Any] = {name: type(value)() for name, value in passes.items()}
-    later = nothing | {"title": passes["title"], "about": passes["about"], "links": passes["links"], "later": "passes"}
+    *other_columns, passes = (writer.column(column) for column in columns)
+    empty: dict[str, Any] = {name: type(value)() for name, value in passes.items()}
+    placeholder = empty | {
+        "title": passes["title"],
+        "about": passes["about"],
+        "links": passes["links"],
+        "later": "passes",
+    }
     data = {
-        "name": graph.name, "about": about, "columns": [*first, later], "sets": list(writer.sets),
+        "name": graph.name, "about": about, "columns": [*other_columns, placeholder], "sets": list(writer.sets),
         "places": _places(line.graph),
     }  # fmt: skip
     return _document(graph.name, data, passes)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
@@ -84,14 +89,14 @@ def graph_columns(
     graph: Graph, target: Target, *, profile: CompileProfile | None = None, assembly: bool = False,
     report: Report | None = None,
 ) -> tuple[Lineage, list[Column]]:  # fmt: skip
-    """The levels of a graph. Lines are linked by the ops (at MIR, before the passes) that they came from."""
+    """The levels of a graph. Lines are linked by their source ops, at MIR before the passes."""
     mir, blocks = lowered_blocks(graph, profile)
     line = lineage(mir, target, profile)
     return line, list(_columns(graph, blocks, line, target, assembly=assembly, seconds=_seconds(line, report)))
 
 
 def _seconds(line: Lineage, report: Report | None) -> list[float]:
-    """The times of the launches, if there are any."""
+    """The times of the launches; empty without a report."""
     if report is None:
         return []
     own = [launch.kernel.symbol for launch in line.plan.main.launches]
@@ -129,8 +134,8 @@ def _columns(
     if line.bind.outputs:
         binding = _framed(line.bind, levels.marked_lines(line, line.bind))
         optimised += (_section("once, when weights are set", binding),)
-        once = _program(line, line.bind, "buffers", levels.marked_launch_lines(line, line.bind, bind))
-        program += (_section("once, when weights are set", once),)
+        bind_program = _program(line, line.bind, "buffers", levels.marked_launch_lines(line, line.bind, bind))
+        program += (_section("once, when weights are set", bind_program),)
         known = main.kernels()
         kernels += [each for each in levels.kernel_lines(line.bind, bind) if each.kernel not in known]
     yield Column("MIR, optimised", "after all passes", optimised)
@@ -148,13 +153,13 @@ def _columns(
 
 
 def _framed(graph: Graph, lines: Sequence[Line]) -> tuple[Item, ...]:
-    return Line(levels.head(graph)), *folded(lines), Line(levels.tail(graph).strip())
+    return Line(levels.head(graph)), *fold_lines(lines), Line(levels.tail(graph).strip())
 
 
 def _program(line: Lineage, graph: Graph, title: str, launches: Sequence[Line]) -> tuple[Item, ...]:
     program = line.plan.main if graph is line.main else line.plan.bind
     first, *declared = levels.interface_lines(line, graph, program)
-    return first, _section(title, folded(declared)), *folded(launches)
+    return first, _section(title, fold_lines(declared)), *fold_lines(launches)
 
 
 def _section(title: str, items: Sequence[Item]) -> Group:
@@ -164,7 +169,7 @@ def _section(title: str, items: Sequence[Item]) -> Group:
 
 
 def _stages(built: Sequence[Line], launches: Sequence[Line]) -> tuple[Group, ...]:
-    """The tree of stages without the lines in it; a stage has the time of its launches."""
+    """The tree of stages without lines; a stage has the total time of its launches."""
     seconds: dict[str, float] = {}
     for launch in launches:
         path = launch.stage.split(".")
@@ -177,29 +182,31 @@ def _stages(built: Sequence[Line], launches: Sequence[Line]) -> tuple[Group, ...
             if isinstance(item, Group) and item.kind in (STAGE, FOLD):
                 lines = list(item.lines())
                 inside = tuple(shown(item.items))
-                taken = sum(each.seconds for each in inside) if item.kind == FOLD else seconds.get(item.name, 0.0)
+                total_seconds = (
+                    sum(each.seconds for each in inside) if item.kind == FOLD else seconds.get(item.name, 0.0)
+                )
                 sources = frozenset().union(*(each.sources for each in lines))
                 note = item.note or _count(len(lines), "node")
-                yield replace(item, items=inside, note=note, sources=sources, seconds=taken)
+                yield replace(item, items=inside, note=note, sources=sources, seconds=total_seconds)
 
-    return tuple(shown(folded([replace(each, declares=True) for each in built if each.stage])))
+    return tuple(shown(fold_lines([replace(each, declares=True) for each in built if each.stage])))
 
 
 def _by_kernel(lines: Sequence[Line], launches: Sequence[Line]) -> tuple[Item, ...]:
-    """A section for each kernel, with the number of its launches."""
-    found: list[Item] = []
+    """A section per kernel, with the number of its launches."""
+    sections: list[Item] = []
     for symbol, inside in groupby(lines, key=lambda each: each.kernel):
         own = [launch for launch in launches if launch.kernel == symbol]
         note = _count(len(own), "launch") if own else "once, when weights are set"
-        taken = sum(launch.seconds for launch in own)
-        found.append(Group(symbol, tuple(inside), SECTION, note, kernel=symbol, seconds=taken))
-    return tuple(found)
+        total_seconds = sum(launch.seconds for launch in own)
+        sections.append(Group(symbol, tuple(inside), SECTION, note, kernel=symbol, seconds=total_seconds))
+    return tuple(sections)
 
 
 def _passes(line: Lineage) -> Iterator[Group]:
-    """What each pass changed; then what was fused, and what computes each op."""
+    """The diff of each pass, then the fusion and dispatch reports."""
     for (_, before), (name, after) in zip(line.steps, line.steps[1:], strict=False):
-        # Whether graphs are equal is much quicker to see than where they differ.
+        # Comparing graphs is much faster than a diff.
         if after != before and (change := diff(before, after)):
             lines = tuple(Line(text, mark=mark) for mark, text in change.lines())
             yield Group(name, lines, SECTION, change.summary(), is_open=False)
@@ -211,8 +218,8 @@ def _passes(line: Lineage) -> Iterator[Group]:
 # -- data --------------------------------------------------------------------------------------------------------------
 @dataclass
 class _Writer:
-    """Columns as lists of numbers and strings. Rows stand in the order of the tree, with depths and numbers of rows
-    inside; sets of ops are ranges, each set once."""
+    """Writes columns as lists of numbers and strings. Rows are in tree order, with depth and number of descendants;
+    sets of ops are deduplicated lists of ranges."""
 
     sets: dict[tuple[int, ...], int] = field(default_factory=dict)
     kernels: dict[str, int] = field(default_factory=dict)
@@ -227,7 +234,7 @@ class _Writer:
         }  # fmt: skip
 
     def set_number(self, sources: frozenset[int]) -> int:
-        """The number of a set of ops, -1 of none."""
+        """The number of a set of ops; -1 if it is empty."""
         return self.sets.setdefault(ranges(sources), len(self.sets)) if sources else -1
 
     def kernel_number(self, symbol: str) -> int:
@@ -235,22 +242,22 @@ class _Writer:
 
 
 def ranges(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Numbers as first, count, first, count ...
+    """Numbers as ranges: first, count, first, count ...
 
     >>> ranges({1, 2, 3, 7})
     (1, 3, 7, 1)
     """
-    found: list[int] = []
+    pairs: list[int] = []
     for number in sorted(numbers):
-        if found and number == found[-2] + found[-1]:
-            found[-1] += 1
+        if pairs and number == pairs[-2] + pairs[-1]:
+            pairs[-1] += 1
         else:
-            found += [number, 1]
-    return tuple(found)
+            pairs += [number, 1]
+    return tuple(pairs)
 
 
 class _Rows:
-    """The rows of a column as they are written."""
+    """The rows of a column, as parallel lists."""
 
     def __init__(self, writer: _Writer, indent: str) -> None:
         self.writer, self.indent = writer, indent
@@ -264,13 +271,13 @@ class _Rows:
         self.micros: dict[int, float] = {}
 
     def add(self, items: Iterable[Item], depth: int) -> tuple[frozenset[int], float]:
-        """Write items; returns the ops that they came from and the seconds that they take."""
+        """Append items; returns their source ops and seconds."""
         sources: set[int] = set()
         seconds = 0.0
         for item in items:
-            own, taken = self.group(item, depth) if isinstance(item, Group) else self.line(item, depth)
+            own, own_seconds = self.group(item, depth) if isinstance(item, Group) else self.line(item, depth)
             sources |= own
-            seconds += taken
+            seconds += own_seconds
         return frozenset(sources), seconds
 
     def line(self, line: Line, depth: int) -> tuple[frozenset[int], float]:
@@ -310,7 +317,7 @@ class _Rows:
 
 
 def _places(graph: Graph) -> dict[str, Any]:
-    """Where ops were built: each place once, and for each op the number of its place."""
+    """Source lines of ops: the distinct lines, and the number of each op's line."""
     numbers: dict[str, int] = {}
     of = [numbers.setdefault(str(node.origin), len(numbers)) for node in graph.nodes]
     return {"text": list(numbers), "of": of}
@@ -318,7 +325,7 @@ def _places(graph: Graph) -> dict[str, Any]:
 
 # -- HTML --------------------------------------------------------------------------------------------------------------
 def _document(title: str, data: dict[str, Any], passes: dict[str, Any]) -> str:
-    """The page. What passes did stands behind the script, which shows the rest before it is read."""
+    """The HTML page. The data of passes follows the script, so that the rest renders first."""
     style, script = (files("rlx.inspect").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; "
@@ -336,7 +343,7 @@ def _document(title: str, data: dict[str, Any], passes: dict[str, Any]) -> str:
 
 
 def as_script(data: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it looks like markup."""
+    """JSON that is safe inside a script element, with markup characters escaped."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

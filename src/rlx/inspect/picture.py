@@ -1,6 +1,6 @@
-"""A small graph as a picture: its levels in columns, and ribbons from each line to what became of it.
+"""A small graph as an SVG picture: its levels in columns, with ribbons from each line to its results on the next level.
 
-SVG that loads nothing from elsewhere, in the colours of light and of dark pages.
+The SVG has no external resources, and colours for light and dark pages.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from itertools import groupby
 from rlx.inspect.code import assembly_lines, busiest, easiest
 from rlx.inspect.fold_layers import Line
 from rlx.inspect.levels import (
-    framed,
     graph_lines,
     interface_lines,
     kernel_lines,
     kernel_sources,
     marked_launch_lines,
     marked_lines,
+    with_frame,
 )
 from rlx.inspect.lineage import Lineage
 from rlx.target import Target
 
 CHARACTER, ROW = 6.6, 16.0  # pixels of a character and of a line, at 11 pixels
-WIDEST = 58  # characters of a column
+MAX_WIDTH = 58  # characters of a column
 GAP, MARGIN, TOP = 56.0, 20.0, 78.0
-GOLDEN = 137.508  # degrees: hues of neighbours differ as much as they can
-NO_BREAK = "\N{NO-BREAK SPACE}"  # SVG would make one space of several
+GOLDEN = 137.508  # the golden angle, in degrees: neighbouring hues differ clearly
+NO_BREAK = "\N{NO-BREAK SPACE}"  # SVG collapses spaces
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A level: its title, what it is in a sentence, its lines."""
+    """A level: its title, a description, its lines."""
 
     title: str
     about: str
@@ -42,9 +42,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Neighbouring lines of one origin, and where they are drawn."""
+    """Adjacent lines with the same sources, and their position."""
 
-    text: str  # of its first line
+    text: str  # first line
     sources: frozenset[int]
     left: float
     right: float
@@ -53,9 +53,9 @@ class _Block:
 
 
 def picture(line: Lineage, target: Target, title: str, *, lines: int = 16) -> str:
-    """The levels of a graph side by side; `lines` is how many lines of assembly there are."""
-    built = framed(line.graph, graph_lines(line.graph))
-    graph = framed(line.main, marked_lines(line, line.main))
+    """Draw the levels of a graph in columns, with `lines` lines of assembly."""
+    built = with_frame(line.graph, graph_lines(line.graph))
+    graph = with_frame(line.main, marked_lines(line, line.main))
     launches = marked_launch_lines(line, line.main, line.plan.main)
     program = (*interface_lines(line, line.main, line.plan.main), *launches)
     kernels = [each for kernel in _kernels(line) for each in (Line(""), *kernel)]
@@ -68,7 +68,7 @@ def picture(line: Lineage, target: Target, title: str, *, lines: int = 16) -> st
     parts: list[str] = []
     blocks: list[list[_Block]] = []
     x = MARGIN
-    for column in map(_cut, columns):
+    for column in map(_shorten, columns):
         longest = max((len(row.text) for row in column.lines), default=0)
         width = max(longest, len(column.title) + len(column.about) + 2) * CHARACTER
         parts += _column(column, x, width)
@@ -87,7 +87,7 @@ def picture(line: Lineage, target: Target, title: str, *, lines: int = 16) -> st
 
 
 def _single(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Lines of one row each; the bodies of a node are several."""
+    """Split lines of nodes with bodies into one line per row."""
     return tuple(Line(text, row.sources) for row in lines for text in row.text.splitlines())
 
 
@@ -97,32 +97,32 @@ def _kernels(line: Lineage) -> list[list[Line]]:
 
 
 def _excerpt(line: Lineage, target: Target, count: int) -> Column:
-    """The assembly of one kernel, where it works hardest."""
+    """The busiest lines of one kernel's assembly."""
     kernel = easiest(line.plan.main)
     if kernel is None:
         return Column("Assembly", "there is nothing to compute", ())
-    found = kernel_sources(line.main, line.plan.main)[kernel.symbol]
+    sources = kernel_sources(line.main, line.plan.main)[kernel.symbol]
     lines = busiest(assembly_lines(kernel, target), count)
-    return Column("Assembly", kernel.symbol, tuple(Line(text, found) for text in lines))
+    return Column("Assembly", kernel.symbol, tuple(Line(text, sources) for text in lines))
 
 
-def _cut(column: Column) -> Column:
+def _shorten(column: Column) -> Column:
     def short(text: str) -> str:
-        return text if len(text) <= WIDEST else text[: WIDEST - 1].rstrip() + "…"
+        return text if len(text) <= MAX_WIDTH else text[: MAX_WIDTH - 1].rstrip() + "…"
 
     return Column(column.title, column.about, tuple(Line(short(row.text), row.sources) for row in column.lines))
 
 
 def _blocks(lines: Sequence[Line], x: float, width: float) -> Iterator[_Block]:
-    for found, rows in groupby(enumerate(lines), key=lambda pair: pair[1].sources):
+    for sources, rows in groupby(enumerate(lines), key=lambda pair: pair[1].sources):
         numbers = [i for i, _ in rows]
-        if found:
+        if sources:
             top, bottom = TOP + numbers[0] * ROW, TOP + (numbers[-1] + 1) * ROW
-            yield _Block(lines[numbers[0]].text.strip(), found, x - 8, x + width + 8, top + 1, bottom - 1)
+            yield _Block(lines[numbers[0]].text.strip(), sources, x - 8, x + width + 8, top + 1, bottom - 1)
 
 
-def _hue(found: frozenset[int]) -> int:
-    return round(max(found) * GOLDEN % 360)
+def _hue(sources: frozenset[int]) -> int:
+    return round(max(sources) * GOLDEN % 360)
 
 
 def _column(column: Column, x: float, width: float) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _column(column: Column, x: float, width: float) -> Iterator[str]:
         text = row.text.lstrip()
         if text:
             indent = (len(row.text) - len(text)) * CHARACTER
-            length = len(text) * CHARACTER  # whatever font there is, columns keep their width
+            length = len(text) * CHARACTER  # keeps the column width with any font
             yield (
                 f'<text x="{x + indent:.1f}" y="{TOP + i * ROW + 11.5:.1f}" textLength="{length:.1f}" '
                 f'lengthAdjust="spacingAndGlyphs">{escape(text).replace(" ", NO_BREAK)}</text>'

@@ -1,4 +1,4 @@
-"""Reports and traces: what a compiled graph does, launch by launch, and how close it comes to what the machine can."""
+"""Reports and traces: the cost of each launch of a compiled graph, compared with the limits of the machine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
 from rlx.notebook import Bar, Cell, box, note, table
 from rlx.types import evaluate
 
-RUNS = 5  # traced runs; the fastest of each launch counts
+RUNS = 5  # traced runs, of which the fastest time per launch is reported
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchReport:
-    """One launch: what it reads and computes, and how long it took (0 where nothing ran), all its runs together."""
+    """One launch: bytes, flops and seconds (0 if not run), summed over all its runs."""
 
     kernel: str
     kind: str
@@ -30,8 +30,8 @@ class LaunchReport:
     bytes: int
     flops: int
     seconds: float
-    runs: int = 1  # more in a loop
-    arithmetic: str = "f32"  # what it multiplies and adds: f32, f64, dot_u7 or dot_u8
+    runs: int = 1  # more than 1 in a loop
+    arithmetic: str = "f32"  # type of its multiply-adds: f32, f64, dot_u7 or dot_u8
 
     @property
     def gb_per_second(self) -> float:
@@ -42,16 +42,16 @@ class LaunchReport:
         return self.flops / self.seconds / 1e9 if self.seconds else 0.0
 
     def fraction(self, limits: Ceilings) -> float:
-        """The time the machine needs at least, over the time it took."""
+        """The minimum time on this machine divided by the measured time."""
         if not self.seconds:
             return 0.0
-        least = max(self.flops / limits.peak(self.arithmetic), self.bytes / (limits.cache_gb_per_second * 1e9))
-        return least / self.seconds
+        min_seconds = max(self.flops / limits.peak(self.arithmetic), self.bytes / (limits.cache_gb_per_second * 1e9))
+        return min_seconds / self.seconds
 
 
 @dataclass
 class Report:
-    """What a compiled graph does. `str` of it is a table."""
+    """Launches, memory and times of a compiled graph. `str` of it is a table."""
 
     name: str
     device: str
@@ -126,7 +126,7 @@ def _label(launch: LaunchReport) -> str:
 
 
 def profile(executable: Executable, fusion: str, key: Key | None, inputs: Sequence[Any]) -> Report:
-    """A report of an executable; with sizes and inputs it is run and timed. `fusion` is what the passes say."""
+    """The report of an executable; with sizes and inputs it is run and timed. `fusion` is the fusion report."""
     program, target = executable.program, executable.target
     sizes = dict(zip(program.symbols, key, strict=True)) if key is not None else dict.fromkeys(program.symbols, 1)
     report = Report(
@@ -143,11 +143,13 @@ def profile(executable: Executable, fusion: str, key: Key | None, inputs: Sequen
         report.arena_bytes, report.arena_bound = report.memory.arena, report.memory.bound
         report.ceilings = backend_of(target).ceilings(target, executable.threads)
         seconds, report.seconds, steps = _time(executable, key, inputs)
-    for launch, taken, runs in zip(program.launches, seconds, program.runs(steps), strict=True):
+    for launch, launch_seconds, runs in zip(program.launches, seconds, program.runs(steps), strict=True):
         moved, flops = (evaluate(size, sizes) * runs for size in (launch.bytes, launch.flops))
         kernel = launch.kernel
         report.launches.append(
-            LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs, kernel.arithmetic())
+            LaunchReport(
+                kernel.symbol, kernel.kind, launch.where, moved, flops, launch_seconds, runs, kernel.arithmetic()
+            )
         )
     return report
 
@@ -160,28 +162,28 @@ def memory_of(executable: Executable, key: Key) -> MemoryReport:
 
 
 def _time(executable: Executable, key: Key, inputs: Sequence[Any]) -> tuple[list[float], float, Mapping[int, int]]:
-    """Seconds of each launch (the slowest thread, best of some runs) and of a whole run; the steps of loops."""
+    """Seconds of each launch (slowest thread, best of several runs) and of a whole run; the steps of loops."""
     executable.run(key, inputs)
     best = np.full(len(executable.program.launches), np.inf)
-    whole = np.inf
+    run_seconds = np.inf
     for _ in range(RUNS):
         start = time.perf_counter()
         _, trace = executable.trace(key, inputs)
-        whole = min(whole, time.perf_counter() - start)
+        run_seconds = min(run_seconds, time.perf_counter() - start)
         best = np.minimum(best, (trace.launches[:, :, 1] - trace.launches[:, :, 0]).max(axis=1))
-    return [float(b) for b in best], float(whole), trace.steps
+    return [float(b) for b in best], float(run_seconds), trace.steps
 
 
 def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> None:
-    """A timeline that Perfetto and chrome://tracing read, in microseconds; one row a thread.
+    """Write a timeline for Perfetto and chrome://tracing, in microseconds, with one row per thread.
 
-    Of a loop the sum of all steps is shown: its launches one after the other, each as long as its runs together.
+    A loop is shown as the sum of its steps: its launches in sequence, each as long as all its runs together.
     """
     program, stamps = executable.program, trace.launches
     sizes = dict(zip(program.symbols, key, strict=True))
     name = f"{program.name} on {executable.target.name}"
-    events: list[dict[str, Any]] = [_named("process_name", 0, name)]
-    events += [_named("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
+    events: list[dict[str, Any]] = [_metadata_event("process_name", 0, name)]
+    events += [_metadata_event("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
     start = float(stamps[stamps > 0].min()) if (stamps > 0).any() else 0.0
     loops = program.outermost_loops()
     runs, units = program.runs(trace.steps), executable.units(key)
@@ -198,7 +200,7 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> N
             if begin:
                 inside = {"steps": trace.steps[outer], "launches": loops.count(outer)}
                 event(f"loop {outer}", "loop", thread, begin, end, inside)
-    ended: dict[tuple[int, int], float] = {}  # where the launches of a loop end so far, by loop and thread
+    ended: dict[tuple[int, int], float] = {}  # end of the last launch, by loop and thread
     for number, (launch, row) in enumerate(zip(program.launches, stamps, strict=True)):
         about = {
             "launch": number, "where": launch.where, "units": units[number], "runs": runs[number],
@@ -214,5 +216,5 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> N
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": sizes}))
 
 
-def _named(what: str, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
+def _metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}

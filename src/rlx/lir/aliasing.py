@@ -1,4 +1,4 @@
-"""Aliasing: whether the result of a node may lie where an operand does."""
+"""Aliasing: whether a node may write its result over the memory of an operand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlx.lir.views import View
 
 
 def may_write(s: Scheduler, node: Node, view: View) -> bool:
-    """Whether `node` may change an operand in place: the caller's state, or arena memory that nothing reads again."""
+    """Whether `node` may update an operand in place: the caller's state, or arena memory that nothing reads later."""
     if view.buffer in s.borrowed:
         return False
     later = [o for n in s.graph.nodes if n.id > node.id for o in n.operands if o is not None]
@@ -19,14 +19,15 @@ def may_write(s: Scheduler, node: Node, view: View) -> bool:
     if kind != INPUT or s.graph.named(view.buffer).node.op != "state":
         return kind == ARENA and not used
     if used:
-        # A copy would keep the value, but lose what the caller wants to find in the state afterwards.
-        raise LowerError(f"{node.op}: state {view.buffer!r} is read again as it was", hint="read the result instead")
+        # Updating a copy instead would leave the caller's state unchanged.
+        problem = f"{node.op}: the old value of state {view.buffer!r} is read later"
+        raise LowerError(problem, hint="read the result instead")
     return True
 
 
 def may_reuse(s: Scheduler, node: Node, view: View) -> bool:
-    """Whether a result of `node` may lie where an operand does: memory of the program that nothing reads again.
+    """Whether a result of `node` may overwrite an operand: arena memory that nothing reads later.
 
-    Never a state: only ops that say so change what the caller finds there.
+    Never a state: only ops declared to update states write to them.
     """
     return s.program.buffers[view.buffer].kind == ARENA and may_write(s, node, view)

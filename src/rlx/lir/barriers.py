@@ -1,27 +1,28 @@
-"""Barriers: where threads wait for each other, because a launch needs what another one wrote."""
+"""Barriers: where threads wait for each other because one launch depends on another."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 from rlx.lir.program import ENTER, LAUNCH, LEAVE, NEXT, TEST, Loop, Program
-from rlx.lir.views import View, moving
+from rlx.lir.views import View, offset_steps
 
 
 def place_barriers(program: Program) -> None:
-    """A barrier wherever the next launch touches what launches since the last one wrote, or writes what they read.
+    """Place a barrier before each launch that conflicts with the launches since the last barrier.
 
-    Loops and branches stand between barriers, so that it does not matter whether and how often they run.
+    Two launches conflict if one writes what the other reads or writes. Loops and branches have barriers on both sides,
+    so it does not matter whether or how often they run.
     """
     _Barriers(program).place()
 
 
 @dataclass
 class _Pending:
-    """What launches since the last barrier have touched.
+    """Memory that launches since the last barrier have touched, as (buffer, parity symbol, row).
 
-    A carry has two rows of one buffer, of which a step reads one and writes the other: places are (buffer, parity
-    symbol, row). Where there is no symbol, the whole buffer is meant.
+    A carry has two rows in one buffer; each step reads one and writes the other. An empty symbol means the entire
+    buffer.
     """
 
     read: set[tuple[str, str, int]] = field(default_factory=set)
@@ -31,22 +32,22 @@ class _Pending:
         return bool(self.read or self.written)
 
     def conflicts(self, other: _Pending) -> bool:
-        return _meet(self.written, other.read | other.written) or _meet(self.read, other.written)
+        return _overlap(self.written, other.read | other.written) or _overlap(self.read, other.written)
 
     def add(self, other: _Pending) -> None:
         self.read |= other.read
         self.written |= other.written
 
-    def after(self, loop: Loop) -> _Pending:
-        """The same places as the next step of a loop sees them: what was the next carry is the carry."""
+    def in_next_step(self, loop: Loop) -> _Pending:
+        """The same memory as seen from the next step of a loop: the two rows of each carry swap roles."""
 
-        def turned(places: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
+        def swap_rows(places: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
             return {(b, s, 1 - row if s == loop.parity else row) for b, s, row in places}
 
-        return _Pending(turned(self.read), turned(self.written))
+        return _Pending(swap_rows(self.read), swap_rows(self.written))
 
 
-def _meet(a: set[tuple[str, str, int]], b: set[tuple[str, str, int]]) -> bool:
+def _overlap(a: set[tuple[str, str, int]], b: set[tuple[str, str, int]]) -> bool:
     if {x[0] for x in a}.isdisjoint(y[0] for y in b):
         return False
     return any(x[0] == y[0] and (x[1] != y[1] or x[2] == y[2]) for x in a for y in b)
@@ -63,9 +64,9 @@ class _Barriers:
         ]
 
     def _place(self, view: View) -> tuple[str, str, int]:
-        for symbol, step in moving(view.offset, self.parities).items():
+        for symbol, step in offset_steps(view.offset, self.parities).items():
             leading = step if isinstance(step, int) else step.terms[0][1]
-            return view.buffer, symbol, 0 if leading > 0 else 1  # what moves forward is read, what moves back written
+            return view.buffer, symbol, 0 if leading > 0 else 1  # a positive step: the row read; negative: written
         return view.buffer, "", 0
 
     def place(self) -> None:
@@ -81,18 +82,18 @@ class _Barriers:
                 continue
             control = controls[step.number]
             if step.kind in (ENTER, TEST) and pending:
-                before = self.steps[number - 1].number  # a launch: after anything else nothing is pending
+                before = self.steps[number - 1].number  # always a launch: nothing is pending after a control step
                 launches[before] = replace(launches[before], barrier=True)
             elif step.kind == NEXT and isinstance(control, Loop):
                 between = control.predicate is not None or self._wraps(number, control, pending)
                 controls[step.number] = replace(control, between=between)
-            elif step.kind == LEAVE and number != len(self.steps) - 1:  # the end of a run is a barrier anyway
+            elif step.kind == LEAVE and number != len(self.steps) - 1:  # the end of the program is a barrier anyway
                 controls[step.number] = replace(control, barrier=True)
             pending = _Pending()
 
     def _wraps(self, number: int, loop: Loop, pending: _Pending) -> bool:
-        """Whether the end of a step meets the beginning of the next."""
-        pending = pending.after(loop)
+        """Whether the end of one step conflicts with the beginning of the next."""
+        pending = pending.in_next_step(loop)
         own = self.steps[number].number
         first = next(i for i, step in enumerate(self.steps) if step.kind == ENTER and step.number == own)
         for step in self.steps[first + 1 : number]:

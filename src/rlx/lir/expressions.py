@@ -1,7 +1,7 @@
 """Expressions of the loop language: scalar values that kernels compute, written with Python's operators.
 
-An expression is a tree of frozen records: loop indices, run-time sizes, numbers, loads, operations, reductions. Each
-has one element type.
+An expression is a tree of frozen records (loop indices, run-time sizes, constants, loads, operations, reductions),
+each with one element type.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Scalar = float | int | bool
 
 
 class Formula:
-    """Operators of expressions, so that `a * b + 1` is the expression that computes it; `==` compares structure.
+    """Overloaded operators: `a * b + 1` builds the expression that computes it; `==` compares structure.
 
-    Python numbers take the type of the expression beside them. Otherwise both sides have one type, but for counts of
-    shifts. What is known is computed at once, and x + 0, x * 1 and the like are x where they are integers.
+    Python numbers take the type of the other operand. Otherwise both operands must have the same type, except shift
+    counts. Constants are folded, and for integers so are identities such as x + 0 and x * 1.
     """
 
     __slots__ = ()
@@ -71,11 +71,11 @@ class Formula:
         return binary("mod", self, other)
 
     def quot(self, other: Operand) -> Expr:
-        """`self // other` where neither is negative, which is faster."""
+        """`self // other` for non-negative operands, which is faster."""
         return binary("quot", self, other)
 
     def rem(self, other: Operand) -> Expr:
-        """`self % other` where neither is negative, which is faster."""
+        """`self % other` for non-negative operands, which is faster."""
         return binary("rem", self, other)
 
     def min(self, other: Operand) -> Expr:
@@ -131,24 +131,24 @@ class Formula:
         return compare("ge", self, other)
 
     def eq(self, other: Operand) -> Expr:
-        """Whether the numbers are equal; `==` asks whether the expressions are."""
+        """Elementwise equality; `==` compares the expressions themselves."""
         return compare("eq", self, other)
 
     def ne(self, other: Operand) -> Expr:
         return compare("ne", self, other)
 
     def select(self, then: Operand, other: Operand) -> Expr:
-        """`then` where this condition holds, else `other`; both are computed."""
-        a, b = _alike("select", then, other)
+        """`then` where this condition holds, else `other`; both are evaluated."""
+        a, b = _same_type("select", then, other)
         return Apply("select", (_expr(self), a, b), a.dtype)
 
     def choose(self, then: Operand, other: Operand) -> Expr:
-        """The same, but the side that is not taken is not loaded."""
-        return Choose(_expr(self), *_alike("choose", then, other))
+        """Like `select`, but only the chosen side is loaded."""
+        return Choose(_expr(self), *_same_type("choose", then, other))
 
     # -- functions --
     def cast(self, dtype: DType) -> Expr:
-        """In another type; nothing where it has it."""
+        """Convert to `dtype`; a no-op if the expression already has it."""
         return _expr(self) if self.dtype is dtype else unary("cast", self, dtype)
 
     def exp(self) -> Expr:
@@ -164,15 +164,15 @@ class Formula:
         return unary("tanh", self)
 
     def bits(self) -> Expr:
-        """The f32 that has the bits of an i32."""
+        """Reinterpret the bits of an i32 as f32."""
         return unary("bits", self, F32)
 
     def order(self) -> Expr:
-        """A signed integer as wide that sorts as this does, -0.0 as 0.0 and NaN above everything."""
+        """A signed integer of the same width that sorts in the same order; -0.0 equals 0.0, NaN is above everything."""
         return unary("order", self, I64 if self.dtype.size == 8 else I32)
 
     def nearest(self) -> Expr:
-        """The nearest integer as wide, ties to even, of what is small (see `SCALAR_OPS`)."""
+        """The nearest integer of the same width, ties to even, for small magnitudes (see `SCALAR_OPS`)."""
         return unary("nearest", self, I64 if self.dtype.size == 8 else I32)
 
 
@@ -200,7 +200,7 @@ class Arg(Formula):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Const(Formula):
-    """A number known when the kernel is made, equal to what is written the same: NaN to NaN, but 0.0 not to -0.0."""
+    """A compile-time constant. Compares by its text: NaN equals NaN, but 0.0 does not equal -0.0."""
 
     value: Scalar
     dtype: DType
@@ -224,7 +224,7 @@ class Ref(Formula):
 class Load(Formula):
     """One element of a parameter.
 
-    A load may lie outside its buffer only where an enclosing `Choose` does not take it.
+    Its address may lie outside the buffer only if an enclosing `Choose` does not take it.
     """
 
     param: int
@@ -243,7 +243,7 @@ class Apply(Formula):
 
 @dataclass(frozen=True, slots=True)
 class Choose(Formula):
-    """`then` where `condition`, else `other`; the side that is not taken is not loaded."""
+    """`then` where `condition` holds, else `other`; only the chosen side is loaded."""
 
     condition: Expr
     then: Expr
@@ -256,7 +256,7 @@ class Choose(Formula):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Formula):
-    """All values of `value` for `index` in [0, extent), combined by `op`: sum, prod, max or min."""
+    """Reduction of `value` over `index` in [0, extent) by `op`: sum, prod, max or min."""
 
     op: str
     index: str
@@ -270,7 +270,7 @@ class Reduce(Formula):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Integers that are part of the code; the name tells them apart from those of all other tables."""
+    """Constant integers embedded in the code; the name identifies the table uniquely."""
 
     name: str
     values: tuple[int, ...] = field(repr=False, compare=False)
@@ -283,7 +283,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Formula):
-    """The integer of a table at an index that always lies inside it."""
+    """An entry of a table; the index is always in range."""
 
     table: Table
     index: Expr
@@ -295,9 +295,10 @@ class Lookup(Formula):
 
 Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce | Lookup
 Operand = Formula | Scalar
-Place = tuple[tuple[Expr, int | Arg], ...]  # an address: a sum of indices, each times a stride, in elements
+Place = tuple[tuple[Expr, int | Arg], ...]  # an address in elements: the sum of index * stride
 
-# Names an emitter must know. Float arguments are f32 or f64, or narrow ones that are native (`Target.native`).
+# Operations that an emitter must implement, and their arity. Float arguments are f32, f64, or a native narrow type
+# (`Target.native`).
 SCALAR_OPS = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "floordiv": 2, "mod": 2, "pow": 2, "max": 2, "min": 2, "fma": 3,
     "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "gelu": 1, "sqrt": 1, "sin": 1, "cos": 1,
@@ -305,43 +306,43 @@ SCALAR_OPS = {
     "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
     "select": 3, "cast": 1, "order": 1, "bits": 1, "nearest": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
 }  # fmt: skip
-# order: a signed integer as wide as x that sorts as x does, -0.0 as 0.0 and NaN above everything.
-# bits: the f32 that has the bits of an i32.
-# nearest: the i32 (i64 of f64) nearest to x, ties to even, for |x| below 2^22 (2^51); any integer for others.
-# shl, shr: shifts of integers; bits that come in from the left are copies of the sign.
+# order: a signed integer of x's width that sorts in the same order; -0.0 equals 0.0, NaN is above everything.
+# bits: reinterprets an i32 as f32.
+# nearest: the i32 (i64 for f64) nearest to x, ties to even, for |x| below 2^22 (2^51); unspecified for larger |x|.
+# shl, shr: integer shifts; shr is arithmetic (sign-extending).
 # quot, rem: quotient and remainder of non-negative indices.
-# dot_u8(total, x, y): total plus the products of the four bytes of x, unsigned, and those of y, signed; all are i32.
-# dot_u7: the same where no byte of x is above 127, which some targets do faster.
+# dot_u8(total, x, y): total plus the dot product of the four unsigned bytes of x and four signed bytes of y; all i32.
+# dot_u7: the same if no byte of x exceeds 127, which is faster on some targets.
 
 
 # -- arithmetic on expressions ----------------------------------------------------------------------------------------
 def number(value: Scalar, dtype: DType) -> Const:
-    """A number of a type that holds it."""
+    """A constant of type `dtype`; raises if the type cannot represent it."""
     if dtype.is_float:
         return Const(float(value), dtype)
     if dtype is BOOL:
         return Const(bool(value), dtype)
-    if isinstance(value, float) or _wrapped(value, dtype) != value:
-        raise LowerError(f"expression: {value!r} beside {dtype}, which does not hold it", hint="cast the other side")
+    if isinstance(value, float) or _wrap(value, dtype) != value:
+        raise LowerError(f"expression: {value!r} is not representable in {dtype}", hint="cast the other operand")
     return Const(int(value), dtype)
 
 
 def binary(op: str, a: Operand, b: Operand) -> Expr:
-    """An operation of two numbers of a type, which the result has too."""
-    left, right = _alike(op, a, b)
+    """A binary operation; operands and result have the same type."""
+    left, right = _same_type(op, a, b)
     if isinstance(left, Const) or isinstance(right, Const):
-        folded = _folded(op, left, right)
+        folded = _fold(op, left, right)
         if folded is not None:
             return folded
     return Apply(op, (left, right), left.dtype)
 
 
 def compare(op: str, a: Operand, b: Operand) -> Expr:
-    return Apply(op, _alike(op, a, b), BOOL)
+    return Apply(op, _same_type(op, a, b), BOOL)
 
 
 def unary(op: str, x: Formula, dtype: DType | None = None) -> Expr:
-    """An operation of one number, whose result has its type unless said otherwise."""
+    """A unary operation; the result has the operand's type unless `dtype` is given."""
     return Apply(op, (_expr(x),), dtype or x.dtype)
 
 
@@ -351,7 +352,7 @@ def fma(a: Expr, b: Expr, c: Expr) -> Expr:
 
 
 def known(value: int | Expr, dtype: DType) -> Expr:
-    """An integer that may be known as an expression of a type."""
+    """A Python integer or an expression, as an expression of type `dtype`."""
     return Const(value, dtype) if isinstance(value, int) else value.cast(dtype)
 
 
@@ -359,10 +360,10 @@ def _expr(x: Formula) -> Expr:
     return x  # type: ignore[return-value]  # nothing else is a Formula
 
 
-def _alike(op: str, a: Operand, b: Operand) -> tuple[Expr, Expr]:
-    """Both sides of an operation in one type."""
+def _same_type(op: str, a: Operand, b: Operand) -> tuple[Expr, Expr]:
+    """Both operands as expressions of the same type."""
     if not isinstance(a, Formula):
-        assert isinstance(b, Formula), "one side is an expression"
+        assert isinstance(b, Formula), "at least one operand is an expression"
         return number(a, b.dtype), _expr(b)
     if not isinstance(b, Formula):
         return _expr(a), number(b, a.dtype)
@@ -379,29 +380,29 @@ _EXACT: dict[str, Callable[[int, int], int]] = {
     "floordiv": operator.floordiv, "mod": operator.mod, "quot": operator.floordiv, "rem": operator.mod,
 }  # fmt: skip
 _FLOATS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
-_KEEP_LEFT = {  # x op number is x
+_LEFT_IDENTITIES = {  # x op number is x
     0: {"add", "sub", "or", "xor", "shl", "shr"}, 1: {"mul", "floordiv", "quot"},
 }  # fmt: skip
-_KEEP_RIGHT = {0: {"add", "or", "xor"}, 1: {"mul"}}  # number op x is x
+_RIGHT_IDENTITIES = {0: {"add", "or", "xor"}, 1: {"mul"}}  # number op x is x
 
 
-def _folded(op: str, a: Expr, b: Expr) -> Expr | None:
-    """What is known of an operation with a constant, or None."""
+def _fold(op: str, a: Expr, b: Expr) -> Expr | None:
+    """The simplified result of an operation with a constant operand, or None."""
     dtype = a.dtype
     if dtype is BOOL:
-        return _folded_condition(op, a, b)
+        return _fold_condition(op, a, b)
     if dtype.is_float:
-        return _folded_floats(op, a, b)
+        return _fold_floats(op, a, b)
     if isinstance(a, Const) and isinstance(b, Const):
         x, y = int(a.value), int(b.value)
         defined = 0 <= y < 8 * dtype.size if op in ("shl", "shr") else y > 0 or op not in _DIVISIONS
-        return Const(_wrapped(_EXACT[op](x, y), dtype), dtype) if op in _EXACT and defined else None
+        return Const(_wrap(_EXACT[op](x, y), dtype), dtype) if op in _EXACT and defined else None
     if isinstance(b, Const):
-        if op in _KEEP_LEFT.get(int(b.value), ()):
+        if op in _LEFT_IDENTITIES.get(int(b.value), ()):
             return a
         return Const(0, dtype) if b.value == 0 and op in ("mul", "and") else None
     assert isinstance(a, Const)
-    if op in _KEEP_RIGHT.get(int(a.value), ()):
+    if op in _RIGHT_IDENTITIES.get(int(a.value), ()):
         return b
     return Const(0, dtype) if a.value == 0 and op in ("mul", "and", "shl", "shr") else None
 
@@ -409,15 +410,15 @@ def _folded(op: str, a: Expr, b: Expr) -> Expr | None:
 _DIVISIONS = ("floordiv", "mod", "quot", "rem")
 
 
-def _folded_condition(op: str, a: Expr, b: Expr) -> Expr | None:
+def _fold_condition(op: str, a: Expr, b: Expr) -> Expr | None:
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Const) and op in ("and", "or"):
             return other if bool(one.value) is (op == "and") else one
     return None
 
 
-def _folded_floats(op: str, a: Expr, b: Expr) -> Expr | None:
-    """Two numbers as a machine rounds them. Nothing else: -0.0 + 0.0 is not -0.0, and nan * 0.0 is not 0.0."""
+def _fold_floats(op: str, a: Expr, b: Expr) -> Expr | None:
+    """Fold two float constants with machine rounding. No identities: -0.0 + 0.0 is not -0.0, nan * 0.0 is not 0.0."""
     if not isinstance(a, Const) or not isinstance(b, Const) or op not in _FLOATS or a.dtype not in (F32, F64):
         return None
     kind = a.dtype.numpy.type
@@ -425,14 +426,14 @@ def _folded_floats(op: str, a: Expr, b: Expr) -> Expr | None:
         return Const(float(_FLOATS[op](kind(a.value), kind(b.value))), a.dtype)
 
 
-def _wrapped(value: int, dtype: DType) -> int:
-    """An integer modulo what a type holds."""
+def _wrap(value: int, dtype: DType) -> int:
+    """An integer wrapped to the range of a type."""
     bits = 8 * dtype.size
     value &= (1 << bits) - 1
     return value - (1 << bits) if dtype.kind == "int" and value >> bits - 1 else value
 
 
-# -- walking ------------------------------------------------------------------------------------------------------
+# -- traversal ------------------------------------------------------------------------------------------------------
 def children(expr: Expr) -> tuple[Expr, ...]:
     """The expressions directly inside `expr`."""
     match expr:
@@ -451,14 +452,14 @@ def children(expr: Expr) -> tuple[Expr, ...]:
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
-    """`expr` and everything inside it."""
+    """`expr` and all its subexpressions."""
     yield expr
     for child in children(expr):
         yield from walk(child)
 
 
 def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
-    """`expr` with other expressions in place of refs by name; what has none of them stays the same object."""
+    """Replace refs by name with other expressions; subtrees without such refs stay the same objects."""
     if isinstance(expr, Ref):
         return values.get(expr.name, expr)
     if not any(isinstance(e, Ref) and e.name in values for e in walk(expr)):

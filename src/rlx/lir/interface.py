@@ -1,4 +1,4 @@
-"""What a program has from outside: the kinds of its buffers, and how sizes must relate."""
+"""The interface of a program: buffer kinds, and assertions about sizes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ INPUT, OUTPUT, WEIGHT, CONST, ARENA = "input", "output", "weight", "const", "buf
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """How two sizes must relate at run time, because an op says so.
+    """A relation between two sizes that an op requires, checked at run time.
 
-    In a body that may not run at all, only where it does: if each of the loops around it has a step (`steps`), and if
-    the branch is taken or the condition of a loop holds, which a launch in front of the body finds out (`launched`).
+    In a body that may not run, it applies only if the body does: if every enclosing loop has at least one step
+    (`steps`), and if the branch is taken or the loop condition holds, which a launch before the body checks
+    (`launched`).
     """
 
     a: Size
@@ -29,7 +30,7 @@ class Assertion:
         return a == b if self.relation == "==" else a <= b
 
     def message(self, a: int, b: int) -> str:
-        """What to say when it does not hold for these sizes."""
+        """The error message if it does not hold for these sizes."""
         if self.relation == "==":
             return f"{self.op}: {self.a} is {a}, {self.b} is {b}"
         return f"{self.op}: {self.a} is {a}, more than {self.b}, which is {b}"

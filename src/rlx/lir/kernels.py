@@ -1,8 +1,8 @@
-"""Kernels that are more than loops: matmul, attention and its gradient, as the problems that backends solve.
+"""Kernels beyond plain loops: matmul, attention and its gradient, described for backends to implement.
 
-Together with `loops.LoopKernel` these are all that a backend sees. A record says what is computed: element types,
-layouts, masks, an epilogue as expressions. A launch gives its words, which are operands, sizes and strides, so one
-kernel serves every shape. How the work is cut, and what machine code calls, is up to the backend.
+Together with `loops.LoopKernel` these are all the kernels a backend sees. A record says what to compute: element
+types, layouts, masks, an epilogue as expressions. Operands, sizes and strides are words of the launch, so one kernel
+serves every shape. The backend decides how to split the work and which machine code to call.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 
 from rlx.dtypes import I32, DType
 from rlx.fork_safe_locks import cached_property
-from rlx.lir.loops import Expr, Let, LoopKernel, Ref, multiplied, walk, written_out
+from rlx.lir.loops import Expr, Let, LoopKernel, Ref, flops_type, inlined_text, walk
 from rlx.operand_layouts import WeightLayout
 
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
-BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
-OUTSIDE_TABLE = 4  # fault code: a row number does not lie within the table of a cache
-OUTSIDE_POOL = 5  # fault code: a page number does not lie within the pool
-OUTSIDE_STATES = 6  # fault code: a row number does not lie within the states of a cache
+BEYOND_CAPACITY = 2  # fault code: a position lies outside the cache
+OUTSIDE_TABLE = 4  # fault code: a row number lies outside the table of a cache
+OUTSIDE_POOL = 5  # fault code: a page number lies outside the pool
+OUTSIDE_STATES = 6  # fault code: a row number lies outside the states of a cache
 OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`
-UNFIT_SIZES = 1 << 16  # fault code, plus the number of the program's assertion that does not hold
-LONGEST_EPILOGUE = 200  # terms that a line of text shows
+UNFIT_SIZES = 1 << 16  # fault code, plus the index of the violated assertion of the program
+LONGEST_EPILOGUE = 200  # terms shown on one line of text
 
 
 @dataclass(frozen=True, slots=True)
 class EpilogueOperand:
-    """A tensor that an epilogue reads or writes at (row, column); one without columns has one element per row."""
+    """A tensor that an epilogue reads or writes at (row, column); without `columns` it has one element per row."""
 
     name: str
     dtype: DType
@@ -37,16 +37,16 @@ class EpilogueOperand:
 
 
 def sum_name(weight: int) -> str:
-    """What expressions of an epilogue call the sum of products with a weight: acc, acc1, ..."""
+    """The name of the accumulator of a weight in epilogue expressions: acc, acc1, ..."""
     return f"acc{weight or ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What a matmul stores at (row, column): one value per written operand.
+    """The values a matmul stores at (row, column), one per written operand.
 
-    Expressions name the sums of products there (`acc`, and `acc1` of a second weight), the operands that are read, and
-    the lets before them. They have no addresses, so a backend emits them for any shape of tile.
+    Expressions refer by name to the accumulators (`acc`, and `acc1` for a second weight), to the operands read, and to
+    earlier lets. They contain no addresses, so a backend can emit them for any tile shape.
     """
 
     name: str
@@ -54,66 +54,66 @@ class Epilogue:
     values: tuple[Expr, ...]
 
     def text(self, names: Mapping[str, str] | None = None) -> str:
-        """The values on one line, or the name where they would be endless; `names` are those to show for operands."""
+        """The values on one line, or just the name if they are too long; `names` maps operands to display names."""
         terms: dict[str, int] = {}
         for let in self.lets:
             terms[let.name] = sum(terms.get(e.name, 1) if isinstance(e, Ref) else 1 for e in walk(let.value))
         if max(terms.values(), default=0) > LONGEST_EPILOGUE:
             return self.name
         known = {let.name: let.value for let in self.lets}
-        return "; ".join(written_out(value, known, names or {}) for value in self.values)
+        return "; ".join(inlined_text(value, known, names or {}) for value in self.values)
 
 
 @dataclass(frozen=True)
 class MatmulKernel:
     """C[batch, m, n] = epilogue(A[batch, m, k] B[batch, k, n]).
 
-    Products are added up in the type `accumulator`, which the epilogue sees. Without an epilogue the only operand is C,
-    of the same type. B has the `layout` of a backend, which may hold several `weights`, or is any strided matrix; with
-    `stored`, its elements are floats of that narrower type. `transposed`: A lies in memory as [batch, k, m], and
-    `a_row` is the step along k.
+    Products are accumulated in the type `accumulator`, which is what the epilogue sees. Without an epilogue the only
+    operand is C, of the same type. B has a backend's `layout`, which may hold several `weights`, or is any strided
+    matrix; with `stored`, its elements are floats of that narrower type. `transposed`: A is stored as [batch, k, m],
+    and `a_row` is the stride along k.
 
-    `grouped` "rows": there is no batch; row i is multiplied by B[index[i]]. An index that is not one of the `groups` is
-    a fault. "depth": C[g] is the product over k from index[g] to index[g + 1], of A[m, k] and B[k, n] that all batches
-    share; `k` is the most.
+    `grouped` "rows": no batch; row i is multiplied by B[index[i]], and an index outside the `groups` is a fault.
+    "depth": C[g] is the product over k in [index[g], index[g + 1]) of A[m, k] and B[k, n], which all groups share;
+    `k` is the upper bound.
     """
 
     dtype: DType
     layout: WeightLayout | None
     weights: int
     epilogue: Epilogue | None
-    beside: tuple[EpilogueOperand, ...]  # what the epilogue reads and writes
+    epilogue_operands: tuple[EpilogueOperand, ...]  # read and written by the epilogue
     transposed: bool = False
     grouped: str = ""
-    index: DType = I32  # of groups
-    sums: DType | None = None  # of the accumulators, where that is not the type of A and B
-    stored: DType | None = None  # of B, where that is narrower than A
+    index: DType = I32  # of the group index
+    sums: DType | None = None  # of the accumulators, if not that of A and B
+    stored: DType | None = None  # of B, if narrower than A
 
     kind = "matmul"
 
     @property
     def accumulator(self) -> DType:
-        """The type in which products are added up."""
+        """The type in which products are accumulated."""
         return self.sums or self.dtype
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What a launch gives: operands, sizes, and strides in elements; of the epilogue's operands each in turn."""
+        """Arguments of a launch: operands, sizes, strides in elements, then the same for each epilogue operand."""
         head = ("a", "b", "m", "n", "k", "batch0", "batch1")
         strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
         groups = ("index", "groups") if self.grouped else ()
         steps = ("", "_row", "_batch0", "_batch1")
-        tail = tuple(f"{operand.name}{step}" for operand in self.beside for step in steps)
+        tail = tuple(f"{operand.name}{step}" for operand in self.epilogue_operands for step in steps)
         return head + strides + groups + tail
 
     def operands(self) -> dict[str, bool]:
-        """The words that are operands, and whether the kernel writes there."""
+        """The words that are operands, and whether the kernel writes them."""
         read = ("a", "b", "index") if self.grouped else ("a", "b")
-        return dict.fromkeys(read, False) | {operand.name: operand.written for operand in self.beside}
+        return dict.fromkeys(read, False) | {operand.name: operand.written for operand in self.epilogue_operands}
 
     def arithmetic(self) -> str:
-        """What it multiplies and adds; see `LoopKernel.arithmetic`."""
-        return (self.layout and self.layout.arithmetic()) or multiplied(self.dtype)
+        """The arithmetic whose peak rate limits it; see `LoopKernel.arithmetic`."""
+        return (self.layout and self.layout.arithmetic()) or flops_type(self.dtype)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -131,8 +131,10 @@ class MatmulKernel:
         transposed = " transposed" if self.transposed else ""
         groups = {"": "", "rows": ", one matrix per row", "depth": ", one piece of k per matrix"}[self.grouped]
         sums = f", sums: {self.sums}" if self.sums else ""
-        reads = "".join(f", {o.name}: {o.dtype}{'' if o.columns else ' per row'}" for o in self.beside if not o.written)
-        writes = ", ".join(f"{o.name}: {o.dtype}" for o in self.beside if o.written)
+        reads = "".join(
+            f", {o.name}: {o.dtype}{'' if o.columns else ' per row'}" for o in self.epilogue_operands if not o.written
+        )
+        writes = ", ".join(f"{o.name}: {o.dtype}" for o in self.epilogue_operands if o.written)
         b = f"b: {self.stored or self.dtype}{layout}{pair}{groups}{sums}"
         head = f"kernel {self.symbol}(a: {self.dtype}{transposed}, {b}{reads}) -> {writes}"
         return f"{head}\n  epilogue {self.epilogue.text()}" if self.epilogue else head
@@ -142,25 +144,25 @@ class MatmulKernel:
 class AttentionKernel:
     """softmax(scale · QKᵀ, softcapped, masked) V for every batch row and head, with online softmax.
 
-    `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; rows and keys are aligned
-    at the end (row i sits at position k_len - q_len + i).
+    `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; queries and keys are
+    aligned at the end (query i is at position k_len - q_len + i).
 
     With a `page`, k and v are pools of pages in any order of pages and heads, read in place: pages of k are
     `[head_dim][page]`, pages of v `[page][value_dim]`. `table[b][block]`, an i32, is the page of a block of
-    positions. Row i of batch entry b sits at `positions[b][i]`, an i32, and sees the keys up to there, all (causal) or
-    the last `window` of them (sliding). A negative position is padding, whose result is zeros; one that is not below
-    `capacity` is a fault, as is a page outside the pool. Packed pages are both rows, as v is, with strides in 16-bit
-    units. In a `ring`, position p lies at p modulo `capacity`, which is whole pages. `ragged`: batch entry b is one
-    token, of row `rows[b]` of the table.
+    positions. Query i of batch entry b is at `positions[b][i]`, an i32, and attends to the keys up to there: all of
+    them (causal) or the last `window` (sliding). A negative position is padding, whose result is zero; a position of
+    `capacity` or above is a fault, as is a page outside the pool. Quantised pages are `[page][dim]` for both k and v,
+    with strides in 16-bit units. In a `ring`, position p is stored at p modulo `capacity`, a multiple of the page
+    size. `ragged`: batch entry b is a single token of row `rows[b]` of the table.
 
-    `lse`: also gives the logarithm of the sum of exp(scores) of each row, `[batch][head][q_len]`.
+    `lse`: also returns the log-sum-exp of the scores of each query, `[batch][head][q_len]`.
 
-    `ahead`: a sliding window ends that many keys after the position of its row. `segments`: the mask operand holds
-    i32 ids of sequences packed into a batch row, `[batch][k_len]`; of the keys that `mask` shows, a row sees those of
-    its own id. Ids below 0 are padding, which sees nothing.
+    `ahead`: a sliding window ends that many keys after the position of its query. `segments`: the mask operand holds
+    i32 ids of sequences packed into a batch row, `[batch][k_len]`; of the keys that `mask` allows, a query attends to
+    those with its own id. Ids below 0 are padding, which attends to nothing.
     """
 
-    dtype: DType  # of q and the result, and of k and v unless said: f32, f16, bf16 or f64
+    dtype: DType  # of q and the result, and of k and v without `cache_dtype`: f32, f16, bf16 or f64
     head_dim: int
     value_dim: int
     group: int
@@ -169,8 +171,8 @@ class AttentionKernel:
     scale: float
     softcap: float
     mask_dtype: DType | None
-    page: int = 0  # positions per page of a cache, as its layout says; 0 without one
-    cache_dtype: DType | None = None  # of k and v in a cache, where it is not `dtype`
+    page: int = 0  # positions per page of a cache; 0 without a cache
+    cache_dtype: DType | None = None  # of k and v in a cache, if not `dtype`
     ring: bool = False
     lse: bool = False
     ahead: int = 0
@@ -185,7 +187,7 @@ class AttentionKernel:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What a launch gives: operands, sizes, and strides in elements."""
+        """Arguments of a launch: operands, sizes, and strides in elements."""
         strides = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "out") for axis in ("batch", "seq", "head"))
         if self.cached:
             pools = ("k_page", "k_head", "v_page", "v_seq", "v_head")
@@ -197,19 +199,19 @@ class AttentionKernel:
         return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
     def operands(self) -> dict[str, bool]:
-        """The words that are addresses of operands, and whether the kernel writes there."""
+        """The words that are addresses of operands, and whether the kernel writes them."""
         tensors = {"q": False, "k": False, "v": False, "out": True}
         if self.cached:
             return tensors | {"positions": False, "table": False} | ({"rows": False} if self.ragged else {})
         return tensors | {"mask": False} | ({"lse": True} if self.lse else {})
 
     def arithmetic(self) -> str:
-        """What it multiplies and adds; see `LoopKernel.arithmetic`."""
-        return multiplied(self.dtype)
+        """The arithmetic whose peak rate limits it; see `LoopKernel.arithmetic`."""
+        return flops_type(self.dtype)
 
     @cached_property
     def fingerprint(self) -> str:
-        later = {"ahead": 0, "segments": False, "ragged": False}  # a kernel without them keeps its name
+        later = {"ahead": 0, "segments": False, "ragged": False}  # at these defaults, digests do not include them
         fields = {f: getattr(self, f) for f in self.__dataclass_fields__} | {"page": self.page or False}
         values = (value for name, value in fields.items() if name not in later or value != later[name])
         text = "|".join(map(repr, ("attention", *values)))
@@ -237,14 +239,14 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class AttentionGradKernel:
-    """dQ, dK and dV of `attention`, whose weights are made again from Q, K and the `lse` of each row.
+    """dQ, dK and dV of `attention`, recomputing its weights from Q, K and the `lse` of each query.
 
-    With P the weights and dP = dY Vᵀ, `delta` a number of each row: dV = Pᵀ dY, dS = P (dP - delta) times how scores
-    grow with products, dQ = dS K, dK = dSᵀ Q; dK and dV are sums over the query heads of a key head.
-    `lse` and `delta` are `[batch][head][q_len]`.
+    With P the weights, dP = dY Vᵀ and `delta` one number per query: dV = Pᵀ dY, dS = P (dP - delta) times the
+    derivative of the score with respect to q·k, dQ = dS K, dK = dSᵀ Q; dK and dV are summed over the query heads of a
+    key head. `lse` and `delta` are `[batch][head][q_len]`.
     """
 
-    attention: AttentionKernel  # of a type that is native, without a cache; lse and delta are wide
+    attention: AttentionKernel  # of a native type, without a cache; lse and delta are wide
 
     kind = "attention_grad"
     READS = ("q", "k", "v", "dy", "lse", "delta", "mask")
@@ -252,7 +254,7 @@ class AttentionGradKernel:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What a launch gives: operands, sizes, and strides in elements."""
+        """Arguments of a launch: operands, sizes, and strides in elements."""
         tensors = ("q", "k", "v", "dy", "dq", "dk", "dv")
         strides = tuple(f"{t}_{axis}" for t in tensors for axis in ("batch", "seq", "head"))
         rows = tuple(f"{t}_{axis}" for t in ("lse", "delta") for axis in ("batch", "head"))
@@ -260,12 +262,12 @@ class AttentionGradKernel:
         return head + strides + rows + ("mask_batch", "mask_head", "mask_query")
 
     def operands(self) -> dict[str, bool]:
-        """The words that are addresses of operands, and whether the kernel writes there."""
+        """The words that are addresses of operands, and whether the kernel writes them."""
         return dict.fromkeys(self.READS, False) | dict.fromkeys(self.WRITES, True)
 
     def arithmetic(self) -> str:
-        """What it multiplies and adds; see `LoopKernel.arithmetic`."""
-        return multiplied(self.attention.dtype)
+        """The arithmetic whose peak rate limits it; see `LoopKernel.arithmetic`."""
+        return flops_type(self.attention.dtype)
 
     @property
     def fingerprint(self) -> str:

@@ -1,8 +1,8 @@
-"""The loop language: what a `loops` kernel does, element by element, for any target.
+"""The loop language: target-independent kernels as statements over run-time extents and strides.
 
-A `LoopKernel` is a list of statements over run-time extents and strides. Emitters vectorise the loops marked `vector`;
-inside such a loop a `Reduce` runs one accumulator per lane, elsewhere it is vectorised itself and its lanes are
-combined in one fixed order, so bits never depend on how rows are split over threads.
+Emitters vectorise the loops marked `vector`. Inside such a loop a `Reduce` keeps one accumulator per lane; elsewhere
+the reduction itself is vectorised and its lanes are combined in a fixed order, so results are bitwise independent of
+how rows are split over threads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlx.lir.expressions import (
     walk,
 )
 
-__all__ = [  # with the expressions, so that the language has one address
+__all__ = [  # re-exports expressions, so that the loop language has one import path
     "SCALAR_OPS", "Apply", "Arg", "Choose", "Const", "Expr", "Index", "Load", "Lookup", "Operand", "Place", "Reduce",
     "Ref", "Table", "binary", "children", "compare", "depends_on", "fma", "known", "number", "substitute", "unary",
     "walk",
@@ -49,7 +49,7 @@ __all__ = [  # with the expressions, so that the language has one address
 
 @dataclass(frozen=True, slots=True)
 class Let:
-    """Name a value for the statements after it in the same body."""
+    """Names a value for the later statements of the same body."""
 
     name: str
     value: Expr
@@ -57,7 +57,7 @@ class Let:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """A variable that `Assign` may change, read with `Ref`."""
+    """A mutable variable: set by `Assign`, read by `Ref`."""
 
     name: str
     start: Expr
@@ -65,7 +65,7 @@ class Var:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Give a variable a new value."""
+    """Assigns to a variable."""
 
     name: str
     value: Expr
@@ -73,7 +73,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write one element of a parameter; `value` is cast to the parameter's type."""
+    """Writes one element of a parameter; `value` is cast to the parameter's type."""
 
     param: int
     at: Place
@@ -82,7 +82,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Report `code` to the host where `condition` is false; the kernel goes on."""
+    """Reports fault `code` to the host if `condition` is false; the kernel continues."""
 
     condition: Expr
     code: int
@@ -90,9 +90,9 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """A loop over [0, extent), which may be an i64 computed before it: the bound of a triangle, the rest of a chunk.
+    """A loop over [0, extent). A `Ref` extent is an i64 computed earlier, such as a triangular bound or a chunk's tail.
 
-    `vector` loops run several iterations at once and may not carry variables.
+    `vector` loops run several iterations at once and must not carry variables.
     """
 
     index: str
@@ -116,17 +116,17 @@ class Param:
 INTEGER_DOTS = ("dot_u7", "dot_u8")
 
 
-def multiplied(*dtypes: DType) -> str:
-    """The rate by which kernels of these types are measured: f64 where there is one, else f32."""
+def flops_type(*dtypes: DType) -> str:
+    """The type whose peak FLOP rate applies to kernels of these types: f64 if there is one, else f32."""
     return "f64" if F64 in dtypes else "f32"
 
 
 @dataclass(frozen=True)
 class LoopKernel:
-    """A whole kernel: `root` is split over threads.
+    """A kernel whose loop `root` is split over threads.
 
-    Units are iterations of `root`, or, where `chunk` is set, runs of `chunk` iterations of a vector loop.
-    The argument block has one pointer a parameter, then one integer a name in `args`.
+    A unit is one iteration of `root`, or, if `chunk` is set, `chunk` consecutive iterations of a vector loop. The
+    argument block has one pointer per parameter, then one integer per name in `args`.
     """
 
     name: str
@@ -144,18 +144,18 @@ class LoopKernel:
         return tuple(p.name for p in self.params) + self.args
 
     def operands(self) -> dict[str, bool]:
-        """The words that are addresses of operands, and whether the kernel writes there."""
+        """The words that are addresses of operands, and whether the kernel writes them."""
         return {p.name: p.written for p in self.params}
 
     def arithmetic(self) -> str:
-        """What it multiplies and adds: f32, f64, or 8-bit integers by `dot_u7` or `dot_u8`."""
+        """The arithmetic whose peak rate limits it: f32, f64, or the int8 dot products `dot_u7` or `dot_u8`."""
         ops = {e.op for e in expressions(self.root) if isinstance(e, Apply)}
-        dots = (op for op in INTEGER_DOTS if op in ops)  # the quicker of the two is the limit
-        return next(dots, multiplied(*(p.dtype for p in self.params)))
+        dots = (op for op in INTEGER_DOTS if op in ops)  # the faster of the two sets the limit
+        return next(dots, flops_type(*(p.dtype for p in self.params)))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of everything the machine code depends on, the target aside."""
+        """A digest of everything the machine code depends on except the target."""
         text = f"{self.name}|{self.params}|{self.args}|{self.root}|{self.chunk}|{self.lets}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -164,7 +164,7 @@ class LoopKernel:
         return f"{self.name}.{self.fingerprint[:8]}"
 
     def text(self, *, full: bool = False) -> str:
-        """The kernel as readable text; in full with all that its expressions are made of (see `lir/text.py`)."""
+        """The kernel as readable text; with `full`, as unabridged text (see `lir/text.py`)."""
         show = _Printer(self.params, full)
         reads = ", ".join(f"{p.name}: {p.dtype}" for p in self.params if not p.written)
         writes = ", ".join(f"{p.name}: {p.dtype}" for p in self.params if p.written)
@@ -186,7 +186,7 @@ def statements(root: Stmt) -> Iterator[Stmt]:
 
 
 def expressions(root: Stmt) -> Iterator[Expr]:
-    """Every expression of every statement inside `root`, nested ones included."""
+    """All expressions of all statements inside `root`, including nested ones."""
     for stmt in statements(root):
         for part in fields(stmt):
             value = getattr(stmt, part.name)
@@ -205,17 +205,17 @@ INFIX = {
 
 
 def expr_text(expr: Expr, params: tuple[Param, ...] = (), *, full: bool = False) -> str:
-    """An expression as readable text; in full as `parse_loops` reads it."""
+    """An expression as readable text; with `full`, as `parse_loops` reads it."""
     return _Printer(params, full).expr(expr)
 
 
-def written_out(expr: Expr, lets: Mapping[str, Expr], names: Mapping[str, str]) -> str:
-    """A value as readable text: with lets in place of their names, other names as `names` shows them."""
+def inlined_text(expr: Expr, lets: Mapping[str, Expr], names: Mapping[str, str]) -> str:
+    """A value as readable text with lets inlined; `names` maps other refs to display names."""
     return _Printer((), lets=lets, names=names, terse=True).bare(expr)
 
 
 def result_type(op: str, args: Sequence[Expr]) -> DType:
-    """The type of an operation, unless it says another (as casts do)."""
+    """The default result type of an operation; casts override it."""
     match op:
         case "eq" | "ne" | "lt" | "le" | "gt" | "ge":
             return BOOL
@@ -231,16 +231,16 @@ def result_type(op: str, args: Sequence[Expr]) -> DType:
 
 @dataclass(frozen=True)
 class _Printer:
-    """Expressions and statements as text; in full with types of numbers where they are not i64 or f32."""
+    """Prints expressions and statements; with `full`, constants that are not i64 or f32 show their type."""
 
     params: tuple[Param, ...]
     full: bool = False
     lets: Mapping[str, Expr] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)  # what to show for refs
-    terse: bool = False  # without parentheses around what stands alone
+    names: Mapping[str, str] = field(default_factory=dict)  # display names of refs
+    terse: bool = False  # without parentheses around top-level expressions
 
     def bare(self, expr: Expr) -> str:
-        """An expression that stands alone: a whole value, or an argument."""
+        """A top-level expression or an argument, which needs no parentheses."""
         while isinstance(expr, Ref) and expr.name in self.lets:
             expr = self.lets[expr.name]
         text = self.expr(expr)

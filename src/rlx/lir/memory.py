@@ -1,7 +1,7 @@
-"""The arena planner: where each temporary buffer lies, for concrete sizes.
+"""The arena planner: assigns an offset to each temporary buffer, for concrete sizes.
 
-Lifetimes count barrier phases, not launches: between two barriers threads run ahead of each other, so buffers that live
-in the same phase never share memory. What a loop has from outside, or hands out, lives while the loop runs.
+Lifetimes count barrier phases, not launches: between two barriers threads may run ahead of each other, so buffers that
+are live in the same phase never share memory. Inputs and outputs of a loop are live for the entire loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # planning goes by lifetimes, which may be from a cache: no program is needed then
+if TYPE_CHECKING:  # with cached lifetimes, planning needs no program
     from rlx.lir.program import Control, Program
 
 ALIGNMENT = 64
@@ -19,7 +19,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A buffer from the first phase that writes it to the last that touches it, both included."""
+    """A buffer's live phases, from the first write to the last use, both inclusive."""
 
     name: str
     first: int
@@ -28,7 +28,7 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Plan:
-    """Offsets in the arena, its size, and the least size any plan could have."""
+    """Offsets in the arena, its size, and a lower bound on the size of any plan."""
 
     offsets: Mapping[str, int]
     size: int
@@ -38,7 +38,7 @@ class Plan:
 
 @dataclass
 class _Span:
-    """A loop or branch in the walk through a program: its steps and its phases, both ends included."""
+    """The range of steps and phases of a loop or branch, both ends inclusive."""
 
     control: Control
     steps: list[int]
@@ -46,7 +46,7 @@ class _Span:
 
 
 def lifetimes(program: Program) -> list[Lifetime]:
-    """The phases in which each arena buffer lives, in order of first use."""
+    """The lifetime of each arena buffer, in order of first use."""
     from rlx.lir.program import ARENA, LAUNCH, LEAVE, NEXT, TEST, Loop
 
     touched: dict[str, list[tuple[int, int]]] = {}  # (step, phase)
@@ -85,10 +85,10 @@ def _lifetime(name: str, touched: list[tuple[int, int]], spans: Iterable[_Span])
 
 
 def _lives_throughout(name: str, phases: list[int], span: _Span) -> bool:
-    """Whether a buffer that only a loop or branch touches may not share memory with others inside.
+    """Whether a buffer used only inside a loop or branch is live for all of it.
 
-    Its predicate: a thread may still look at it when another one has passed on to any side. And, in a loop without a
-    barrier between its steps, what is used at the end of one while others are at the beginning of the next.
+    True for the predicate, which a thread may still read after another has moved on, and, in a loop without a barrier
+    between steps, for buffers used at the start or end of a step, where threads in different steps overlap.
     """
     from rlx.lir.program import Loop
 
@@ -99,8 +99,8 @@ def _lives_throughout(name: str, phases: list[int], span: _Span) -> bool:
 
 
 def plan(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> Plan:
-    """The better of two cheap plans: best fit in order of time, and first fit of the largest first."""
-    # A body that does not run, since its sizes do not fit, may have negative ones.
+    """The better of two cheap plans: best fit in time order, and first fit by decreasing size."""
+    # A body that does not run may have negative sizes.
     rounded = {x.name: max(0, -(-sizes[x.name] // ALIGNMENT) * ALIGNMENT) for x in lives}
     bound = liveness_bound(lives, rounded)
     best = _in_time_order(lives, rounded)
@@ -110,20 +110,20 @@ def plan(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> Plan:
 
 
 def liveness_bound(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> int:
-    """The most bytes that live at once."""
+    """The peak number of live bytes."""
     change: dict[int, int] = {}
     for x in lives:
         change[x.first] = change.get(x.first, 0) + sizes[x.name]
         change[x.last + 1] = change.get(x.last + 1, 0) - sizes[x.name]
-    total = most = 0
+    total = peak = 0
     for phase in sorted(change):
         total += change[phase]
-        most = max(most, total)
-    return most
+        peak = max(peak, total)
+    return peak
 
 
 def _in_time_order(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Best fit among free blocks, which join when their neighbours come free."""
+    """Best fit among free blocks; adjacent free blocks are merged."""
     offsets: dict[str, int] = {}
     free: list[tuple[int, int]] = []  # (offset, size), sorted
     ending: list[tuple[int, str]] = []  # (last phase, name), sorted
@@ -141,7 +141,7 @@ def _in_time_order(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> tuple
                 bisect.insort(free, (at + size, room - size))
         else:
             at = top
-            if free and free[-1][0] + free[-1][1] == top:  # the last free block reaches the end: grow it
+            if free and free[-1][0] + free[-1][1] == top:  # the last free block ends at the top: extend it
                 at = free.pop()[0]
             top = at + size
         offsets[life.name] = at
@@ -162,7 +162,7 @@ def _release(free: list[tuple[int, int]], at: int, size: int) -> None:
 
 
 def _largest_first(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Each buffer at the lowest place where it meets no buffer of its time."""
+    """Place each buffer, by decreasing size, at the lowest offset that overlaps no simultaneously live buffer."""
     offsets: dict[str, int] = {}
     taken: list[list[tuple[int, int]]] = [[] for _ in range(max((x.last + 1 for x in lives), default=0))]  # by phase
     top = 0

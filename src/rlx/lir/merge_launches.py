@@ -1,7 +1,7 @@
-"""Neighbouring loop launches over the same units become one: of one kind, if neither needs the other, or row by row.
+"""Merges adjacent loop launches over the same units: independent launches of one kernel, or producer and consumer.
 
-So the keys and the values of a cache are concatenated by one launch, and a normalised row is rounded to 8 bits by the
-unit that wrote it.
+For example, one launch appends both keys and values to a cache, and the unit that writes a normalised row also
+quantises it to 8 bits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rlx.types import Size
 
 
 def merge_launches(program: Program) -> None:
-    """Merge each launch into the one before it where that is possible; never across an edge of a loop or branch."""
+    """Merge each launch into its predecessor if possible; never across the edge of a loop or branch."""
     edges = {edge for control in program.controls for edge in control.edges}
     merged: list[Launch] = []
-    places: list[int] = []  # the new number of each launch
+    places: list[int] = []  # the new index of each launch
     for number, launch in enumerate(program.launches):
         joined = _join(merged[-1], launch) if merged and number not in edges else None
         if joined is None:
@@ -48,15 +48,15 @@ def merge_launches(program: Program) -> None:
             places.append(len(merged) - 1)
             merged[-1] = joined
     places.append(len(merged))
-    program.launches = [replace(launch, shares={}) for launch in merged]  # nobody asks any more
-    program.controls = [control.moved(places.__getitem__) for control in program.controls]
+    program.launches = [replace(launch, shares={}) for launch in merged]  # no longer needed
+    program.controls = [control.renumbered(places.__getitem__) for control in program.controls]
 
 
-MOST = 8  # launches that become one: kernels stay readable
+MAX_MERGED = 8  # launches per merged kernel, so that kernels stay readable
 
 
 def _join(a: Launch, b: Launch) -> Launch | None:
-    if not isinstance(a.kernel, LoopKernel) or not isinstance(b.kernel, LoopKernel) or len(a.also) >= MOST:
+    if not isinstance(a.kernel, LoopKernel) or not isinstance(b.kernel, LoopKernel) or len(a.also) >= MAX_MERGED:
         return None
     if a.units != b.units or a.kernel.root.index != b.kernel.root.index:
         return None
@@ -71,7 +71,7 @@ def _join(a: Launch, b: Launch) -> Launch | None:
         shares = _shares(a, buffer) | _shares(b, buffer)
         if len(shares) != 1 or None in shares:
             return None
-    suffix = chr(ord("b") + len(a.also))  # another one for each launch that joins
+    suffix = chr(ord("b") + len(a.also))  # a different one for each merged launch
     renamed = _Renamer(a.kernel.root.index, len(a.kernel.params), suffix)
     second = b.kernel
     params = a.kernel.params + tuple(Param(f"{p.name}{suffix}", p.dtype, p.written) for p in second.params)
@@ -87,17 +87,17 @@ def _join(a: Launch, b: Launch) -> Launch | None:
 
 
 def _shares(launch: Launch, buffer: str) -> set[Size | None]:
-    """The bytes of a buffer that are a unit's own, by each way in which a launch sees it; None where there are none."""
-    found: set[Size | None] = set()
+    """The bytes of a buffer private to each unit, for each view that the launch has of it; None if not private."""
+    shares: set[Size | None] = set()
     for name, view in zip(launch.kernel.words, launch.words, strict=True):
         if isinstance(view, View) and view.buffer == buffer:
-            whole = view.is_contiguous() and view.offset == 0
-            found.add(launch.shares.get(name) if whole else None)
-    return found
+            covers_buffer = view.is_contiguous() and view.offset == 0
+            shares.add(launch.shares.get(name) if covers_buffer else None)
+    return shares
 
 
 class _Renamer:
-    """The second kernel's body under names that do not clash with the first's."""
+    """Renames the second kernel's body so that its names do not clash with the first's."""
 
     def __init__(self, root: str, params: int, suffix: str) -> None:
         self.root = root

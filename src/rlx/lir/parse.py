@@ -1,7 +1,7 @@
 """Parses the unabridged text of LIR programs and kernels that `lir/text.py` prints.
 
-Text is lines; a line that is indented further belongs to the one above it. A kernel's name may end in its digest, which
-must then fit what it contains. Errors are `ParseError`s that tell the line.
+The text is line-based; a more deeply indented line belongs to the one above it. A kernel name may end in a digest,
+which must then match its contents. Errors are `ParseError`s that name the line.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ _FIELD = re.compile(rf"(\w+) ({STRING}|[\w.]+\([^)]*\)|[^,]+)(?:, |$)")
 
 
 def parse_program(text: str) -> Program:
-    """The program that `Program.text(full=True)` has printed."""
+    """Parse the output of `Program.text(full=True)`."""
     source = Source(text, "LIR text")
     head, *kernels = source.lines() or [Line(source, 0, 0)]
     known: dict[str, Kernel] = {}
     for line in kernels:
         name, kernel = _kernel(line)
         if known.setdefault(name, kernel) is not kernel:
-            line.fail(f"kernel {name} is there twice")
+            line.fail(f"kernel {name} is declared twice")
         known[kernel.symbol] = kernel
     with head.located():
         return _ProgramParser(head, known).parse()
 
 
 def parse_kernel(text: str) -> Kernel:
-    """The kernel that `lir.text.kernel_text` has printed."""
+    """Parse the output of `lir.text.kernel_text`."""
     lines = Source(text, "LIR text").lines()
     if len(lines) != 1:
         raise ParseError(f"LIR text: expected one kernel, found {len(lines)}")
@@ -89,23 +89,23 @@ def _unquoted(name: str) -> str:
 
 
 def _attr(line: Line, span: Span) -> Any:
-    """The attribute that a part of a line says."""
+    """Parse an attribute from part of a line."""
     return parse_attr(line.source.part(*span))
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
 def _kernel(line: Line) -> tuple[str, Kernel]:
-    """A kernel and the name by which launches call it."""
+    """A kernel, and the name by which launches refer to it."""
     with line.located():
         name, digest, loops = line.match(_KERNEL, "a kernel such as 'kernel copy(x0: f32) -> y1: f32'").groups()
         kernel = parse_loops(name, loops, _nested(line.inside)) if loops else _record(line)
     if digest and kernel.symbol != f"{name}.{digest}":
-        line.fail(f"the kernel is {kernel.symbol} by its contents", hint="leave the digest out to change it")
+        line.fail(f"the contents of this kernel give {kernel.symbol}", hint="leave the digest out to change the kernel")
     return (f"{name}.{digest}" if digest else name), kernel
 
 
 def _nested(lines: Sequence[Line], depth: int = 0) -> Iterator[tuple[int, Line]]:
-    """Lines one by one, with their depth."""
+    """All lines in order, with their depth."""
     for line in lines:
         yield depth, line
         yield from _nested(line.inside, depth + 1)
@@ -114,59 +114,59 @@ def _nested(lines: Sequence[Line], depth: int = 0) -> Iterator[tuple[int, Line]]
 def _record(line: Line) -> Kernel:
     head, *rest = line.inside or [line]
     kind = head.text.partition(" ")[0]
-    given = head.part((min(head.start + len(kind) + 1, head.stop), head.stop))
+    field_text = head.part((min(head.start + len(kind) + 1, head.stop), head.stop))
     match kind:
         case "attention":
-            return AttentionKernel(**_fields(given, AttentionKernel))
+            return AttentionKernel(**_fields(field_text, AttentionKernel))
         case "attention_grad":
-            return AttentionGradKernel(AttentionKernel(**_fields(given, AttentionKernel)))
+            return AttentionGradKernel(AttentionKernel(**_fields(field_text, AttentionKernel)))
         case "matmul":
-            return _matmul(head, given, rest)
+            return _matmul(head, field_text, rest)
         case _:
-            head.fail(f"{kind!r} is no kind of kernel", hint="attention, attention_grad, matmul, or loops")
+            head.fail(f"{kind!r} is not a kind of kernel", hint="attention, attention_grad, matmul, or loops")
 
 
 def _fields(line: Line, record: type[Any], *other: str) -> dict[str, Any]:
-    """The fields of a record by name, all but those that have lines of their own; some have defaults."""
+    """The fields of a record by name, except those in `other`, which have lines of their own; some have defaults."""
     known = {f.name: f.default for f in fields(record) if f.name not in other}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     end = line.start
     while part := _FIELD.match(line.source.text, end, line.stop):
-        if part[1] not in known or part[1] in found:
-            line.fail(f"{part[1]!r} is not a field that is missing", hint=nearest(part[1], known))
-        found[part[1]] = _attr(line, part.span(2))
+        if part[1] not in known or part[1] in values:
+            line.fail(f"{part[1]!r} is unknown or given twice", hint=nearest(part[1], known))
+        values[part[1]] = _attr(line, part.span(2))
         end = part.end()
     if end != line.stop:
         line.fail(f"{line.source.text[end : min(end + 40, line.stop)]!r} is not a field and its value")
-    if missing := [name for name, default in known.items() if default is MISSING and name not in found]:
+    if missing := [name for name, default in known.items() if default is MISSING and name not in values]:
         line.fail(f"fields are missing: {', '.join(missing)}")
-    return found
+    return values
 
 
-def _matmul(head: Line, given: Line, rest: Sequence[Line]) -> MatmulKernel:
-    values = _fields(given, MatmulKernel, "epilogue", "beside")
-    beside: list[EpilogueOperand] = []
+def _matmul(head: Line, field_text: Line, rest: Sequence[Line]) -> MatmulKernel:
+    values = _fields(field_text, MatmulKernel, "epilogue", "epilogue_operands")
+    operands: list[EpilogueOperand] = []
     bodies: list[Line] = []
     for line in rest:
         word = line.text.partition(" ")[0]
         if word == "operand":
             name, kind, per_row, written = line.match(_OPERAND, "an operand of an epilogue").groups()
-            beside.append(EpilogueOperand(name, dtype(kind), per_row is None, written is not None))
+            operands.append(EpilogueOperand(name, dtype(kind), per_row is None, written is not None))
         elif word == "epilogue":
             bodies.append(line)
         else:
-            line.fail(f"{word!r} is no part of a matmul", hint=nearest(word, ("operand", "epilogue")))
+            line.fail(f"{word!r} is not part of a matmul", hint=nearest(word, ("operand", "epilogue")))
     if len(bodies) > 1:
         head.fail("a matmul has at most one epilogue")
-    kernel = MatmulKernel(**values, epilogue=None, beside=tuple(beside))
+    kernel = MatmulKernel(**values, epilogue=None, epilogue_operands=tuple(operands))
     return replace(kernel, epilogue=_epilogue(bodies[0], kernel)) if bodies else kernel
 
 
 def _epilogue(line: Line, kernel: MatmulKernel) -> Epilogue:
-    """Lets, then the value of each operand that is written."""
+    """Lets, then one value per written operand."""
     known = {sum_name(i): kernel.accumulator for i in range(kernel.weights)}
-    known |= {operand.name: operand.dtype for operand in kernel.beside if not operand.written}
-    written = [operand.name for operand in kernel.beside if operand.written]
+    known |= {operand.name: operand.dtype for operand in kernel.epilogue_operands if not operand.written}
+    written = [operand.name for operand in kernel.epilogue_operands if operand.written]
     lets = parse_lets(_nested(line.inside), known)
     stored = lets[len(lets) - len(written) :]
     if [let.name for let in stored] != written:
@@ -191,7 +191,7 @@ class _ProgramParser:
         return self.program
 
     def declaration(self, line: Line) -> bool:
-        """Whether a line is one of those in front of the launches, which is then in the program."""
+        """Parse a declaration into the program; False if the line is not one."""
         readers = {"limit": self.limit, "entries": self.batch, "assert": self.assertion}
         readers |= dict.fromkeys((INPUT, OUTPUT, WEIGHT, CONST, ARENA), self.buffer)
         read = readers.get(line.text.partition(" ")[0])
@@ -201,16 +201,16 @@ class _ProgramParser:
         return read is not None
 
     def limit(self, line: Line) -> None:
-        symbol, most = line.match(_LIMIT, "a limit").groups()
-        self.program.limits[symbol] = int(most)
+        symbol, limit = line.match(_LIMIT, "a limit").groups()
+        self.program.limits[symbol] = int(limit)
 
     def batch(self, line: Line) -> None:
         (self.program.batch,) = line.match(_BATCH, "the independent axis").groups()
 
     def assertion(self, line: Line) -> None:
-        found = line.match(_ASSERTION, "an assertion")
-        a, relation, b, steps, launched, op, where = found.groups()
-        sizes = _attr(line, found.span(4)) if steps else ()
+        match = line.match(_ASSERTION, "an assertion")
+        a, relation, b, steps, launched, op, where = match.groups()
+        sizes = _attr(line, match.span(4)) if steps else ()
         self.program.assertions.append(
             Assertion(parse_dim(a), parse_dim(b), relation, string(op), string(where), sizes, launched is not None)
         )
@@ -219,7 +219,7 @@ class _ProgramParser:
         kind, quoted, type_text, note, value = line.match(_BUFFER, "a buffer").groups()
         name, type_ = _unquoted(quoted), parse_type(type_text)
         if name in self.program.buffers:
-            line.fail(f"buffer {name!r} is there twice")
+            line.fail(f"buffer {name!r} is declared twice")
         data = None if value is None else parse_array(value, type_)
         self.program.buffers[name] = Buffer(name, type_, kind, data, string(note) if note else "")
         lists = {INPUT: self.program.inputs, WEIGHT: self.program.weights, OUTPUT: self.program.outputs}
@@ -240,7 +240,7 @@ class _ProgramParser:
                 elif line.text.startswith("if "):
                     self.branch(line, then)
                 else:
-                    line.fail("this is neither a launch nor a loop or branch")
+                    line.fail("this is not a launch, loop or branch")
             at += 1 if then is None else 2
 
     @property
@@ -249,11 +249,11 @@ class _ProgramParser:
 
     def loop(self, line: Line, then: Line | None) -> None:
         kind, symbol, length, parity, between, barrier = line.match(_LOOP, "a loop").groups()
-        found = Loop(
+        loop = Loop(
             self.here, self.here, self.here, None if length is None else parse_dim(length), symbol, parity,
             between=between is not None, barrier=barrier is not None,
         )  # fmt: skip
-        number = self.reserve(found)
+        number = self.reserve(loop)
         tests = [i for i, inner in enumerate(line.inside) if inner.text.startswith("test ")]
         if len(tests) != (kind == "while"):
             line.fail(f"a {kind} has {len(tests)} tests")
@@ -261,26 +261,26 @@ class _ProgramParser:
             self.section(line.inside[: tests[0]])
             test = line.inside[tests[0]]
             predicate = self.view(test.part((test.start + len("test "), test.stop)))
-            found = replace(found, predicate=predicate, test=self.here)
+            loop = replace(loop, predicate=predicate, test=self.here)
             self.section(line.inside[tests[0] + 1 :])
         else:
             self.section(line.inside)
-        found = replace(found, last=self.here)
+        loop = replace(loop, last=self.here)
         self.section(then.inside if then else ())
-        self.program.controls[number] = replace(found, end=self.here)
+        self.program.controls[number] = replace(loop, end=self.here)
 
     def branch(self, line: Line, other: Line | None) -> None:
         head = line.match(_BRANCH, "a branch")
         predicate = self.view(line.part(head.span(1)))
-        found = Branch(self.here, self.here, self.here, predicate, barrier=head[2] is not None)
-        number = self.reserve(found)
+        branch = Branch(self.here, self.here, self.here, predicate, barrier=head[2] is not None)
+        number = self.reserve(branch)
         self.section(line.inside)
-        found = replace(found, middle=self.here)
+        branch = replace(branch, middle=self.here)
         self.section(other.inside if other else ())
-        self.program.controls[number] = replace(found, end=self.here)
+        self.program.controls[number] = replace(branch, end=self.here)
 
     def reserve(self, control: Control) -> int:
-        """A place for a loop or branch before those inside it."""
+        """Reserve the index of a loop or branch, so that it precedes those inside it."""
         self.program.controls.append(control)
         return len(self.program.controls) - 1
 
@@ -305,23 +305,23 @@ class _ProgramParser:
                 elif key == "where":
                     origin["where"] = string(rest)
                 else:
-                    found = inner.match(_ORIGIN, "a word, a share or an origin of a launch")
-                    origin |= {"node": int(found[1]), "also": _attr(inner, found.span(2)), "flops": parse_dim(found[3])}
+                    match = inner.match(_ORIGIN, "a word, a share or an origin of a launch")
+                    origin |= {"node": int(match[1]), "also": _attr(inner, match.span(2)), "flops": parse_dim(match[3])}
         unknown = next((w for w in (*words, *shares) if w not in kernel.words), None)
         if unknown is not None:
             line.fail(f"{name} has no word {unknown!r}", hint=nearest(unknown, kernel.words))
         if (units is not None) != isinstance(kernel, LoopKernel):
-            line.fail(f"{name} is {kernel.kind}: loops have units, and no other kernel does")
+            line.fail(f"{name} is {kernel.kind}: only loop kernels have units, and they must")
         values = tuple(words.get(w) for w in kernel.words)
         count = None if units is None else parse_dim(units)
         return Launch(kernel, values, count, split or "", barrier is not None, shares=shares, **origin)
 
     def view(self, line: Line) -> View:
         with line.located():
-            found = line.match(_VIEW, "a view")
-            buffer, kind, shape, strides, offset = found.groups()
+            match = line.match(_VIEW, "a view")
+            buffer, kind, shape, strides, offset = match.groups()
             name, type_ = _unquoted(buffer), parse_type(f"{kind}[{shape}]")
             if name not in self.program.buffers:
                 line.fail(f"no buffer is called {name!r}", hint=nearest(name, self.program.buffers))
-            steps = contiguous_strides(type_.shape) if strides is None else _attr(line, found.span(4))
+            steps = contiguous_strides(type_.shape) if strides is None else _attr(line, match.span(4))
             return View(name, type_.dtype, type_.shape, steps, parse_dim(offset) if offset else 0)

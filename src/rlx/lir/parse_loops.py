@@ -38,7 +38,7 @@ from rlx.lir.loops import (
 )
 
 Nested = tuple[int, Line]  # a line of a kernel, and its depth
-MAX_NESTING = 400  # expressions in each other
+MAX_NESTING = 400  # depth of expressions
 
 _HEAD = re.compile(r"\((.*)\) -> (.*)")
 _PARAM = re.compile(r"(\w+): (\w+)")
@@ -56,32 +56,32 @@ _REDUCTIONS = ("sum", "prod", "max", "min")
 
 
 def parse_loops(name: str, head: str, lines: Iterable[Nested]) -> LoopKernel:
-    """The loop kernel of a name, from the rest of its first line and the lines after it."""
+    """Parse a loop kernel from the rest of its first line and the lines after it."""
     return _Kernel(name, head, list(lines)).parse()
 
 
 def parse_lets(lines: Iterable[Nested], known: Mapping[str, DType]) -> list[Let]:
-    """Names and their values, one per line, given the types of names that have a value already."""
+    """Parse lets, one per line; `known` has the types of names defined before."""
     reader = _Kernel("lets", "() -> ", list(lines))
     reader.scopes[0].update(known)
     lets: list[Let] = []
     while reader.at < len(reader.lines):
         stmt = reader.stmt(0)
         if not isinstance(stmt, Let):
-            reader.fail("only names of values stand here")
+            reader.fail("only lets are allowed here")
         lets.append(stmt)
     return lets
 
 
 class _Kernel:
-    """Reads the lines of a kernel, and knows what names mean where it is."""
+    """Parses the lines of a kernel and tracks the names in scope."""
 
     def __init__(self, name: str, head: str, lines: list[Nested]) -> None:
         self.name, self.lines, self.at = name, lines, 0
-        found = _HEAD.fullmatch(head)
-        if found is None:
-            raise ParseError("this is no head of a kernel", hint="kernel copy(x0: f32) -> y1: f32")
-        params = [Param(*part, written=side == 1) for side in range(2) for part in _params(found[side + 1])]
+        match = _HEAD.fullmatch(head)
+        if match is None:
+            raise ParseError("this is not the head of a kernel", hint="kernel copy(x0: f32) -> y1: f32")
+        params = [Param(*part, written=side == 1) for side in range(2) for part in _params(match[side + 1])]
         self.params = {p.name: (i, p) for i, p in enumerate(params)}
         self.tables: dict[str, Table] = {}
         self.scopes: list[dict[str, DType | None]] = [{}]  # the type of a let or variable, None for an index
@@ -99,20 +99,20 @@ class _Kernel:
         while self.at < len(self.lines) and not self.text.startswith("for "):
             stmt = self.stmt(0)
             if not isinstance(stmt, Let):
-                self.fail("only names of values stand before the loop of a kernel")
+                self.fail("only lets are allowed before the loop of a kernel")
             lets.append(stmt)
         split = _FOR.fullmatch(self.text) if self.at < len(self.lines) else None
         if split is None or split[4] is None:
-            self.fail("a kernel has one outer loop, which is split")
+            self.fail("a kernel needs one outer loop marked split")
         root = self.stmt(0)
         assert isinstance(root, For)
         if self.at < len(self.lines):
-            self.fail("more follows the loop of the kernel")
+            self.fail("nothing may follow the loop of a kernel")
         params = tuple(p for _, p in self.params.values())
         return LoopKernel(self.name, params, args, root, int(split[5] or 0), tuple(lets))
 
     def words(self, names: list[str]) -> tuple[str, ...]:
-        """The order of the argument block: parameters first; gives the names of the arguments after them."""
+        """Order the parameters as in the argument block; returns the names of the integer arguments after them."""
         count = len(self.params)
         if sorted(names[:count]) != sorted(self.params):
             self.fail(f"the first words are not the parameters, {', '.join(self.params)}")
@@ -122,7 +122,7 @@ class _Kernel:
     # -- lines --
     @property
     def text(self) -> str:
-        """The line at hand."""
+        """The current line."""
         return self.lines[self.at][1].text
 
     def fail(self, problem: str, hint: str | None = None) -> NoReturn:
@@ -132,7 +132,7 @@ class _Kernel:
 
     @contextmanager
     def inside(self, **bound: DType | None) -> Iterator[None]:
-        """What names mean in a body."""
+        """Open the scope of a body."""
         self.scopes.append(dict(bound))
         self.variables.append(set())
         yield
@@ -140,7 +140,7 @@ class _Kernel:
         self.variables.pop()
 
     def meaning(self, name: str) -> Expr:
-        """The expression that a name is: an index, a value, or else a run-time argument."""
+        """Resolve a name to an index, a value, or else a run-time argument."""
         for scope in reversed(self.scopes):
             if name in scope:
                 kind = scope[name]
@@ -150,10 +150,10 @@ class _Kernel:
     def extent(self, text: str) -> int | Arg | Ref:
         if text.isdecimal():
             return int(text)
-        found = self.meaning(text)
-        if not isinstance(found, Arg | Ref):
-            self.fail(f"{text!r} is an index, a loop runs over a number, an argument or a value")
-        return found
+        extent = self.meaning(text)
+        if not isinstance(extent, Arg | Ref):
+            self.fail(f"{text!r} is an index; an extent is a number, an argument or a value")
+        return extent
 
     # -- statements --
     def stmt(self, depth: int) -> Stmt:
@@ -199,14 +199,14 @@ class _Kernel:
 
 def _params(text: str) -> Iterator[tuple[str, DType]]:
     for part in filter(None, text.split(", ")):
-        found = _PARAM.fullmatch(part)
-        if found is None:
-            raise ParseError(f"{part!r} is no parameter such as x0: f32")
-        yield found[1], dtype(found[2])
+        match = _PARAM.fullmatch(part)
+        if match is None:
+            raise ParseError(f"{part!r} is not a parameter such as x0: f32")
+        yield match[1], dtype(match[2])
 
 
 class _Expressions:
-    """Reads expressions out of one line."""
+    """Parses the expressions of one line."""
 
     def __init__(self, kernel: _Kernel, text: str) -> None:
         self.kernel, self.depth = kernel, 0
@@ -215,14 +215,14 @@ class _Expressions:
         while end < len(text.rstrip()):
             token = _TOKEN.match(text, end)
             if token is None:
-                kernel.fail(f"{text[end : end + 20]!r} is no part of an expression")
+                kernel.fail(f"{text[end : end + 20]!r} is not part of an expression")
             self.tokens.append((str(token.lastgroup), token[str(token.lastgroup)]))
             end = token.end()
         self.tokens.append(("end", "the end of the line"))
         self.at = 0
 
     def take(self, *wanted: str) -> str:
-        """The next token, which is one of those wanted, or any."""
+        """Consume the next token, which must be one of `wanted`, if any are given."""
         kind, token = self.tokens[self.at]
         if kind == "end" or (wanted and token not in wanted):
             self.kernel.fail(f"expected {' or '.join(map(repr, wanted)) or 'an expression'}, found {token!r}")
@@ -233,11 +233,11 @@ class _Expressions:
         return self.tokens[self.at] == ("sign", token)
 
     def only(self) -> Expr:
-        """An expression that ends with the line."""
-        found = self.expr()
+        """An expression that extends to the end of the line."""
+        expr = self.expr()
         if self.tokens[self.at][0] != "end":
             self.kernel.fail(f"{self.tokens[self.at][1]!r} follows the expression")
-        return found
+        return expr
 
     def expr(self) -> Expr:
         self.depth += 1
@@ -245,31 +245,31 @@ class _Expressions:
             self.kernel.fail(f"expressions are nested more than {MAX_NESTING} deep")
         kind, token = self.tokens[self.at]
         self.take()
-        found = self.number(token) if kind == "number" else self.group() if token == "(" else self.word(kind, token)
+        expr = self.number(token) if kind == "number" else self.group() if token == "(" else self.word(kind, token)
         self.depth -= 1
-        return found
+        return expr
 
     def group(self) -> Expr:
-        """What follows a parenthesis: an operation, or a choice."""
+        """The rest of a parenthesised expression: an infix operation or a choice."""
         first = self.expr()
         if self.tokens[self.at] == ("name", "if"):
             self.take("if")
             condition = self.expr()
             self.take("else")
-            found: Expr = Choose(condition, first, self.expr())
+            expr: Expr = Choose(condition, first, self.expr())
         else:
             op = _OPS[self.take(*_OPS)]
             args = first, self.expr()
-            found = Apply(op, args, result_type(op, args))
+            expr = Apply(op, args, result_type(op, args))
         self.take(")")
-        return found
+        return expr
 
     def number(self, token: str) -> Const:
         value: int | float = int(token) if re.fullmatch(r"-?[0-9]+", token) else float(token)
         return Const(value, self.type() or (I64 if isinstance(value, int) else F32))
 
     def type(self) -> DType | None:
-        """The type after a colon, if one is there."""
+        """The type after a colon, if there is one."""
         if not self.follows(":"):
             return None
         self.take(":")
@@ -315,7 +315,7 @@ class _Expressions:
         return tuple(terms)
 
     def call(self, name: str) -> Expr:
-        given = self.type()
+        dtype_override = self.type()
         self.take("(")
         if name in _REDUCTIONS and self.tokens[self.at + 1] == ("name", "in"):
             index = self.take()
@@ -326,7 +326,7 @@ class _Expressions:
                 value = self.expr()
             self.take(")")
             if isinstance(extent, Ref):
-                self.kernel.fail("a reduction runs over a number or an argument")
+                self.kernel.fail("the extent of a reduction must be a number or an argument")
             return Reduce(name, index, extent, value)
         args = [self.expr()]
         while self.follows(","):
@@ -336,5 +336,5 @@ class _Expressions:
         if name in BY_NAME and len(args) == 1:
             return Apply("cast", tuple(args), BY_NAME[name])
         if SCALAR_OPS.get(name) != len(args):
-            self.kernel.fail(f"no operation of {len(args)} numbers is called {name!r}", hint=nearest(name, SCALAR_OPS))
-        return Apply(name, tuple(args), given or result_type(name, args))
+            self.kernel.fail(f"no operation {name!r} takes {len(args)} operands", hint=nearest(name, SCALAR_OPS))
+        return Apply(name, tuple(args), dtype_override or result_type(name, args))

@@ -1,8 +1,8 @@
-"""LIR programs: buffers, kernels, launches. Everything a backend needs to run a graph, and readable as text.
+"""LIR programs: buffers, kernels and launches, everything a backend needs to run a graph.
 
-Sizes are expressions over run-time symbols; buffer addresses are data. `Program` is target-specific (layouts of
-weights) but knows no machine code. Launches stand in one list; loops and branches are ranges of it, and `steps` is the
-walk through them.
+Sizes are expressions over run-time symbols; buffer addresses are data. A `Program` is specific to a target (through
+weight layouts) but contains no machine code. Launches form one list; loops and branches are ranges of it, and `steps`
+walks through them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlx.types import Size, TensorType, contiguous_strides, evaluate
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory of a type. Arena buffers are planned; the others belong to the caller, the weight store or the program."""
+    """Typed memory. Arena buffers are planned; others belong to the caller, the weight store or the program."""
 
     name: str
     type: TensorType
@@ -35,7 +35,7 @@ class Buffer:
     note: str = ""  # how a weight is laid out
 
     def view(self) -> View:
-        """All of it, without gaps; packed blocks are seen as the units they are made of, of 16 or of 8 bits."""
+        """A contiguous view of the entire buffer; quantised blocks are viewed as 16-bit or 8-bit units."""
         storage = self.type.dtype
         if storage.is_packed:
             *lead, blocks = self.type.array_shape
@@ -46,21 +46,23 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One run of a kernel: a value for each of its words, and, of loops, how they are split."""
+    """One run of a kernel: a value for each of its words, and, for loop kernels, how they are split."""
 
     kernel: Kernel
-    words: tuple[View | Size | None, ...]  # None: an operand that is left out
-    units: Size | None = None  # of loops: iterations that may run at the same time; other kernels are cut by backends
-    split: str = ""  # what a unit is
+    words: tuple[View | Size | None, ...]  # None: an absent optional operand
+    units: Size | None = None  # of loop kernels: parallel iterations; backends split other kernels themselves
+    split: str = ""  # the name of a unit
     barrier: bool = False
     where: str = ""  # stage path and source line
     node: int = -1
     flops: Size = 0
     also: tuple[int, ...] = ()  # further nodes whose launches were merged into this one
-    shares: Mapping[str, Size] = field(default_factory=dict)  # bytes of operands of which each unit has its own run
+    shares: Mapping[str, Size] = field(
+        default_factory=dict
+    )  # bytes per unit of operands that units access in disjoint runs
 
     def views(self, written: bool | None = None) -> list[View]:
-        """Operand views; only those the kernel writes, or only those it reads, if asked."""
+        """Operand views: all, only those written (`written=True`), or only those read (`written=False`)."""
         wanted = {w for w, is_written in self.kernel.operands().items() if written is None or is_written == written}
         return [
             v for name, v in zip(self.kernel.words, self.words, strict=True) if isinstance(v, View) and name in wanted
@@ -80,27 +82,27 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Launches [first, last) again and again, then [last, end) once. Ranges of inner loops lie inside.
+    """Runs launches [first, last) repeatedly, then [last, end) once. Ranges of inner loops are nested inside.
 
-    Operands move by two symbols that only offsets of views have: `symbol` counts the steps from 0, `parity` is 0 in the
-    first step, 1 in the second, 0 in the third. In a loop with a `predicate`, launches [first, test) compute it, and
-    the loop goes on to [test, last) only where it is true.
+    View offsets depend on the step through two symbols: `symbol` counts steps from 0, and `parity` alternates between
+    0 and 1, beginning with 0. In a loop with a `predicate`, launches [first, test) compute it, and [test, last) run
+    only while it is true.
     """
 
     first: int
     last: int
     end: int
-    length: Size | None  # steps; with a predicate the most of them, None where nothing else ends it
+    length: Size | None  # steps; with a predicate their maximum, None if unlimited
     symbol: str
     parity: str
     predicate: View | None = None
     test: int = -1
-    between: bool = False  # a barrier between two steps
-    barrier: bool = False  # and one after the loop
+    between: bool = False  # barrier between steps
+    barrier: bool = False  # barrier after the loop
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Where something begins or ends, in order."""
+        """The launch indices at which a range begins or ends, in order."""
         tested = () if self.predicate is None else (self.test,)
         return self.first, *tested, self.last, self.end
 
@@ -108,15 +110,15 @@ class Loop:
     def symbols(self) -> tuple[str, ...]:
         return self.symbol, self.parity
 
-    def moved(self, to: Callable[[int], int]) -> Loop:
-        """The same loop in a list whose launches have other numbers."""
+    def renumbered(self, to: Callable[[int], int]) -> Loop:
+        """The same loop after launches are renumbered by `to`."""
         test = -1 if self.predicate is None else to(self.test)
         return replace(self, first=to(self.first), last=to(self.last), end=to(self.end), test=test)
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Launches [first, middle) where the predicate is true, else [middle, end)."""
+    """Runs launches [first, middle) if the predicate is true, else [middle, end)."""
 
     first: int
     middle: int
@@ -132,7 +134,7 @@ class Branch:
     def symbols(self) -> tuple[str, ...]:
         return ()
 
-    def moved(self, to: Callable[[int], int]) -> Branch:
+    def renumbered(self, to: Callable[[int], int]) -> Branch:
         return replace(self, first=to(self.first), middle=to(self.middle), end=to(self.end))
 
 
@@ -142,10 +144,10 @@ LAUNCH, ENTER, TEST, NEXT, JUMP, LEAVE = "launch", "enter", "test", "next", "jum
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that the walk through a program meets, and the loops it is in, outermost first.
+    """One step of the walk through a program, and the enclosing loops, outermost first.
 
-    A launch, or an edge of a loop or branch: `enter` a loop, `test` a predicate, go to the `next` step of a loop,
-    `jump` over the other side of a branch, `leave` either. `number` counts launches or the program's controls.
+    A `launch`, or an edge of a loop or branch: `enter` a loop, `test` a predicate, go to the `next` iteration of a
+    loop, `jump` over the else side of a branch, `leave` either. `number` indexes the program's launches or controls.
     """
 
     kind: str
@@ -155,7 +157,7 @@ class Step:
 
 @dataclass
 class Program:
-    """A schedulable graph: what it reads and gives, its buffers and its launches in order."""
+    """A scheduled graph: its interface, its buffers, and its launches in order."""
 
     name: str
     target: str
@@ -167,38 +169,38 @@ class Program:
     weights: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     assertions: list[Assertion] = field(default_factory=list)
-    controls: list[Control] = field(default_factory=list)  # outer ones before inner ones
-    batch: str | None = None  # the symbol of the first axis of all inputs and outputs, whose entries are independent
+    controls: list[Control] = field(default_factory=list)  # outer before inner
+    batch: str | None = None  # symbol of the leading axis of all inputs and outputs, if its entries are independent
 
     def steps(self) -> Iterator[Step]:
-        """The walk through the program: launches in order, with the edges of loops and branches between them."""
+        """Walk through the program: launches in order, with the edges of loops and branches between them."""
         return _Walk(self).section(0, len(self.launches), ())
 
     def loop_symbols(self) -> tuple[str, ...]:
-        """The symbols by which operands move."""
+        """The symbols that change from step to step of loops."""
         return tuple(name for control in self.controls for name in control.symbols)
 
     def runs(self, steps: Mapping[int, int]) -> list[int]:
-        """How often each launch runs, if all steps of each loop, by its number, are so many; a test counts as true."""
-        found = []
+        """How often each launch runs, given the total steps of each loop by its index; tests count as true."""
+        counts = []
         for step in self.steps():
             if step.kind == LAUNCH:
                 around = [n for n in step.loops if step.number < self._loop(n).last]
-                found.append(steps[around[-1]] if around else 1)
-        return found
+                counts.append(steps[around[-1]] if around else 1)
+        return counts
 
     def all_steps(self, sizes: Mapping[str, int]) -> dict[int, int]:
-        """The steps of each loop in a whole run; one for each time that a loop of unknown length is entered."""
-        found: dict[int, int] = {}
+        """The total steps of each loop in a run; loops of unknown length count one step per entry."""
+        totals: dict[int, int] = {}
         for step in self.steps():
             if step.kind == ENTER:
                 length = self._loop(step.number).length
                 times = 1 if length is None or self._loop(step.number).predicate else evaluate(length, sizes)
-                found[step.number] = times * (found[step.loops[-1]] if step.loops else 1)
-        return found
+                totals[step.number] = times * (totals[step.loops[-1]] if step.loops else 1)
+        return totals
 
     def outermost_loops(self) -> list[int | None]:
-        """The number of the outermost loop around each launch."""
+        """The index of the outermost loop around each launch."""
         return [step.loops[0] if step.loops else None for step in self.steps() if step.kind == LAUNCH]
 
     def _loop(self, number: int) -> Loop:
@@ -211,7 +213,7 @@ class Program:
         return {launch.kernel.symbol: launch.kernel for launch in self.launches}
 
     def fingerprint(self) -> str:
-        """A digest of the whole program, with every size and number that its text leaves out."""
+        """A digest of the program, including all sizes and constants that its text omits."""
         digest = hashlib.blake2b(self.text().encode(), digest_size=16)
         for launch in self.launches:
             digest.update(f"\n{launch.words}".encode())
@@ -227,7 +229,7 @@ class Program:
         }
 
     def text(self, *, kernels: bool = True, full: bool = False) -> str:
-        """The program as text: interface, buffers, launches, then the kernels. In full it can be read by `parse`."""
+        """The program as text: interface, buffers, launches, kernels. With `full`, `parse` can read it back."""
         if full:
             from rlx.lir.text import program_text
 
@@ -239,7 +241,7 @@ class Program:
         return "\n".join(lines)
 
     def interface_lines(self) -> Iterator[str]:
-        """What the program takes and gives, its buffers, and what it asserts."""
+        """The program's symbols, limits, buffers and assertions."""
         yield f"program @{self.name}({', '.join(self.symbols)})  # {self.target}"
         for symbol, limit in sorted(self.limits.items()):
             yield f"  limit {symbol} <= {limit}"
@@ -255,13 +257,13 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """The program that `text(full=True)` has printed."""
+        """Parse the output of `text(full=True)`."""
         from rlx.lir.parse import parse_program
 
         return parse_program(text)
 
     def launch_lines(self, show: Callable[[Launch], str], view: Callable[[View], str] = str) -> Iterator[str]:
-        """The text of each launch, indented in loops and branches, whose edges have lines of their own."""
+        """The text of each launch, indented inside loops and branches, whose edges are separate lines."""
         depth = 1
         for step in self.steps():
             if step.kind == LAUNCH:
@@ -275,14 +277,14 @@ class Program:
 
 
 class _Walk:
-    """Reads controls in the order in which they begin."""
+    """Walks through controls in the order in which they begin."""
 
     def __init__(self, program: Program) -> None:
         self.controls = program.controls
         self.at = 0
 
     def section(self, first: int, end: int, loops: tuple[int, ...]) -> Iterator[Step]:
-        """Launches [first, end) and what is inside them."""
+        """Steps of launches [first, end), including controls in that range."""
         position = first
         while True:
             inner = self.controls[self.at] if self.at < len(self.controls) else None
@@ -344,7 +346,7 @@ def launch_text(launch: Launch) -> str:
 
 
 def _buffers(launch: Launch, kernel: MatmulKernel) -> dict[str, str]:
-    """The buffers of a matmul's operands, by the names that the epilogue has for them."""
+    """The buffers of a matmul's epilogue operands, by their names in the epilogue."""
     views = dict(zip(kernel.words, launch.words, strict=True))
-    named = {operand.name: views[operand.name] for operand in kernel.beside}
+    named = {operand.name: views[operand.name] for operand in kernel.epilogue_operands}
     return {name: view.buffer for name, view in named.items() if isinstance(view, View)}

@@ -1,7 +1,7 @@
-"""Scheduling: MIR nodes become launches of kernels on buffers, in order. Views become strides.
+"""Scheduling: lowers MIR nodes, in order, to kernel launches on buffers; shape ops become strided views.
 
-Each op group has its loop forms in `lir/forms/<group>.py`; a form is a function of the scheduler and a node that adds
-launches and gives the views of the node's results.
+The loop forms of each op group are in `lir/forms/<group>.py`. A form takes the scheduler and a node, adds launches,
+and returns the views of the node's results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ loop_form: RuleTable[LoopForm] = RuleTable("loop form", "src/rlx/lir/forms/{grou
 
 
 class Scheduler:
-    """Builds one program from one graph. The body of a loop or branch has a scheduler of its own, `inside` another."""
+    """Builds a program from a graph. The body of a loop or branch has its own scheduler, nested `inside` another."""
 
     def __init__(self, graph: Graph, target: Target, notes: Mapping[str, str], inside: Scheduler | None = None) -> None:
         self.graph = graph
@@ -40,12 +40,12 @@ class Scheduler:
         self.views: dict[Value, View] = {}
         self.node: Node | None = None
         self.notes = notes
-        self.borrowed: set[str] = set()  # buffers that a body has from outside: not its own to change
-        self.shared: dict[Hashable, Any] = {}  # what a form has made that forms of later nodes use too
+        self.borrowed: set[str] = set()  # buffers that a body gets from outside and must not change
+        self.shared: dict[Hashable, Any] = {}  # values that a form shares with forms of later nodes
         self._outputs: dict[Value, str] = {}
         self._places: dict[Value, View] = {}
-        self._steps: tuple[Size, ...] = ()  # of loops around a body that may have none
-        self._asserted: list[Assertion] | None = None  # for whoever schedules the body; None: for the program
+        self._steps: tuple[Size, ...] = ()  # of enclosing loops that may have no steps
+        self._asserted: list[Assertion] | None = None  # None: assertions go to the program
         self.program: Program
         self._taken: set[str]  # names of buffers
         if inside is not None:
@@ -80,7 +80,7 @@ class Scheduler:
                 return form(self, node)
 
     def _fresh(self, name: str) -> str:
-        """A name for a buffer that no input, param or other buffer has."""
+        """A buffer name that no input, param or other buffer has."""
         while name in self._taken:
             name += "_"
         self._taken.add(name)
@@ -91,7 +91,7 @@ class Scheduler:
         return buffer.view()
 
     def _finish_outputs(self) -> None:
-        """Every output is a buffer of its own; what is only a view, an input or given twice gets copied."""
+        """Give every output a buffer of its own; views, inputs and repeated outputs are copied."""
         for value, name in zip(self.graph.outputs, self.program.outputs, strict=True):
             view = self.views[value]
             if view.buffer != name:
@@ -107,10 +107,10 @@ class Scheduler:
         self, graph: Graph, inputs: Sequence[View], places: Sequence[View | None], *, steps: Size = 1,
         asserted: list[Assertion] | None = None,
     ) -> list[View]:  # fmt: skip
-        """Launches of a body; the views of its outputs. An output that has a place is there afterwards.
+        """Schedule a body and return the views of its outputs. An output with a place is stored there.
 
-        What it asserts of sizes holds if it runs: as many times as there are `steps`, or, where that is not a matter of
-        sizes, once the caller has seen to what it then finds in `asserted`.
+        Its size assertions apply only if it runs: if there are `steps`, or, if that depends on data, when the caller
+        handles the assertions collected in `asserted`.
         """
         inner = Scheduler(graph, self.target, self.notes, inside=self)
         if not isinstance(steps, int) or steps < 1:
@@ -126,15 +126,15 @@ class Scheduler:
             if node.op != "input":
                 inner.node = node
                 inner.views.update(zip(node.results, inner._lower(node), strict=True))
-        found = [inner.views[value] for value in graph.outputs]
-        for value, view, place in zip(graph.outputs, found, places, strict=True):
+        views = [inner.views[value] for value in graph.outputs]
+        for value, view, place in zip(graph.outputs, views, places, strict=True):
             if place is not None and view != place:
                 inner.node = value.node
                 inner.copy_into(view, place)
-        return found
+        return views
 
     def loop_symbol(self, letter: str) -> str:
-        """A name for a symbol by which a loop moves its operands."""
+        """A fresh name for a symbol that changes from step to step of a loop."""
         known = {*self.program.symbols, *self.program.loop_symbols()}
         return next(name for i in itertools.count() if (name := f"{letter}{i}") not in known)
 
@@ -145,7 +145,7 @@ class Scheduler:
         return self.views[value]
 
     def result(self, node: Node, index: int = 0) -> View:
-        """A contiguous place for a result of `node`: a fresh buffer, or where the outputs of the graph are wanted."""
+        """A contiguous buffer for a result of `node`: a new one, or its preassigned place if it is an output."""
         value = node[index]
         if value in self._places:
             return self._places[value]
@@ -156,15 +156,15 @@ class Scheduler:
         return self._buffer(Buffer(self._fresh(f"t{node.id}{suffix}"), value.type, ARENA))
 
     def is_output(self, node: Node) -> bool:
-        """Whether the first result of `node` has its place already, so that it cannot lie where an operand does."""
+        """Whether the first result of `node` has a preassigned place, so that it cannot alias an operand."""
         return node[0] in self._places or node[0] in self._outputs
 
     def temporary(self, type_: TensorType) -> View:
-        """A fresh arena buffer."""
+        """A new arena buffer."""
         return self._buffer(Buffer(self._fresh(f"c{len(self.program.buffers)}"), type_, ARENA))
 
     def contiguous(self, view: View) -> View:
-        """The view itself, or a copy of it without gaps."""
+        """The view itself if contiguous, else a contiguous copy."""
         return view if view.is_contiguous() else self.copied(view)
 
     def copied(self, view: View) -> View:
@@ -185,9 +185,9 @@ class Scheduler:
         flops: Size = 0,
         shares: Mapping[str, Size] | None = None,
     ) -> None:
-        """Add a launch; `words` has a value for each word of the kernel but operands that are left out.
+        """Add a launch; `words` has a value for each word of the kernel except absent operands.
 
-        Loops have units. Unit u touches bytes [u · share, (u + 1) · share) of an operand in `shares`, and no others.
+        Loop kernels have units. Unit u touches only bytes [u · share, (u + 1) · share) of an operand in `shares`.
         """
         assert self.node is not None
         values = tuple(words.get(w) for w in kernel.words)
@@ -196,16 +196,16 @@ class Scheduler:
         )
 
     def assume(self, a: Size, b: Size, relation: str = "==") -> None:
-        """Have run time check how two sizes relate: `==` or `<=`."""
+        """Check at run time that two sizes are related by `==` or `<=`."""
         assert self.node is not None
-        found = self.program.assertions if self._asserted is None else self._asserted
-        found.append(Assertion(a, b, relation, self.node.op, str(self.node.origin), self._steps))
+        assertions = self.program.assertions if self._asserted is None else self._asserted
+        assertions.append(Assertion(a, b, relation, self.node.op, str(self.node.origin), self._steps))
 
 
 # -- building loop kernels --------------------------------------------------------------------------------------------
 @dataclass
 class LoopBuilder:
-    """Collects the parameters and run-time integers of a loop kernel while its statements are written."""
+    """Collects the parameters and run-time integers of a loop kernel while its statements are built."""
 
     name: str
     params: list[Param] = field(default_factory=list)
@@ -213,24 +213,24 @@ class LoopBuilder:
     args: dict[str, Size] = field(default_factory=dict)
 
     def param(self, view: View, *, written: bool = False, name: str = "") -> int:
-        """A buffer the kernel touches; gives its number."""
+        """Add a buffer the kernel reads or writes; returns its parameter index."""
         index = len(self.params)
         self.params.append(Param(name or f"{'y' if written else 'x'}{index}", view.dtype, written))
         self.views.append(view)
         return index
 
     def load(self, param: int, at: Place) -> Expr:
-        """An element of a parameter, in the type in which ops are defined: sums and the like are wide everywhere."""
+        """Load an element, cast to its wide type, in which sums are accumulated on every target."""
         dtype = self.params[param].dtype
         return Load(param, at, dtype).cast(dtype.wide)
 
     def arg(self, name: str, size: Size) -> Arg:
-        """A run-time integer."""
+        """Add a run-time integer."""
         self.args[name] = size
         return Arg(name)
 
     def stride(self, param: int, axis: str, size: Size, *, unit: bool = False) -> int | Arg:
-        """A stride for `at`: 0 is known, 1 is known on unit axes, anything else is a run-time integer."""
+        """A stride: 0 is constant, 1 is constant on unit axes, anything else is a run-time integer."""
         if size == 0:
             return 0
         if size == 1 and unit:
@@ -241,7 +241,7 @@ class LoopBuilder:
         self, scheduler: Scheduler, root: For, units: Size, *, chunk: int = 0, split: str = "rows", flops: Size = 0,
         shares: Mapping[int, Size] | None = None,
     ) -> None:  # fmt: skip
-        """`shares` is how many elements of a parameter, one run of them, are a unit's own."""
+        """Launch the kernel; `shares` gives the elements per unit of parameters that units access in disjoint runs."""
         kernel = LoopKernel(self.name, tuple(self.params), tuple(self.args), root, chunk)
         words: dict[str, View | Size | None] = {p.name: v for p, v in zip(self.params, self.views, strict=True)}
         words |= self.args
@@ -249,12 +249,12 @@ class LoopBuilder:
         scheduler.launch(kernel, words, units, split, flops=flops, shares=own)
 
 
-CHUNK = 4096  # elements of a one-dimensional loop that are one unit
+CHUNK = 4096  # elements per unit of a one-dimensional loop
 
 
 @dataclass(frozen=True)
 class Nest:
-    """A loop nest over collapsed axes: the unit index is decoded into the outer ones, the last one is a vector loop."""
+    """A loop nest over collapsed axes: the unit index is decoded into the outer axes, the last is a vector loop."""
 
     sizes: list[Size]
     strides: list[list[Size]]
@@ -273,7 +273,7 @@ class Nest:
 
 
 def decode_unit(builder: LoopBuilder, sizes: Sequence[Size], names: Sequence[str], unit: str = "u") -> list[Let]:
-    """Lets that split the unit index into one index an axis, the last axis fastest."""
+    """Lets that decode the unit index into one index per axis, the last axis fastest."""
     if len(sizes) == 1:
         return [Let(names[0], Index(unit))]
     lets: list[Let] = []
@@ -292,7 +292,7 @@ def places(builder: LoopBuilder, nest: Nest, count: int) -> list[Place]:
     """The address terms of each operand at the current indices of a nest."""
     last = len(nest.sizes) - 1
     chunked = len(nest.sizes) == 1
-    found = []
+    addresses = []
     for operand in range(count):
         terms: list[tuple[Expr, int | Arg]] = []
         for axis, name in enumerate(nest.names):
@@ -300,13 +300,13 @@ def places(builder: LoopBuilder, nest: Nest, count: int) -> list[Place]:
             if stride != 0:
                 inner = axis == last or chunked
                 terms.append((Index("j") if inner else Ref(name, I64), stride))
-        found.append(tuple(terms))
-    return found
+        addresses.append(tuple(terms))
+    return addresses
 
 
 @dataclass(frozen=True)
 class Elements:
-    """What the body of `map_elements` sees: the element at hand of each operand, and its indices."""
+    """The current element of each operand and its indices, for the body of `map_elements`."""
 
     builder: LoopBuilder
     nest: Nest
@@ -314,16 +314,16 @@ class Elements:
     target: Target
 
     def load(self, i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
-        """The element of read i, moved by further address terms if given, in the type the target computes in."""
+        """The element of operand i, offset by further address terms, in the type the target computes in."""
         dtype = self.builder.params[i].dtype
         return Load(i, self.at[i] + terms, dtype).cast(self.target.native(dtype))
 
     def load_wide(self, i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
-        """The same for ops that round once after several operations, as `LoopBuilder.load` does."""
+        """Like `load`, but in the wide type, for ops that round once after several operations."""
         return self.builder.load(i, self.at[i] + terms)
 
     def index(self, axis: int) -> Expr:
-        """The index on an axis of the shape; the axis must be kept."""
+        """The index along an axis of the shape, which must be in `keep`."""
         where = next(i for i, merged in enumerate(self.nest.axes) if axis in merged)
         return Index("j") if where == len(self.nest.sizes) - 1 else Ref(self.nest.names[where], I64)
 
@@ -346,9 +346,9 @@ def map_elements(
     keep: Sequence[int] = (),
     flops: int = 1,
 ) -> None:
-    """A kernel that computes every element of `writes` from those of `reads` (broadcast to `shape`) at the same index.
+    """Launch a kernel that computes every element of `writes` from `reads` (broadcast to `shape`) at the same index.
 
-    `body` gives statements, and one expression a write; axes in `keep` are not merged with others.
+    `body` returns statements, and one expression per write; axes in `keep` are not merged with others.
     """
     builder = LoopBuilder(name)
     operands = [v.expand(tuple(shape)) if v.rank != len(shape) or v.shape != tuple(shape) else v for v in reads]
@@ -378,14 +378,14 @@ def map_elements(
 
 
 def form_of(node: Node) -> LoopForm:
-    """The loop form of an op. Forms of a group are imported on first use; most programs need few groups."""
+    """The loop form of an op. Groups are imported on first use, since most programs need few."""
     if node.op not in loop_form and node.definition.is_builtin and node.definition.group in GROUPS:
         importlib.import_module(f"rlx.lir.forms.{node.definition.group}")
     return loop_form[node.op]
 
 
 def schedule(graph: Graph, target: Target, *, notes: Mapping[str, str] | None = None) -> Program:
-    """The program of an optimised MIR graph."""
+    """Lower an optimised MIR graph to a program."""
     program = Scheduler(graph, target, notes or {}).run()
     program.batch = independent_symbol(graph)
     _share_kernels(program)
@@ -393,7 +393,7 @@ def schedule(graph: Graph, target: Target, *, notes: Mapping[str, str] | None = 
 
 
 def _share_kernels(program: Program) -> None:
-    """Launches of equal kernels have the same one, so that what is done for each kernel is done once."""
+    """Make launches of equal kernels share one object, so that work per kernel is done once."""
     known: dict[tuple[type, str], Kernel] = {}
     for i, launch in enumerate(program.launches):
         kernel = known.setdefault((type(launch.kernel), launch.kernel.fingerprint), launch.kernel)

@@ -1,7 +1,7 @@
-"""LIR as unabridged text: all that a program is made of, in the form that `lir/parse.py` reads back.
+"""Unabridged text of LIR programs, which `lir/parse.py` reads back.
 
-`Program.text()` is for people and leaves out what they can do without: strides, words of argument blocks, types of
-numbers, tables. This form has all of it, so that `parse_program(program_text(p)) == p`.
+`Program.text()` is for people and omits details: strides, argument words, types of constants, tables. This form has
+all of them, so that `parse_program(program_text(p)) == p`.
 
     program @sums(n) for avx512
       input x: f32[n, 4]
@@ -32,7 +32,7 @@ PLAIN_NAME = r"[\w.@+-]+"  # others are quoted
 
 
 def program_text(program: Program) -> str:
-    """A whole program and its kernels."""
+    """A program and its kernels."""
     lines = [*_interface(program), *program.launch_lines(launch_text, view_text)]
     for kernel in program.kernels().values():
         lines += ["", kernel_text(kernel)]
@@ -40,7 +40,7 @@ def program_text(program: Program) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name of a buffer or program; in quotes where it is not a plain one."""
+    """The name of a buffer or program, quoted unless it is plain."""
     return name if re.fullmatch(PLAIN_NAME, name) else json.dumps(name)
 
 
@@ -70,7 +70,7 @@ def _assertion(a: Assertion) -> str:
 
 
 def launch_text(launch: Launch) -> str:
-    """A launch: its kernel and units, then a line per word that has a value, and its origin."""
+    """A launch: its kernel and units, one line per word that has a value, and its origin."""
     barrier = " barrier" if launch.barrier else ""
     units = "" if launch.units is None else f" split {launch.split} units {launch.units}"
     lines = [f"launch {launch.kernel.symbol}{units}{barrier}"]
@@ -84,7 +84,7 @@ def launch_text(launch: Launch) -> str:
 
 
 def view_text(view: View) -> str:
-    """A view with its type; strides where they are not those of C order, the offset where there is one."""
+    """A view with its type; strides only if not contiguous, the offset only if not 0."""
     strides = f" strides {attr_text(view.strides)}" if view.strides != contiguous_strides(view.shape) else ""
     offset = "" if view.offset == 0 else f" at {view.offset}"
     return f"view {quoted(view.buffer)}: {TensorType(view.shape, view.dtype)}{strides}{offset}"
@@ -118,11 +118,11 @@ def _fields(record: MatmulKernel | AttentionKernel, *left_out: str) -> str:
 
 
 def _matmul(kernel: MatmulKernel) -> Iterator[str]:
-    yield f"  matmul {_fields(kernel, 'epilogue', 'beside')}"
-    for operand in kernel.beside:
+    yield f"  matmul {_fields(kernel, 'epilogue', 'epilogue_operands')}"
+    for operand in kernel.epilogue_operands:
         yield f"  operand {_operand(operand)}"
     if kernel.epilogue is not None:
-        written = (operand.name for operand in kernel.beside if operand.written)
+        written = (operand.name for operand in kernel.epilogue_operands if operand.written)
         yield f"  epilogue {kernel.epilogue.name}"
         for let in kernel.epilogue.lets:
             yield f"    {let.name} = {expr_text(let.value, full=True)}"

@@ -1,6 +1,6 @@
-"""Views: a buffer seen through an offset and strides.
+"""Views: a buffer with an offset and strides.
 
-Reshape, transpose, slice and expand cost nothing where strides can say them.
+Reshape, transpose, slice and expand are free if strides can express them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class View:
         return len(self.shape)
 
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in C order without gaps; none always do."""
+        """Whether the elements are in C order without gaps; an empty view always is."""
         if 0 in self.shape:
             return True
         wanted = contiguous_strides(self.shape)
@@ -63,7 +63,7 @@ class View:
         return self.with_(shape, tuple(strides))
 
     def reshape(self, shape: tuple[Size, ...]) -> View | None:
-        """The view under another shape, or None where only a copy can give it."""
+        """The view with another shape, or None if that needs a copy."""
         if self.is_contiguous():
             return self.with_(shape, contiguous_strides(shape))
         strides = _reshaped_strides(self, shape)
@@ -76,10 +76,10 @@ class View:
         return View(self.buffer, self.dtype, self.shape, self.strides, self.offset + offset)
 
     def bound(self, sizes: Mapping[str, int], loops: Iterable[str] = ()) -> View:
-        """The view with numbers in place of symbols; those by which loops move it stay."""
+        """Substitute sizes for symbols, except the loop symbols in the offset."""
         start = dict(sizes) | dict.fromkeys(loops, 0)
         offset: Size = evaluate(self.offset, start)
-        for symbol, step in moving(self.offset, loops).items():
+        for symbol, step in offset_steps(self.offset, loops).items():
             offset = offset + evaluate(step, sizes) * dim(symbol)
         return View(self.buffer, self.dtype, concrete(self.shape, sizes), concrete(self.strides, sizes), offset)
 
@@ -98,23 +98,23 @@ class View:
         return f"{self.buffer}{at}<{', '.join(map(str, self.strides))}>"
 
 
-def moving(offset: Size, symbols: Iterable[str]) -> dict[str, Size]:
-    """How far an offset moves when each of these symbols grows by 1: it is linear in them. Others are left out."""
+def offset_steps(offset: Size, symbols: Iterable[str]) -> dict[str, Size]:
+    """The coefficient of each of these symbols in an offset, which is linear in them; absent symbols are left out."""
     wanted = set(symbols)
-    found: dict[str, Size] = {}
+    steps: dict[str, Size] = {}
     if not isinstance(offset, Dim) or wanted.isdisjoint(s.name for s in symbols_of(offset)):
-        return found
+        return steps
     for monomial, coefficient in offset.terms:
-        moved = [a for a in monomial if isinstance(a, Symbol) and a.name in wanted]
-        if moved:
-            (symbol,) = moved
+        factors = [a for a in monomial if isinstance(a, Symbol) and a.name in wanted]
+        if factors:
+            (symbol,) = factors
             rest = product(Dim((((atom,), 1),)) for atom in monomial if atom is not symbol)
-            found[symbol.name] = found.get(symbol.name, 0) + rest * coefficient
-    return found
+            steps[symbol.name] = steps.get(symbol.name, 0) + rest * coefficient
+    return steps
 
 
 def _reshaped_strides(view: View, shape: tuple[Size, ...]) -> tuple[Size, ...] | None:
-    """Group old and new axes into runs of equal size; each old run must be mergeable."""
+    """Group old and new axes into runs of equal size; each run of old axes must be mergeable."""
     old = [(d, s) for d, s in zip(view.shape, view.strides, strict=True) if d != 1]
     new = [d for d in shape if d != 1]
     result: list[Size] = []
@@ -143,8 +143,8 @@ def _reshaped_strides(view: View, shape: tuple[Size, ...]) -> tuple[Size, ...] |
         i, j = i_end, j_end
     if i < len(old) or j < len(new):
         return None
-    found = iter(result)
-    return tuple(0 if d == 1 else next(found) for d in shape)
+    steps = iter(result)
+    return tuple(0 if d == 1 else next(steps) for d in shape)
 
 
 def _divides(a: Size, b: Size) -> bool:
@@ -154,18 +154,19 @@ def _divides(a: Size, b: Size) -> bool:
 def collapse(
     shape: Sequence[Size], strides: Sequence[Sequence[Size]], *, keep: Iterable[int] = ()
 ) -> tuple[list[Size], list[list[Size]], list[list[int]]]:
-    """Merge neighbouring axes that every operand walks as one; axes of size 1 vanish.
+    """Merge adjacent axes that are contiguous with each other in every operand; drop axes of size 1.
 
-    Axes in `keep` stay by themselves. Gives the sizes, the strides of each operand, and the axes of each merged one.
+    Axes in `keep` are not merged. Returns the sizes, the strides of each operand, and the original axes of each
+    merged axis.
     """
-    kept = set(keep)
+    separate = set(keep)
     sizes: list[Size] = []
     merged: list[list[Size]] = [[] for _ in strides]
     axes: list[list[int]] = []
     for axis, size in enumerate(shape):
-        if size == 1 and axis not in kept:
+        if size == 1 and axis not in separate:
             continue
-        can = bool(sizes) and axis not in kept and not (set(axes[-1]) & kept)
+        can = bool(sizes) and axis not in separate and not (set(axes[-1]) & separate)
         if can and all(m[-1] == s[axis] * size for m, s in zip(merged, strides, strict=True)):
             sizes[-1] = sizes[-1] * size
             axes[-1].append(axis)

@@ -1,4 +1,4 @@
-"""Binding dims: symbols whose sizes are given become numbers, in types and attributes. HIR or MIR in, the same out."""
+"""Binds symbolic dims: replaces symbols by numbers, in types and attributes. HIR or MIR in, the same level out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COMPOSITES = {"//": dim_floordiv, "min": dim_min, "max": dim_max}
 
 
 def bind_dims(graph: Graph, sizes: Mapping[str, int] | DimBinding, *, strict: bool = True) -> Graph:
-    """The graph for these sizes. Symbols that have none stay; a size for a symbol that is not there is an error.
+    """Return the graph for these sizes. Symbols without a size stay; a size for an unknown symbol is an error.
 
-    Without `strict` such a size is left aside, so that one binding serves graphs that use different symbols.
+    Without `strict`, sizes of unknown symbols are ignored, so one binding serves graphs that use different symbols.
     """
     known = sizes.as_dict() if isinstance(sizes, DimBinding) else dict(sizes)
     symbols = graph.symbols()
@@ -38,8 +38,8 @@ def _bound(graph: Graph, known: Mapping[str, int]) -> Graph:
     for node in graph.nodes:
         attrs = {k: _attribute(v, known) for k, v in node.attrs.items()}
         types = tuple(TensorType(tuple(substitute(d, known) for d in t.shape), t.dtype) for t in node.types)
-        made = rewriter.graph.append(node.op, rewriter.operands(node), attrs, types, node.origin)
-        rewriter.values.update(zip(node.results, made.results, strict=True))
+        new_node = rewriter.graph.append(node.op, rewriter.operands(node), attrs, types, node.origin)
+        rewriter.values.update(zip(node.results, new_node.results, strict=True))
     rewriter.graph.outputs = tuple(rewriter[o] for o in graph.outputs)
     return rewriter.graph
 
@@ -53,7 +53,7 @@ def _attribute(value: Any, known: Mapping[str, int]) -> Any:
 
 
 def substitute(size: Size, known: Mapping[str, int]) -> Size:
-    """A size with numbers for the symbols that have one."""
+    """Replace the symbols of a size by their numbers, where known."""
     if isinstance(size, int):
         return size
     total: Size = 0

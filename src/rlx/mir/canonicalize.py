@@ -1,6 +1,6 @@
-"""Canonical forms: algebraic identities, and views of views made one view. Everything here keeps bits.
+"""Canonical forms: algebraic identities, and views of views folded into one. All rewrites are bit-exact.
 
-Identities are pairs of equal expressions; a test evaluates both sides on random data, special numbers included.
+An identity is a pair of equal expressions; a test evaluates both sides on random data, including NaN and infinities.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def silu_spelled_out(x):  # type: ignore[no-untyped-def]
 
 
 @identity(*FLOATS)
-def silu_the_other_way(x):  # type: ignore[no-untyped-def]
+def silu_commuted(x):  # type: ignore[no-untyped-def]
     return x.sigmoid() * x, x.silu()
 
 
@@ -91,27 +91,27 @@ def _visit(rewriter: Rewriter, node: Node) -> Value | None:
     candidates = _BY_OP.get(node.op)
     if candidates is None:
         return None
-    copied = _Preview(rewriter, node)
+    preview = _Preview(rewriter, node)
     for candidate in candidates:
-        found: dict[Value, Value] = {}
-        if match(candidate.left, copied, candidate.places, found):
-            result = _replacement(rewriter, node, candidate, found)
+        bindings: dict[Value, Value] = {}
+        if match(candidate.left, preview, candidate.places, bindings):
+            result = _replacement(rewriter, node, candidate, bindings)
             if result is not None:
                 return result
     return None
 
 
-def _replacement(rewriter: Rewriter, node: Node, found_by: Identity, found: dict[Value, Value]) -> Value | None:
-    """The right side, if every operand has the type of the result: an i32 that becomes a float rounds and wraps."""
+def _replacement(rewriter: Rewriter, node: Node, rule: Identity, bindings: dict[Value, Value]) -> Value | None:
+    """Build the right side, if all operands have the result's dtype: casts between i32 and floats round or wrap."""
     (type_,) = node.types
-    if type_.dtype.name not in found_by.dtypes or any(v.dtype is not type_.dtype for v in found.values()):
+    if type_.dtype.name not in rule.dtypes or any(v.dtype is not type_.dtype for v in bindings.values()):
         return None
-    result = substitute(rewriter, node, found_by.right, found)
+    result = substitute(rewriter, node, rule.right, bindings)
     return result if result.type == type_ else None
 
 
 class _Preview(Value):
-    """A node as it would be in the new graph, without appending it yet."""
+    """A node as it would look in the new graph, not appended yet."""
 
     def __init__(self, rewriter: Rewriter, node: Node) -> None:
         super().__init__()
@@ -142,21 +142,21 @@ def _reshape(rewriter: Rewriter, node: Node) -> Value | None:
 
 
 def _transpose(rewriter: Rewriter, node: Node) -> Value | None:
-    """transpose(transpose(x)) -> transpose(x); transpose that moves nothing -> x."""
+    """transpose(transpose(x)) -> transpose(x); identity transpose -> x."""
     x, axes = _operand(rewriter, node), node.attrs["axes"]
     if x.node.op == "transpose" and x.node.operands[0] is not None:
         inner = x.node.attrs["axes"]
         axes, x = tuple(inner[a] for a in axes), x.node.operands[0]
     if axes == tuple(range(len(axes))):
         return x
-    product = _turned_product(rewriter, node, x, axes)
+    product = _transposed_product(rewriter, node, x, axes)
     return rewriter.one(node, "transpose", x, axes=axes) if product is None else product
 
 
-def _turned_product(rewriter: Rewriter, node: Node, x: Value, axes: tuple[int, ...]) -> Value | None:
-    """matmul(a.mT, b).mT -> matmul(b.mT, a), as in the gradient of a weight that is stored [out, in].
+def _transposed_product(rewriter: Rewriter, node: Node, x: Value, axes: tuple[int, ...]) -> Value | None:
+    """matmul(a.mT, b).mT -> matmul(b.mT, a), as in the gradient of a weight stored as [out, in].
 
-    Products commute and are summed in the same order. A weight stays on the right, where it is packed.
+    Bit-exact: products commute and are summed in the same order. Weights stay on the right, where they are packed.
     """
     swap = (*range(len(axes) - 2), len(axes) - 1, len(axes) - 2)
     if axes != swap or x.node.op != "matmul" or not _is_read_once(rewriter, node.operands[0], x):
@@ -169,13 +169,13 @@ def _turned_product(rewriter: Rewriter, node: Node, x: Value, axes: tuple[int, .
 
 
 def _is_read_once(rewriter: Rewriter, before: Value | None, now: Value) -> bool:
-    """Whether an operand, which became `now`, has one reader."""
+    """Whether an operand, rewritten to `now`, has exactly one reader."""
     assert before is not None
     old = rewriter.old
     return rewriter[before] is now and before not in old.outputs and len(old.users()[before]) == 1
 
 
-def _whole(rewriter: Rewriter, node: Node) -> Value | None:
+def _no_op_view(rewriter: Rewriter, node: Node) -> Value | None:
     """slice or expand that changes nothing -> x."""
     x = _operand(rewriter, node)
     moves = any(s != 0 for s in node.attrs.get("start", ())) or any(s != 1 for s in node.attrs.get("step", ()))
@@ -183,7 +183,7 @@ def _whole(rewriter: Rewriter, node: Node) -> Value | None:
 
 
 def _cast(rewriter: Rewriter, node: Node) -> Value | None:
-    """cast to the type that x has -> x."""
+    """cast to the same dtype -> x."""
     x = _operand(rewriter, node)
     return x if x.type == node.types[0] else None
 
@@ -195,20 +195,20 @@ def _concatenate(rewriter: Rewriter, node: Node) -> Value | None:
 
 
 def _gather(rewriter: Rewriter, node: Node) -> Value | None:
-    """Rows are taken first and widened or unpacked then, so that no table is."""
+    """gather(cast(table)) -> cast(gather(table)): only the gathered rows are widened or unpacked, not the table."""
     table, indices = (rewriter[o] for o in node.operands if o is not None)
     inner = table.node.operands[0] if table.node.op in ("cast", "dequantise") else None
     if inner is None or (table.node.op == "cast" and inner.dtype.size >= table.dtype.size):
         return None
-    if table.node.op == "dequantise" and not inner.dtype.is_packed:  # has scales, which rows do not say
+    if table.node.op == "dequantise" and not inner.dtype.is_packed:  # gather cannot index its scales
         return None
     if inner.dtype.is_packed:
-        whole = node.attrs["axis"] == 0 and inner.rank == 2
-        return rewriter.one(node, "gather", inner, indices, axis=0) if whole else None
+        gathers_rows = node.attrs["axis"] == 0 and inner.rank == 2
+        return rewriter.one(node, "gather", inner, indices, axis=0) if gathers_rows else None
     return rewriter.one(node, "cast", rewriter.one(node, "gather", inner, indices, **node.attrs), dtype=table.dtype)
 
 
 _VIEWS = {
-    "reshape": _reshape, "transpose": _transpose, "slice": _whole, "expand": _whole, "cast": _cast,
+    "reshape": _reshape, "transpose": _transpose, "slice": _no_op_view, "expand": _no_op_view, "cast": _cast,
     "concatenate": _concatenate, "gather": _gather,
 }  # fmt: skip

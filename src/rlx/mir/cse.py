@@ -1,4 +1,4 @@
-"""Common-subexpression elimination: equal nodes on equal operands become one."""
+"""Common-subexpression elimination: merges equal nodes with equal operands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlx.ir.rewrite import Rewriter, rebuild
 
 
 def cse(graph: Graph) -> Graph:
-    """Compute each thing once."""
+    """Merge nodes with the same op, attributes and operands."""
     seen: dict[Any, tuple[Value, ...]] = {}
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
@@ -22,5 +22,5 @@ def cse(graph: Graph) -> Graph:
             seen[key] = rewriter.copy(node)
         return seen[key]
 
-    found = rebuild(graph, visit, made_by="cse")
-    return found if len(found) < len(graph) else graph
+    new_graph = rebuild(graph, visit, made_by="cse")
+    return new_graph if len(new_graph) < len(graph) else graph

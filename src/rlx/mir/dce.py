@@ -1,4 +1,4 @@
-"""Dead-code elimination: drop nodes that no output needs; inputs and params stay, they are the graph's interface."""
+"""Dead-code elimination: drops nodes that no output needs; inputs and params stay, as the graph's interface."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from rlx.ir.rewrite import live_copy
 
 
 def dce(graph: Graph) -> Graph:
-    """Keep what the outputs depend on, and every input and param."""
+    """Keep the nodes that outputs depend on, and every input and param."""
     return live_copy(graph, made_by="dce")

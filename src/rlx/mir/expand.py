@@ -1,7 +1,7 @@
-"""Expansion: ops that no kernel knows become the ops they are written with, custom functions their forward bodies.
+"""Expansion: replaces ops that have no kernel by their decomposition, and custom functions by their forward body.
 
-So do ops that have a kernel where a profile asks for their common form. It comes first, so that every later pass sees
-through them. MIR in, MIR without composed ops out, in loops too.
+Ops that do have a kernel are expanded too if the profile asks for their common form. Runs first, so that every later
+pass sees through them. MIR in, MIR without composed ops out, including loop bodies.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NATIVE = KernelDispatchConfig()
 
 
 def has_composed(graph: Graph, dispatch: KernelDispatchConfig = NATIVE) -> bool:
-    """Whether there is anything to expand, in the graph or in its bodies."""
+    """Whether the graph or one of its bodies has an op to expand."""
     for node in graph.nodes:
-        if _comes_apart(node, dispatch):
+        if _expands(node, dispatch):
             return True
         if CONTROL in node.definition.traits and any(has_composed(v, dispatch) for v in _bodies(node)):
             return True
@@ -32,7 +32,7 @@ def has_composed(graph: Graph, dispatch: KernelDispatchConfig = NATIVE) -> bool:
 
 
 def expand(graph: Graph, *, dispatch: KernelDispatchConfig = NATIVE) -> Graph:
-    """The graph with every composed op written out, and as `dispatch` says those that have a common form."""
+    """Expand every composed op, and the ops for which `dispatch` asks for the common form."""
     for kind in (*dispatch.force_common_kinds, *dispatch.force_native_kinds):
         if kind not in registry.OPS:
             hint = nearest(kind, registry.OPS)
@@ -44,12 +44,12 @@ def expand(graph: Graph, *, dispatch: KernelDispatchConfig = NATIVE) -> Graph:
     return _expand(graph, dispatch, ())
 
 
-def _comes_apart(node: Node, dispatch: KernelDispatchConfig) -> bool:
+def _expands(node: Node, dispatch: KernelDispatchConfig) -> bool:
     policy, composed = dispatch.of(node.op), is_composed(node)
     if composed and policy is KernelDispatchPolicy.FORCE_NATIVE and CONTROL not in node.definition.traits:
         hint = "take it out of kernel_dispatch.force_native_kinds, or use the policy prefer_native"
-        raise LowerError(f"op {node.op}: has no kernel of its own, which kernel_dispatch asks for", hint=hint)
-    # a state of the runtime is written in place, which only the kernel of an op can do
+        raise LowerError(f"op {node.op}: has no kernel of its own, but kernel_dispatch asks for it", hint=hint)
+    # a state is updated in place, which only the op's own kernel can do
     writes_state = any(o is not None and o.node.op == "state" for o in node.operands)
     return composed or (policy is KernelDispatchPolicy.FORCE_COMMON and node.op in common_form and not writes_state)
 
@@ -59,17 +59,17 @@ def _bodies(node: Node) -> list[Graph]:
 
 
 def _expand(graph: Graph, dispatch: KernelDispatchConfig, inside: tuple[Key, ...]) -> Graph:
-    """`inside` are the ops whose decomposition this graph is part of."""
+    """Expand a graph that is part of the decomposition of the ops `inside`."""
     if not has_composed(graph, dispatch):
         return graph
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
-        if not _comes_apart(node, dispatch):
+        if not _expands(node, dispatch):
             return None
         key = _key(node)
         if key in inside:
             path = " > ".join(k[0] for k in (*inside[inside.index(key) :], key))
-            raise LowerError(f"op {node.op}: is written with itself, {path}", hint=node.definition.place)
+            raise LowerError(f"op {node.op}: its decomposition contains itself, {path}", hint=node.definition.place)
         if node.op == "custom_fn":
             body = node.attrs["fwd_body"]
         else:

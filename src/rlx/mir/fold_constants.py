@@ -1,4 +1,4 @@
-"""Constant folding: nodes whose operands are constants are computed now, by the reference, if the result is small."""
+"""Constant folding: evaluates nodes with constant operands at compile time (by the reference), if results are small."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlx.ir import evaluate, registry
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 
-LARGEST = 4096  # elements; larger results would bloat graphs and stay for the bind program
+MAX_ELEMENTS = 4096  # larger results would bloat the graph; the bind program computes them
 
 
 def fold_constants(graph: Graph) -> Graph:
-    """Replace computed constants by their values."""
+    """Replace nodes with constant operands by their values."""
     if not any(_is_constant(node.operands) for node in graph.nodes):
         return graph
 
@@ -22,12 +22,12 @@ def fold_constants(graph: Graph) -> Graph:
         definition = registry.get(node.op)
         if definition.traits & {registry.LEAF, registry.FUSED, registry.CONTROL} or not _is_constant(operands):
             return None
-        if any(not isinstance(t.elements, int) or t.elements > LARGEST for t in node.types):
+        if any(not isinstance(t.elements, int) or t.elements > MAX_ELEMENTS for t in node.types):
             return None
         arrays = [o.node.attrs["value"].data for o in operands if o is not None]
         try:
             results = evaluate.apply(node, arrays, {})
-        except (BindError, KernelError):  # a size or a fault that only run time knows
+        except (BindError, KernelError):  # a size is unknown, or the op fails: left to run time
             return None
         return [rewriter.constant(node, r) for r in results]
 

@@ -1,7 +1,7 @@
-"""Epilogues: an elementwise region that reads a matmul becomes part of it, working on sums in registers.
+"""Epilogues: fuses an elementwise region into the matmul it reads, where it works on accumulators in registers.
 
-Needs regions (`fuse_regions`); a region joins the last matmul it reads, if it is the only reader. Where all readers are
-regions that can be computed together, as in the gradient of a gate, they all join, and the product is never stored.
+Needs regions (`fuse_regions`). A region joins the last matmul it reads, if it is the only reader. If all readers are
+regions that can be computed together, as in the gradient of a gate, they all join and the product is never stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def fuse_epilogues(graph: Graph, *, report: FusionReport | None = None) -> Graph
     """region(matmul(x, w), ...) -> fused_matmul(x, w, ...)."""
     users, outputs = graph.users(), set(graph.outputs)
     regions = [n for n in graph.nodes if n.op == "region" and len(n.types) == 1]
-    alone = {r: found for r in regions if (found := _candidate(r, users, outputs, None)) is not None}
+    alone = {r: product for r in regions if (product := _candidate(r, users, outputs, None)) is not None}
     joined: dict[Node, Value] = {}
     together: dict[Value, list[Node]] = {}
     for value, readers in users.items():
@@ -29,21 +29,21 @@ def fuse_epilogues(graph: Graph, *, report: FusionReport | None = None) -> Graph
     for region in regions:
         if report is not None and region not in joined:
             _candidate(region, users, outputs, report)
-    plan = alone | joined  # region -> the matmul result it takes in
+    plan = alone | joined  # region -> the matmul result it is fused into
     if not plan:
         return graph
     taken = {v.node for v in plan.values()}
-    made: dict[Node, Value] = {}  # what other regions of a matmul became
+    fused: dict[Node, Value] = {}  # region -> its result in the fused matmul
 
     def visit(rewriter: Rewriter, node: Node) -> Any:
         if node in taken:
             return DROPPED
         if node not in plan:
             return None
-        if node not in made:
+        if node not in fused:
             regions = together.get(plan[node], [node])
-            made.update(zip(regions, _fuse(rewriter, regions, plan[node], report), strict=True))
-        return made[node]
+            fused.update(zip(regions, _fuse(rewriter, regions, plan[node], report), strict=True))
+        return fused[node]
 
     return rebuild(graph, visit, made_by="fuse_epilogues")
 
@@ -62,7 +62,7 @@ def _candidate(
 
 
 def _go_together(value: Value, readers: list[Node], taken: dict[Node, Value]) -> bool:
-    """Whether all readers of a product are regions that may be computed where the first of them is."""
+    """Whether all readers of a product are regions that can be computed at the position of the first."""
     first = min(reader.id for reader in readers)
     return len(readers) > 1 and all(
         r.op == "region"
@@ -76,7 +76,7 @@ def _go_together(value: Value, readers: list[Node], taken: dict[Node, Value]) ->
 
 
 def is_open_matmul(value: Value) -> bool:
-    """Whether a value is the product of a matmul that nothing has joined yet."""
+    """Whether a value is the result of a matmul without an epilogue."""
     node = value.node
     if node.op in ("matmul", "grouped_matmul"):
         return node.types[0].dtype.is_float
@@ -92,7 +92,7 @@ def _why_not(region: Node, value: Value, users: dict[Value, list[Node]], outputs
 
 
 def _misfit(region: Node, value: Value) -> str:
-    """Why a region does not work tile by tile on a product; empty if it does."""
+    """Return why a region cannot work tile by tile on a product; empty if it can."""
     if value.shape != region.types[0].shape:
         return f"the product {value.type} is broadcast to {region.types[0]}"
     flat = value.node.op != "matmul" or _right(value.node).rank == 2
@@ -109,11 +109,11 @@ def _right(matmul: Node) -> Value:
 
 
 def _fits(shape: tuple[Size, ...], out: tuple[Size, ...], flat: bool) -> bool:
-    """Whether one row stride (and one stride a batch axis) describes an operand against [..., m, n]."""
+    """Whether one row stride (and one stride per batch axis) addresses an operand along [..., m, n]."""
     padded = (1,) * (len(out) - len(shape)) + tuple(shape)
     if flat:
-        rows, whole = padded[:-1], out[:-1]
-        return rows == tuple(whole) or all(d == 1 for d in rows)
+        rows, out_rows = padded[:-1], out[:-1]
+        return rows == tuple(out_rows) or all(d == 1 for d in rows)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Norms take in the residual addition before them. An addition that can ride on a matmul does that instead."""
+"""Fuses the residual addition before a norm into the norm, unless it can become a matmul epilogue instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MATMULS = ("matmul", "integer_matmul", "fused_matmul")
 
 
 def fuse_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph:
-    """norm(a + b) -> residual_norm(a, b), which also gives the sum to whoever else reads it."""
+    """norm(a + b) -> residual_norm(a, b), which also returns the sum for its other readers."""
     users, outputs = graph.users(), set(graph.outputs)
     plan: dict[Node, Node] = {}  # addition -> norm
     for node in graph.nodes:
@@ -26,7 +26,7 @@ def fuse_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph:
     if not plan:
         return graph
     norms = {n: a for a, n in plan.items()}
-    made: dict[Node, Value] = {}
+    normed_values: dict[Node, Value] = {}
 
     def visit(rewriter: Rewriter, node: Node) -> Value | tuple[Value, ...] | None:
         if node in plan:
@@ -38,9 +38,9 @@ def fuse_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph:
             normed, total = rewriter.make(
                 [norm, node], "residual_norm", a, b, gamma, beta, kind=KINDS[norm.op], eps=norm.attrs["eps"]
             )
-            made[norm] = normed
+            normed_values[norm] = normed
             return total
-        return made[node] if node in norms else None
+        return normed_values[node] if node in norms else None
 
     return rebuild(graph, visit, made_by="fuse_norms")
 
@@ -48,7 +48,7 @@ def fuse_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph:
 def _why_not(
     norm: Node, total: Value, users: dict[Value, list[Node]], outputs: set[Value], plan: dict[Node, Node]
 ) -> str | None:
-    """None to fuse; an empty string where there is nothing to fuse; else the reason not to."""
+    """Return None to fuse, an empty string if there is nothing to fuse, else the reason not to."""
     add = total.node
     if add.op != "add" or add in plan:
         return ""
@@ -56,15 +56,15 @@ def _why_not(
     assert a is not None and b is not None
     if a.type != b.type or a.type != total.type:
         return ""
-    if any(_rides_on_matmul(v, users, outputs) for v in (a, b)):
+    if any(_can_be_epilogue(v, users, outputs) for v in (a, b)):
         return ""
     if any(o is not None and o.node.id >= add.id for o in norm.operands[1:]):
         return "its scale depends on the sum, or comes after it"
     return None
 
 
-def _rides_on_matmul(value: Value, users: dict[Value, list[Node]], outputs: set[Value]) -> bool:
-    """Whether the value ends an elementwise chain from a matmul, so that its addition becomes an epilogue."""
+def _can_be_epilogue(value: Value, users: dict[Value, list[Node]], outputs: set[Value]) -> bool:
+    """Whether the value ends an elementwise chain from a matmul, so that adding to it becomes an epilogue."""
     while value not in outputs and len(users[value]) == 1:
         node = value.node
         if node.op in MATMULS:

@@ -1,4 +1,4 @@
-"""Elementwise regions: connected elementwise nodes of one shape become one node; no bare elementwise op is left."""
+"""Elementwise regions: fuses connected elementwise nodes of one shape; no bare elementwise op is left."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlx.mir.report import FusionReport
 
 
 def fuse_regions(graph: Graph, *, report: FusionReport | None = None, join: bool = True) -> Graph:
-    """Every elementwise node joins the region of its users, if they are all in one region of its shape.
+    """Fuse every elementwise node into the region of its users, if they are all in one region of its shape.
 
-    Without `join` each is a region of its own.
+    Without `join`, each node becomes a region of its own.
     """
     users, outputs = graph.users(), set(graph.outputs)
     root_of: dict[Node, Node] = {}

@@ -1,4 +1,4 @@
-"""Bodies of fused ops: small graphs of elementwise nodes taken out of a larger one."""
+"""Bodies of fused ops: small graphs of elementwise nodes extracted from a larger graph."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlx.ir.graph import Graph, Node, Value
 def extract(
     nodes: Sequence[Node], outputs: Sequence[Value], accumulators: Sequence[Value] = ()
 ) -> tuple[Graph, list[Value]]:
-    """The body that computes `outputs` by `nodes`, and the values it reads beside the accumulators.
+    """Return a body of `nodes` that computes `outputs`, and the values it reads besides the accumulators.
 
-    Scalar constants move into the body; everything else that comes from outside becomes an input.
+    Scalar constants move into the body; every other outside value becomes an input.
     """
     body = Graph("body")
     inside: dict[Value, Value] = {}
@@ -49,24 +49,24 @@ def _is_scalar_constant(value: Value) -> bool:
 
 
 def identity(acc: Value) -> Graph:
-    """The body that gives the sums as they are."""
+    """Return the body that passes the accumulator through."""
     body = Graph("body")
     return body.set_outputs([_accumulator(body, 0, acc)])
 
 
 def _accumulator(body: Graph, i: int, acc: Value) -> Value:
-    """The sums of a matmul as an input of a body; it comes from where the matmul does."""
+    """Declare a matmul's accumulator as an input of a body, with the origin of the matmul."""
     with body.scope(acc.node.origin):
         return body.input(f"acc{i}", acc.shape, acc.dtype)
 
 
 def is_identity(body: Graph) -> bool:
-    """Whether a body only passes its first accumulator on."""
+    """Whether a body only passes its first accumulator through."""
     return len(body.outputs) == 1 and body.outputs[0].node is body.nodes[0]
 
 
 def merge_bodies(regions: Sequence[Node]) -> tuple[Graph, list[Value]]:
-    """One body for all that regions do, and the values it reads, each of them once."""
+    """Merge the bodies of several regions into one; also returns the distinct values it reads."""
     if len(regions) == 1:
         return regions[0].attrs["body"], [o for o in regions[0].operands if o is not None]
     read = list(dict.fromkeys(o for region in regions for o in region.operands if o is not None))
@@ -83,7 +83,7 @@ def merge_bodies(regions: Sequence[Node]) -> tuple[Graph, list[Value]]:
 
 
 def after_matmul(body: Graph, sums: int, matmul_body: Graph) -> Graph:
-    """A region's body as an epilogue: its input number `sums` becomes what `matmul_body` gives.
+    """Turn a region's body into an epilogue: its input number `sums` becomes the output of `matmul_body`.
 
     The new inputs are those of `matmul_body`, then the region's other inputs.
     """

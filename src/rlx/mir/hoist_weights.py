@@ -1,9 +1,9 @@
-"""Weight hoisting: what depends on weights alone moves into the bind program, which runs once when weights are set.
+"""Weight hoisting: moves nodes that depend only on weights into the bind program, which runs once when weights are set.
 
-In: one MIR graph. Out: the main graph, in which derived weights are params called `@0`, `@1`, ..., and the bind graph
-that computes them. Right sides of matmuls are packed there into the layout that the target asks for; without one,
-matmuls read weights as they are, quantised ones as the blocks of the file. Narrow weights stay narrow in both cases:
-the matmul widens what it loads.
+In: one MIR graph. Out: the main graph, in which derived weights are params named `@0`, `@1`, ..., and the bind graph
+that computes them. The bind graph also packs matmul weights into the layout that the target asks for; without one,
+matmuls read weights as stored, quantised ones as the blocks of the file. 16-bit weights stay 16-bit in both cases:
+the matmul kernel widens them as it loads.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Hoisted:
     derived: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
-        """Nodes of both."""
+        """Number of nodes in both graphs."""
         return len(self.main) + len(self.bind)
 
 
 def hoist_weights(graph: Graph, target: Target, *, certain: bool = True) -> Hoisted:
-    """Split the graph; matmuls by weights become `fused_matmul`s with the layout that the target asks for.
+    """Split the graph into main and bind; matmuls by weights become `fused_matmul`s in the layout the target asks for.
 
-    Of a body that is not `certain` to run, nothing that can fail leaves it.
+    If the body is not `certain` to run, nodes that can fail are not hoisted out of it.
     """
     return _Hoister(graph, target, certain).run()
 
@@ -53,7 +53,7 @@ class _Hoister:
         self.names = (f"@{i}" for i in itertools.count())
         self.outputs: list[Value] = []
         self.packed: dict[tuple[tuple[Value, ...], Layout], Value] = {}
-        self.lefts: dict[tuple[Value, Layout], Value] = {}  # left sides that are packed
+        self.lefts: dict[tuple[Value, Layout], Value] = {}  # packed left operands
 
     def run(self) -> Hoisted:
         for node in self.graph.nodes:
@@ -63,7 +63,7 @@ class _Hoister:
                 self._main(node)
         self.main.graph.outputs = tuple(self._operand(o) for o in self.graph.outputs)
         self.bind.graph.outputs = tuple(self.outputs)
-        bind = live_copy(self.bind.graph, keep=(), made_by="hoist_weights")  # without params that nothing reads
+        bind = live_copy(self.bind.graph, keep=(), made_by="hoist_weights")  # drops unused params
         return Hoisted(self.main.graph, bind, self.derived)
 
     def _main(self, node: Node) -> None:
@@ -74,21 +74,21 @@ class _Hoister:
         self.main.values.update(zip(node.results, results, strict=True))
 
     def _operand(self, value: Value) -> Value:
-        """A value for the main graph: itself, a plain param or constant, or a derived weight."""
+        """Return the main graph's version of a value: itself, a plain param or constant, or a derived weight."""
         if value not in self.main.values:
             node = value.node
             if node.op in ("param", "const"):
                 self.main.values[value] = self.main.copy(node)[0]
             elif node.op == "expand" and node.operands[0] is not None and node.operands[0].type.elements == 1:
-                # One number everywhere, such as zeros that a gradient is added to: a view, which needs no memory.
+                # A broadcast scalar, such as the zeros that a gradient is added to: a view, which needs no memory.
                 one = self._operand(node.operands[0])
-                made = self.main.graph.append(node.op, (one,), node.attrs, node.types, node.origin)
-                self.main.values[value] = made[0]
+                view = self.main.graph.append(node.op, (one,), node.attrs, node.types, node.origin)
+                self.main.values[value] = view[0]
             elif node.op == "transpose" and not self.target.prepacks and node.operands[0] is not None:
-                # A view: kernels take strides, so there is no need for a second copy of the weight.
+                # A view: kernels accept strides, so the weight needs no second copy.
                 source = self._operand(node.operands[0])
-                made = self.main.graph.append(node.op, (source,), node.attrs, node.types, node.origin)
-                self.main.values[value] = made[0]
+                view = self.main.graph.append(node.op, (source,), node.attrs, node.types, node.origin)
+                self.main.values[value] = view[0]
             else:
                 self.main.values[value] = self._derive(node, self.bind.values[value])
         return self.main.values[value]
@@ -100,7 +100,7 @@ class _Hoister:
         return self.main.graph.append("param", (), {"name": name}, (value.type,), like.origin.by("hoist_weights"))[0]
 
     def _matmul_by_weights(self, node: Node) -> tuple[Value, ...] | None:
-        """The matmul that reads weights as the target's kernel does; None if the node stays as it is."""
+        """Rewrite a matmul to read weights in the layout of the target's kernel; None if the node stays unchanged."""
         if node.op in ("matmul", "grouped_matmul", "integer_matmul"):
             weights, body = 1, identity(node[0])
         elif node.op in ("fused_matmul", "fused_grouped") and node.attrs["layout"] is None:
@@ -126,7 +126,7 @@ class _Hoister:
         )  # fmt: skip
 
     def _weights_to_read(self, x: Value, matrices: list[Value]) -> tuple[list[Value], WeightLayout | None]:
-        """What a matmul reads in place of these matrices (packed rows, or narrower floats), and in which layout."""
+        """Return the matrices as the matmul reads them (packed rows or 16-bit floats), and their layout."""
         rows = [r for m in matrices if (r := packed_rows(m)) is not None]
         if len(rows) == len(matrices) and x.dtype is F32:
             rounded = x.node.op == "round_blocks" and x.node.attrs["block"] == rows[0].dtype.block
@@ -139,11 +139,11 @@ class _Hoister:
         return matrices, self.target.layout(x.dtype, matrices[0].type)
 
     def _left(self, like: Node, x: Value, layout: WeightLayout | None) -> Value:
-        """The left side of a matmul: packed too, if the layout of the weights wants that."""
+        """Return the left operand of a matmul, packed if the layout of the weights requires it."""
         if layout is None or layout.left is None:
             return self._operand(x)
         if (x, layout.left) not in self.lefts:
-            source = x.node.operands[0]  # before it was rounded, which packing does
+            source = x.node.operands[0]  # before rounding, since packing rounds too
             assert source is not None
             self.lefts[x, layout.left] = self.main.one(like, "prepack", self._operand(source), layout=layout.left)
         return self.lefts[x, layout.left]

@@ -1,11 +1,11 @@
-"""Integer matmuls: floats times a weight become 8-bit integers times 8-bit integers, and scales.
+"""Int8 matmuls: a float matmul by a weight becomes an int8 x int8 matmul and a rescale.
 
-A weight is i8 with a scale for each column, found when weights are bound. What it is multiplied by is u8 with a scale
-and an offset for each row, found in every run, so that a row's numbers depend on that row alone; with an offset,
-numbers that are mostly of one sign, such as those after GELU, use all 255 steps. Columns of a norm that reach far would
-leave few steps to the others, so before they are rounded they hand some of their size to the weight (SmoothQuant, arXiv
-2211.10438, equation 4); how far they reach is known from the norm's own scale. Everything between matmuls stays f32.
-MIR in, MIR out. Needs matmuls of one type (`legalize`), and those that share their left side merged if they are to be.
+Weights are i8 with a scale per column, computed when weights are bound. Activations are u8 with a scale and an offset
+per row, computed in every run, so a row's result depends on that row alone; thanks to the offset, values of mostly one
+sign, such as those after GELU, use all 255 steps. Outlier columns of a norm would leave few steps to the others, so
+part of their magnitude is moved into the weight before rounding (SmoothQuant, arXiv 2211.10438, equation 4); the
+magnitude is estimated from the norm's own scale. Everything between matmuls stays f32.
+MIR in, MIR out. Needs operands of one type (`legalize`); matmuls that share their left operand must be merged before.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from rlx.mir.weights_to_front import weights_to_front
 from rlx.ops.quant import MIN_SCALE
 
 NORMS = ("layer_norm", "rms_norm")
-LARGEST = 127  # of a weight's integers, in magnitude; -128 is not used
-DEVIATIONS = 3.5  # that a normalised number is from the mean, at most as a rule
-LEAST_REACH = 1e-5
-LEAST = 64  # rows and columns of a weight: below, quantising costs more than integers save
+MAX_INT8 = 127  # largest magnitude of a quantised weight; -128 is not used
+DEVIATIONS = 3.5  # assumed largest magnitude of a normalised value, in standard deviations
+MIN_MAGNITUDE = 1e-5
+MIN_SIZE = 64  # rows and columns of a weight: below, quantising costs more than integer arithmetic saves
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The left side of matmuls as integers, and for each row their scale and offset. `factor` [k, 1] is what weights
-    are multiplied by first, if anything."""
+    """The left operand of matmuls as integers, with a scale and an offset per row.
+
+    `factor` [k, 1] is the smoothing factor that weights are multiplied by first, if any.
+    """
 
     integers: Value
     scale: Value
@@ -43,7 +45,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Columns:
-    """A weight [k, n]: its integers, their scales [n], and the sum [n] of each column as integers and scale give it."""
+    """A weight [k, n] as integers, with a scale [n] per column and the sum [n] of each dequantised column."""
 
     integers: Value
     scale: Value
@@ -54,17 +56,17 @@ def int8_matmuls(graph: Graph) -> Graph:
     """matmul(x, w) -> integer_matmul(rows of x, columns of w) · scales of both + offsets of rows · sums of columns."""
     graph = weights_to_front(graph)
     weights, packed = weight_nodes(graph), _packed(graph)
-    readers: dict[Value, list[Value]] = {}  # left side -> the weights it is multiplied by
-    chosen = [node for node in graph.nodes if _pays(node, weights, packed)]
-    for node in chosen:
+    readers: dict[Value, list[Value]] = {}  # left operand -> the weights it is multiplied by
+    matmuls = [node for node in graph.nodes if _pays(node, weights, packed)]
+    for node in matmuls:
         x, w = sides(node)
         readers.setdefault(x, []).append(w)
-    taken = set(chosen)
-    rows: dict[Value, _Rows] = {}  # what several matmuls read is quantised once
+    quantised = set(matmuls)
+    rows: dict[Value, _Rows] = {}  # operands of several matmuls are quantised once
     columns: dict[tuple[Value, Value | None], _Columns] = {}
 
     def visit(rewriter: Rewriter, node: Node) -> Value | None:
-        if node not in taken:
+        if node not in quantised:
             return None
         x, w = sides(node)
         if x not in rows:
@@ -87,16 +89,16 @@ def _pays(node: Node, weights: set[Node], packed: set[Node]) -> bool:
     x, w = sides(node)
     if x.node in weights or not is_matrix(w, weights) or w.node in packed:
         return False
-    return x.dtype is w.dtype is F32 and all(isinstance(size, int) and size >= LEAST for size in w.shape)
+    return x.dtype is w.dtype is F32 and all(isinstance(size, int) and size >= MIN_SIZE for size in w.shape)
 
 
 def _packed(graph: Graph) -> set[Node]:
-    """What is made of weights that are quantised already."""
-    found: set[Node] = set()
+    """Return the nodes computed from weights that are quantised already."""
+    packed: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "dequantise" or any(o is not None and o.node in found for o in node.operands):
-            found.add(node)
-    return found
+        if node.op == "dequantise" or any(o is not None and o.node in packed for o in node.operands):
+            packed.add(node)
+    return packed
 
 
 def _rows(rewriter: Rewriter, like: Node, x: Value, matrices: Sequence[Value], weights: set[Node]) -> _Rows:
@@ -105,23 +107,23 @@ def _rows(rewriter: Rewriter, like: Node, x: Value, matrices: Sequence[Value], w
     if gamma is None or any(o is not None and o.node not in weights for o in norm.operands[1:]):
         integers, scale, offset = rewriter.make(like, "quantise_rows", value)
         return _Rows(integers, scale, offset, None)
-    reach = make(like, "mul", make(like, "abs", rewriter[gamma]), _number(rewriter, like, DEVIATIONS))
+    magnitude = make(like, "mul", make(like, "abs", rewriter[gamma]), _number(rewriter, like, DEVIATIONS))
     if norm.operands[2] is not None:
-        reach = make(like, "add", reach, make(like, "abs", rewriter[norm.operands[2]]))
+        magnitude = make(like, "add", magnitude, make(like, "abs", rewriter[norm.operands[2]]))
     largest = [make(like, "max", make(like, "abs", w), axis=(1,)) for w in matrices]
-    against = functools.reduce(lambda a, b: make(like, "maximum", a, b), largest)
-    least = _number(rewriter, like, LEAST_REACH)
-    reach, against = (make(like, "maximum", size, least) for size in (reach, against))
-    factor = make(like, "sqrt", make(like, "div", reach, against))
-    even = make(like, "mul", value, make(like, "div", _number(rewriter, like, 1.0), factor))
-    integers, scale, offset = rewriter.make(like, "quantise_rows", even)
+    weight_magnitude = functools.reduce(lambda a, b: make(like, "maximum", a, b), largest)
+    floor = _number(rewriter, like, MIN_MAGNITUDE)
+    magnitude, weight_magnitude = (make(like, "maximum", size, floor) for size in (magnitude, weight_magnitude))
+    factor = make(like, "sqrt", make(like, "div", magnitude, weight_magnitude))
+    smoothed = make(like, "mul", value, make(like, "div", _number(rewriter, like, 1.0), factor))
+    integers, scale, offset = rewriter.make(like, "quantise_rows", smoothed)
     return _Rows(integers, scale, offset, make(like, "reshape", factor, shape=(x.shape[-1], 1)))
 
 
 def _columns(rewriter: Rewriter, like: Node, w: Value, factor: Value | None) -> _Columns:
     make = rewriter.one
     w = w if factor is None else make(like, "mul", w, factor)
-    step = make(like, "div", make(like, "max", make(like, "abs", w), axis=(0,)), _number(rewriter, like, LARGEST))
+    step = make(like, "div", make(like, "max", make(like, "abs", w), axis=(0,)), _number(rewriter, like, MAX_INT8))
     scale = make(like, "maximum", step, _number(rewriter, like, MIN_SCALE))
     integers = make(like, "quantise", w, scale, axis=1, dtype=I8)
     total = make(like, "sum", make(like, "cast", integers, dtype=F32), axis=(0,))

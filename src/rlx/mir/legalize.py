@@ -1,8 +1,8 @@
-"""Legalisation: what kernels do not do directly is written with what they do.
+"""Legalisation: inserts casts so that kernels get operands of the types they support.
 
-Operands of matmuls are cast to the type in which the target multiplies, the one that is native for the result: f32
-where narrow floats are storage only, as on CPUs. Casts of weights are hoisted later. So are operands of gradients of
-attention, but for masks, which are read as they are. Norms and attention read their scale vectors in the type of x.
+Operands of matmuls are cast to the dtype in which the target multiplies, the one that is native for the result: f32
+where 16-bit floats are storage only, as on CPUs. Casts of weights are hoisted later. Operands of attention's gradient
+are cast likewise, except masks, which are read unchanged. Norms and attention read scale vectors in the dtype of x.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rlx.target import Target
 
 
 def legalize(graph: Graph, *, target: Target | None = None) -> Graph:
-    """Give the operands of matmuls and of attention's gradients one type that is native on the target.
+    """Cast the operands of matmuls and of attention's gradient to one dtype that is native on the target.
 
-    Grouped matmuls too; sums of rows that gradients read are wide.
-    Without a target, as on the reference device, narrow floats are wide while they are computed with.
+    Includes grouped matmuls. The row sums that attention's gradient reads are wide (f32 or f64).
+    Without a target, as on the reference device, 16-bit floats are widened for computation.
     """
     native = _wide if target is None else target.native
     if not any(_is_illegal(node, native) for node in graph.nodes):
         return graph
-    casts: dict[tuple[Value, DType], Value] = {}  # matmuls that share an operand share its cast, or none would merge
+    casts: dict[tuple[Value, DType], Value] = {}  # matmuls share the cast of a common operand, so they can merge
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
         if not _is_illegal(node, native):
@@ -39,24 +39,24 @@ def legalize(graph: Graph, *, target: Target | None = None) -> Graph:
 
         pairs = zip(rewriter.operands(node), operand_types(node, native), strict=True)
         operands = [o if o is None or wanted is None else in_type(o, wanted) for o, wanted in pairs]
-        made = rewriter.make(node, node.op, *operands, **node.attrs)
-        return tuple(in_type(value, type_.dtype) for value, type_ in zip(made, node.types, strict=True))
+        results = rewriter.make(node, node.op, *operands, **node.attrs)
+        return tuple(in_type(value, type_.dtype) for value, type_ in zip(results, node.types, strict=True))
 
     return rebuild(graph, visit, made_by="legalize")
 
 
 def operand_types(node: Node, native: Callable[[DType], DType]) -> Sequence[DType | None]:
-    """The types that kernels take operands in; None for those that are read as they are."""
+    """Return the dtypes in which kernels read operands; None for those read unchanged."""
     if node.op not in ("matmul", "grouped_matmul", "attention_grad"):
         return [None] * len(node.operands)
     computed = native(node.types[0].dtype)
-    if node.op == "attention_grad":  # q, k, v, dy; lse and delta, which are sums; the mask
+    if node.op == "attention_grad":  # q, k, v, dy; lse and delta (row sums); the mask
         return [*[computed] * 4, computed.wide, computed.wide, None]
     return [computed, computed, *[None] * (len(node.operands) - 2)]
 
 
 def _is_illegal(node: Node, native: Callable[[DType], DType]) -> bool:
-    """Whether it has operands of types that kernels do not take."""
+    """Whether it has operands of dtypes that its kernel does not support."""
     pairs = zip(node.operands, operand_types(node, native), strict=True)
     return any(o is not None and wanted is not None and o.dtype is not wanted for o, wanted in pairs)
 

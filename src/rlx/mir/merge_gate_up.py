@@ -1,6 +1,6 @@
-"""Gate and up of a gated feed-forward become one matmul over both weights, with their product as its epilogue.
+"""Merges the gate and up projections of a gated feed-forward into one matmul with their product as its epilogue.
 
-Puts weights in front (`weights_first`); leaves a `fused_matmul`, or a `fused_grouped`, of two weights.
+Moves weights to the front (`weights_to_front`); leaves a `fused_matmul` or a `fused_grouped` of two weights.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def merge_gate_up(graph: Graph, *, report: FusionReport | None = None, certain: 
 
 
 def _index(matmul: Node) -> list[Value]:
-    """The matrices that rows choose, where they do."""
+    """Return the group index of a grouped matmul as a list; empty for a plain matmul."""
     return [o for o in matmul.operands[2:] if o is not None]
 
 
@@ -91,7 +91,7 @@ def _find_gate(node: Node, weights: set[Node], users: dict[Value, list[Node]], o
 def _strip(
     value: Value, weights: set[Node], users: dict[Value, list[Node]], outputs: set[Value]
 ) -> tuple[Node, list[Node]] | None:
-    """Back through elementwise nodes that only this chain uses, to the matmul at its start."""
+    """Follow elementwise nodes used only by this chain back to the matmul at its start."""
     chain: list[Node] = []
     while True:
         if value in outputs or len(users[value]) != 1:
@@ -103,8 +103,8 @@ def _strip(
             return (node, chain) if fits and value.dtype.is_float else None
         if registry.ELEMENTWISE not in registry.get(node.op).traits:
             return None
-        moving = [o for o in node.operands if o is not None and o.node not in weights]
-        if len(moving) != 1 or moving[0].type != value.type:
+        inputs = [o for o in node.operands if o is not None and o.node not in weights]
+        if len(inputs) != 1 or inputs[0].type != value.type:
             return None
         chain.append(node)
-        value = moving[0]
+        value = inputs[0]

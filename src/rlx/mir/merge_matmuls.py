@@ -1,6 +1,6 @@
-"""Matmuls that share their left side, such as those of queries, keys and values, become one wide product.
+"""Merges matmuls that share their left operand, such as the q, k and v projections, into one wide matmul.
 
-Puts weights in front (`weights_first`); leaves slices of the product.
+Moves weights to the front (`weights_to_front`); leaves slices of the product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlx.mir.weights_to_front import weights_to_front
 
 @dataclass(frozen=True)
 class Member:
-    """A matmul of a group, with the addition of its bias where it has one."""
+    """One matmul of a group, with its bias addition if it has one."""
 
     matmul: Node
     bias_add: Node | None
@@ -38,7 +38,7 @@ def merge_matmuls(graph: Graph, *, report: FusionReport | None = None, certain: 
     groups: dict[tuple[Value, DType], list[Member]] = {}
     for node in graph.nodes:
         if node.op != "matmul" or not node.types[0].dtype.is_float or node in weights:
-            continue  # a product of weights may be what the right side of the next one is made of
+            continue  # the right operand of the next matmul may be computed from this product
         x, w = sides(node)
         if is_matrix(w, weights):
             groups.setdefault((x, storage_of(w)), []).append(_member(node, weights, users, outputs))
@@ -72,26 +72,26 @@ def _member(matmul: Node, weights: set[Node], users: dict[Value, list[Node]], ou
 def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
     like = members[0].matmul
     x = rewriter[sides(like)[0]]
-    wide = _side_by_side(rewriter, like, [rewriter[sides(m.matmul)[1]] for m in members])
+    wide = _concat_columns(rewriter, like, [rewriter[sides(m.matmul)[1]] for m in members])
     result = rewriter.one([m.matmul for m in members], "matmul", x, wide)
     if any(m.bias is not None for m in members):
-        biases = [rewriter[m.bias] if m.bias is not None else _nothing(rewriter, m.matmul) for m in members]
+        biases = [rewriter[m.bias] if m.bias is not None else _neutral_bias(rewriter, m.matmul) for m in members]
         bias = rewriter.one(like, "concatenate", *biases, axis=0)
         result = rewriter.one([like, *(m.result for m in members)], "add", result, bias)
-    found: dict[Node, Value] = {}
+    parts: dict[Node, Value] = {}
     at: Any = 0
     for m in members:
         columns = m.matmul.types[0].shape[-1]
         start = (0,) * (result.rank - 1) + (at,)
         stop = (*result.shape[:-1], at + columns)
         part = rewriter.one(m.result, "slice", result, start=start, stop=stop, step=(1,) * result.rank)
-        found[m.matmul] = found[m.result] = part
+        parts[m.matmul] = parts[m.result] = part
         at = at + columns
-    return found
+    return parts
 
 
-def _side_by_side(rewriter: Rewriter, like: Node, matrices: list[Value]) -> Value:
-    """The columns of all matrices, which are stored in one type; packed rows and narrow floats are joined as stored."""
+def _concat_columns(rewriter: Rewriter, like: Node, matrices: list[Value]) -> Value:
+    """Concatenate the columns of matrices that share a storage type; packed rows and 16-bit floats stay as stored."""
     rows = [r for m in matrices if (r := packed_rows(m)) is not None]
     if len(rows) < len(matrices):
         joined = rewriter.one(like, "concatenate", *map(stored, matrices), axis=1)
@@ -101,8 +101,8 @@ def _side_by_side(rewriter: Rewriter, like: Node, matrices: list[Value]) -> Valu
     return rewriter.one(like, "transpose", rewriter.one(like, "dequantise", joined), axes=(1, 0))
 
 
-def _nothing(rewriter: Rewriter, matmul: Node) -> Value:
-    """A bias that changes no bit: -0.0, since 0.0 would turn sums of -0.0 into 0.0."""
+def _neutral_bias(rewriter: Rewriter, matmul: Node) -> Value:
+    """Return a bias that changes no bit: -0.0, since -0.0 + 0.0 is 0.0."""
     type_ = matmul.types[0]
     zero = rewriter.constant(matmul, np.array(-0.0, type_.dtype.numpy))
     return rewriter.one(matmul, "expand", zero, shape=(type_.shape[-1],))

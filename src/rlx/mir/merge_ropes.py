@@ -1,4 +1,4 @@
-"""Rotations of neighbouring heads with one table become one: queries and keys cut from the same product."""
+"""Merges RoPE of adjacent heads that share a table, such as queries and keys sliced from one product."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.mir.report import FusionReport
 
 @dataclass(frozen=True)
 class Cut:
-    """A rope whose operand is heads [start, stop) along the last axis of `source`."""
+    """A rope whose operand is the heads in columns [start, stop) of the last axis of `source`."""
 
     rope: Node
     source: Value
@@ -43,7 +43,7 @@ def merge_ropes(graph: Graph, *, report: FusionReport | None = None) -> Graph:
         if all(a.stop == b.start for a, b in itertools.pairwise(ordered)):
             first[min((c.rope for c in cuts), key=lambda n: n.id)] = ordered
         elif report is not None:
-            report.miss("ropes of neighbouring heads", ordered[-1].rope, "the heads do not lie side by side")
+            report.miss("ropes of neighbouring heads", ordered[-1].rope, "the heads are not adjacent")
     if not first:
         return graph
     parts: dict[Node, Value] = {}
@@ -68,8 +68,8 @@ def _cut(rope: Node) -> Cut | None:
     source = piece.operands[0]
     assert source is not None
     start, stop, head_dim = piece.attrs["start"], piece.attrs["stop"], x.shape[3]
-    whole = all(a == 0 and b == d for a, b, d in zip(start[:-1], stop[:-1], source.shape[:-1], strict=True))
-    if not (whole and source.rank == 3 and piece.attrs["step"] == (1, 1, 1) and x.shape[:2] == source.shape[:2]):
+    full_rows = all(a == 0 and b == d for a, b, d in zip(start[:-1], stop[:-1], source.shape[:-1], strict=True))
+    if not (full_rows and source.rank == 3 and piece.attrs["step"] == (1, 1, 1) and x.shape[:2] == source.shape[:2]):
         return None
     if not (isinstance(start[-1], int) and isinstance(stop[-1], int) and isinstance(head_dim, int)):
         return None
@@ -83,10 +83,10 @@ def _merge(rewriter: Rewriter, like: Node, cuts: Sequence[Cut]) -> dict[Node, Va
     heads = rewriter.one(like, "reshape", part, shape=(*y.shape[:2], (high - low) // dim, dim))
     tables = [rewriter[o] for o in cuts[0].rope.operands[1:] if o is not None]
     ropes = [cut.rope for cut in cuts]
-    turned = rewriter.one([like, *ropes], "rope", heads, *tables, **cuts[0].rope.attrs)
-    found, at = {}, 0
+    rotated = rewriter.one([like, *ropes], "rope", heads, *tables, **cuts[0].rope.attrs)
+    parts, at = {}, 0
     for cut in cuts:
-        stop = (*turned.shape[:2], at + cut.heads, dim)
-        found[cut.rope] = rewriter.one(cut.rope, "slice", turned, start=(0, 0, at, 0), stop=stop, step=(1,) * 4)
+        stop = (*rotated.shape[:2], at + cut.heads, dim)
+        parts[cut.rope] = rewriter.one(cut.rope, "slice", rotated, start=(0, 0, at, 0), stop=stop, step=(1,) * 4)
         at += cut.heads
-    return found
+    return parts

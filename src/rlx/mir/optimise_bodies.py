@@ -1,7 +1,7 @@
-"""Bodies of loops and branches: each is optimised as a graph of its own, before the graph that it is in.
+"""Optimises the bodies of loops and branches, each as a graph of its own, before the enclosing graph.
 
-What every step of a loop would do again moves out of it: to its body, a broadcast is a weight. So matrices are packed
-once, before the loop, or, where they are weights of the whole graph, once and for all.
+Loop-invariant work moves out of the loop: inside a body, a broadcast operand counts as a weight. So matrices are packed
+once before the loop, or, if they are weights of the enclosing graph, once at bind time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rlx.ir.rewrite import Rewriter, inline, rebuild
 from rlx.mir.hoist_weights import Hoisted
 from rlx.mir.weights import weight_nodes
 
-Optimise = Callable[[Graph, bool], Hoisted]  # of a body, and whether it is certain to run
+Optimise = Callable[[Graph, bool], Hoisted]  # (body, whether it is certain to run)
 
 
 def optimise_bodies(graph: Graph, optimise: Optimise) -> Graph:
-    """Replace each body by what `optimise` makes of it, with steady inputs as params; what it hoists goes before."""
+    """Optimise each body with its loop-invariant inputs as params; hoisted nodes move in front of the loop."""
     if not any(CONTROL in node.definition.traits for node in graph.nodes):
         return graph
     weights = weight_nodes(graph)
@@ -28,24 +28,24 @@ def optimise_bodies(graph: Graph, optimise: Optimise) -> Graph:
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
         if CONTROL not in node.definition.traits:
             return None
-        return _Opened(rewriter, node, weights).run(optimise)
+        return _BodyRewrite(rewriter, node, weights).run(optimise)
 
     return rebuild(graph, visit, made_by="optimise_bodies")
 
 
 @dataclass
 class _Slots:
-    """What the operands of a loop or branch are to its bodies, by position among their inputs."""
+    """The roles of a loop's or branch's operands in its bodies, by input position."""
 
-    leading: int  # operands that bodies do not see: the predicate of a branch
-    certain: bool  # bodies run at least once
-    before: list[int] = field(default_factory=list)  # carries, and operands that a body must not look at too early
-    steady: list[int] = field(default_factory=list)
+    leading: int  # operands not passed to bodies: the predicate of a branch
+    certain: bool  # whether bodies run at least once
+    before: list[int] = field(default_factory=list)  # carries, and operands that must not be read before the body runs
+    invariant: list[int] = field(default_factory=list)
     after: list[int] = field(default_factory=list)  # xs
 
 
 def _slots(node: Node, weights: set[Node]) -> _Slots:
-    """What may not run at all has only its weights prepared in advance, as far as that cannot fail."""
+    """Assign roles. If the body may not run at all, only its weights count as loop-invariant."""
     leading = 1 if node.op == "cond" else 0
     operands = node.operands[leading:]
     carries = node.attrs.get("carries", 0)
@@ -55,11 +55,11 @@ def _slots(node: Node, weights: set[Node]) -> _Slots:
     for i in range(carries, carries + shared):
         operand = operands[i]
         assert operand is not None
-        (slots.steady if certain or operand.node in weights else slots.before).append(i)
+        (slots.invariant if certain or operand.node in weights else slots.before).append(i)
     return slots
 
 
-class _Opened:
+class _BodyRewrite:
     """A loop or branch whose bodies are being replaced."""
 
     def __init__(self, rewriter: Rewriter, node: Node, weights: set[Node]) -> None:
@@ -67,13 +67,13 @@ class _Opened:
         self.node = node
         self.slots = _slots(node, weights)
         self.operands = [v for v in rewriter.operands(node)[self.slots.leading :] if v is not None]
-        self.shared: list[Value] = []  # the new steady operands
+        self.shared: list[Value] = []  # the new loop-invariant operands
 
     def run(self, optimise: Optimise) -> tuple[Value, ...]:
         bodies = {k: v for k, v in self.node.attrs.items() if isinstance(v, Graph)}
-        made = {k: optimise(self._as_params(body), self.slots.certain) for k, body in bodies.items()}
-        opened = {k: self._hoist(body, made[k]) for k, body in bodies.items()}
-        attrs = dict(self.node.attrs) | {k: self._closed(bodies[k], *parts) for k, parts in opened.items()}
+        optimised = {k: optimise(self._as_params(body), self.slots.certain) for k, body in bodies.items()}
+        hoisted = {k: self._hoist(body, optimised[k]) for k, body in bodies.items()}
+        attrs = dict(self.node.attrs) | {k: self._with_inputs(bodies[k], *parts) for k, parts in hoisted.items()}
         slots = self.slots
         if "broadcasts" in attrs:
             attrs["broadcasts"] = len(slots.before) - attrs["carries"] + len(self.shared)
@@ -83,19 +83,19 @@ class _Opened:
         return self.rewriter.graph.build(self.node.op, operands, attrs, self.node.origin).results
 
     def _as_params(self, body: Graph) -> Graph:
-        """The body with its steady inputs as params."""
-        steady = {body.inputs[i] for i in self.slots.steady}
+        """Return the body with its loop-invariant inputs as params."""
+        invariant = {body.inputs[i] for i in self.slots.invariant}
 
         def visit(rewriter: Rewriter, node: Node) -> Value | None:
-            if node not in steady:
+            if node not in invariant:
                 return None
             return rewriter.graph.append("param", (), node.attrs, node.types, node.origin)[0]
 
         return rebuild(body, visit, made_by="optimise_bodies")
 
     def _hoist(self, body: Graph, parts: Hoisted) -> tuple[Graph, dict[str, int]]:
-        """Put what was hoisted in front; the body, and which shared operand each of its params is."""
-        outer = {body.inputs[i].attrs["name"]: self.operands[i] for i in self.slots.steady}
+        """Inline hoisted nodes in front; returns the body, and for each of its params the shared operand's index."""
+        outer = {body.inputs[i].attrs["name"]: self.operands[i] for i in self.slots.invariant}
         bound = [outer[n.attrs["name"]] for n in parts.bind.params]
         outer |= zip(parts.derived, inline(self.rewriter.graph, parts.bind, bound), strict=True)
         places = {}
@@ -104,20 +104,20 @@ class _Opened:
             if value not in self.shared:
                 self.shared.append(value)
             places[node.attrs["name"]] = self.shared.index(value)
-        return _teed(parts.main), places
+        return _tee_outputs(parts.main), places
 
-    def _closed(self, original: Graph, main: Graph, places: dict[str, int]) -> Graph:
-        """The body with its inputs in order: before, shared, after. All bodies of a node get all shared operands."""
+    def _with_inputs(self, original: Graph, main: Graph, places: dict[str, int]) -> Graph:
+        """Order the inputs of the body: before, shared, after. All bodies of a node get all shared operands."""
         body = Rewriter(main, "optimise_bodies")
 
         def declare(name: str, like: Node, index: int = 0) -> Value:
             return body.graph.append("input", (), {"name": name}, (like.types[index],), like.origin)[0]
 
-        given = original.inputs
-        inputs = {n.attrs["name"]: declare(n.attrs["name"], n) for n in (given[i] for i in self.slots.before)}
+        old_inputs = original.inputs
+        inputs = {n.attrs["name"]: declare(n.attrs["name"], n) for n in (old_inputs[i] for i in self.slots.before)}
         names = (name for i in itertools.count() if not original.has(name := f"@{i}"))
         shared = [declare(next(names), value.node, value.index) for value in self.shared]
-        inputs |= {n.attrs["name"]: declare(n.attrs["name"], n) for n in (given[i] for i in self.slots.after)}
+        inputs |= {n.attrs["name"]: declare(n.attrs["name"], n) for n in (old_inputs[i] for i in self.slots.after)}
         for node in main.nodes:
             if node.op == "param":
                 body.values[node[0]] = shared[places[node.attrs["name"]]]
@@ -128,15 +128,15 @@ class _Opened:
         return body.finish(main.outputs)
 
 
-def _teed(body: Graph) -> Graph:
-    """The body with a result for each use of an output that it gives several times, such as a carry that is also a y.
+def _tee_outputs(body: Graph) -> Graph:
+    """Give repeated outputs one result per use, such as a carry that is also a y.
 
-    So the kernel that computes it stores it in every place, and nothing needs to be copied.
+    The kernel that computes the value then stores it to every destination, and nothing is copied.
     """
     repeated = {v: body.outputs.count(v) for v in body.outputs if _can_tee(v) and body.outputs.count(v) > 1}
     if not repeated:
         return body
-    made: dict[Value, list[Value]] = {}
+    copies: dict[Value, list[Value]] = {}
 
     def visit(rewriter: Rewriter, node: Node) -> Value | None:
         count = repeated.get(node[0]) if node.types else None
@@ -146,13 +146,13 @@ def _teed(body: Graph) -> Graph:
         inner.outputs = inner.outputs * count
         attrs = node.attrs | {"body": inner}
         results = rewriter.graph.build(node.op, rewriter.operands(node), attrs, node.origin).results
-        made[node[0]] = list(results)
+        copies[node[0]] = list(results)
         return results[0]
 
     graph = rebuild(body, visit, made_by="tee")
-    taken = {value: iter(results) for value, results in made.items()}
-    kept = zip(body.outputs, graph.outputs, strict=True)
-    graph.outputs = tuple(next(taken[old]) if old in taken else new for old, new in kept)
+    remaining = {value: iter(results) for value, results in copies.items()}
+    pairs = zip(body.outputs, graph.outputs, strict=True)
+    graph.outputs = tuple(next(remaining[old]) if old in remaining else new for old, new in pairs)
     return graph
 
 

@@ -1,4 +1,4 @@
-"""Convolutions whose windows do not overlap, such as the patch embedding of a vision model, become one matmul."""
+"""Rewrites convolutions with non-overlapping windows, such as a vision model's patch embedding, as one matmul."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _visit(rewriter: Rewriter, node: Node) -> Value | None:
     assert x is not None and weight is not None
     outs, channels, ky, kx = weight.shape
     batch, _, rows, columns = node.types[0].shape
-    # Pixels that no window reaches are cut off.
+    # Crop pixels that no window covers.
     used = (batch, channels, rows * ky, columns * kx)
     if x.shape != used:
         x = rewriter.one(node, "slice", x, start=(0,) * 4, stop=used, step=(1,) * 4)
     split = rewriter.one(node, "reshape", x, shape=(batch, channels, rows, ky, columns, kx))
-    seen = rewriter.one(node, "transpose", split, axes=(0, 2, 4, 1, 3, 5))
-    flat = rewriter.one(node, "reshape", seen, shape=(batch, rows * columns, channels * ky * kx))
+    windows = rewriter.one(node, "transpose", split, axes=(0, 2, 4, 1, 3, 5))
+    flat = rewriter.one(node, "reshape", windows, shape=(batch, rows * columns, channels * ky * kx))
     taps = rewriter.one(node, "reshape", weight, shape=(outs, channels * ky * kx))
     y = rewriter.one(node, "matmul", flat, rewriter.one(node, "transpose", taps, axes=(1, 0)))
     if rest and rest[0] is not None:
@@ -42,5 +42,5 @@ def _is_patches(node: Node) -> bool:
     kernel = weight.shape[2:]
     settings = {name: pair("conv2d", name, node.attrs[name], 0) for name in ("stride", "padding", "dilation")}
     plain = settings["padding"] == (0, 0) and settings["dilation"] == (1, 1) and node.attrs["groups"] == 1
-    fits = all(isinstance(size, int) for size in node.types[0].shape[2:])  # else run time has to find out
+    fits = all(isinstance(size, int) for size in node.types[0].shape[2:])  # symbolic sizes are checked at run time
     return plain and fits and settings["stride"] == kernel

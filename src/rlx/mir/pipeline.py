@@ -1,7 +1,7 @@
-"""The MIR pipeline: from a graph as built to a graph that can be scheduled, and the bind graph of its weights.
+"""The MIR pipeline: turns a graph as built into a main graph ready for scheduling and a bind graph for its weights.
 
-`PIPELINE` is the order of all passes, and `print(PIPELINE)` its table of contents. `hoist_weights` makes two graphs of
-one; what follows runs on both. Bodies of loops and branches go through the same passes before the graph they are in.
+`PIPELINE` lists all passes in order; `print(PIPELINE)` shows them as a table. `hoist_weights` splits the graph in two;
+later passes run on both. Bodies of loops and branches go through the same passes before their enclosing graph.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rlx.target import Target
 
 @dataclass
 class Optimised:
-    """What comes out of the pipeline."""
+    """The result of the pipeline: main graph, bind graph, names of derived weights, fusion report and pass log."""
 
     main: Graph
     bind: Graph
@@ -56,13 +56,13 @@ class Optimised:
     log: PassLog = field(default_factory=PassLog)
 
     def text(self) -> str:
-        """What the passes did and the graphs they left."""
+        """Return the pass table with statistics, the fusion report and both graphs as text."""
         return "\n".join([PIPELINE.text(self.log), str(self.report), self.main.text(), self.bind.text()])
 
 
 @dataclass(frozen=True)
 class Request:
-    """What passes are asked for: the graph as built, and for what it is compiled. `certain` as in `hoist_weights`."""
+    """Input of the passes: the graph as built, and what it is compiled for. `certain` is as in `hoist_weights`."""
 
     graph: Graph
     profile: CompileProfile
@@ -71,7 +71,7 @@ class Request:
     certain: bool = True
 
 
-# -- conditions: the docstring says in the table of contents when a pass runs -----------------------------------------
+# -- conditions: the docstring appears in the pass table as the condition of a pass -----------------------------------
 def has_compositions(r: Request) -> bool:
     """ops without a kernel"""
     dispatch = r.profile.kernel_dispatch
@@ -124,46 +124,46 @@ def merges_gates(r: Request) -> bool:
 
 
 # -- options of passes ------------------------------------------------------------------------------------------------
-def dispatched(r: Request) -> dict[str, Any]:
+def dispatch_options(r: Request) -> dict[str, Any]:
     return {"dispatch": r.profile.kernel_dispatch}
 
 
-def precision(r: Request) -> dict[str, Any]:
+def precision_options(r: Request) -> dict[str, Any]:
     return {"compute": dtype(r.profile.precision.compute), "mixed": r.profile.precision.mixed == "auto"}
 
 
-def targeted(r: Request) -> dict[str, Any]:
+def target_options(r: Request) -> dict[str, Any]:
     return {"target": r.target}
 
 
-def reported(r: Request) -> dict[str, Any]:
+def report_options(r: Request) -> dict[str, Any]:
     return {"report": r.report}
 
 
-def merged(r: Request) -> dict[str, Any]:
+def merge_options(r: Request) -> dict[str, Any]:
     return {"report": r.report, "certain": r.certain}
 
 
-def joined(r: Request) -> dict[str, Any]:
-    """Regions are made of single ops where fusion is skipped, and not joined where the backend is asked not to."""
+def region_options(r: Request) -> dict[str, Any]:
+    """Options of `fuse_regions`: one op per region if fusion is skipped or the backend is set to `unfuse_regions`."""
     if not fuses(r):
         return {"join": False}
     assert r.target is not None
     return {"report": r.report, "join": not r.profile.backend.of(r.target.device).get("unfuse_regions")}
 
 
-def _plain(r: Request) -> dict[str, Any]:
+def _no_options(r: Request) -> dict[str, Any]:
     return {}
 
 
 @dataclass(frozen=True)
 class Step:
-    """A pass at its place in the pipeline: its part of the pipeline, when it runs, and with which options."""
+    """One pass of the pipeline: the part it belongs to, when it runs, and with which options."""
 
     part: str
     apply: Callable[..., Any]
-    when: Callable[[Request], bool] | None = None  # always
-    options: Callable[[Request], Mapping[str, Any]] = _plain
+    when: Callable[[Request], bool] | None = None  # None: always
+    options: Callable[[Request], Mapping[str, Any]] = _no_options
 
     @property
     def name(self) -> str:
@@ -171,27 +171,27 @@ class Step:
 
 
 class Pipeline(tuple[Step, ...]):
-    """All steps in order."""
+    """All steps, in order."""
 
     def number(self, apply: Callable[..., Any]) -> int:
-        """The number of the first step that runs a pass."""
+        """Return the number of the first step that runs a pass."""
         return next(number for number, step in enumerate(self, 1) if step.apply is apply)
 
     def passes(self, request: Request, *parts: str) -> list[Pass]:
-        """The passes of some parts that a request asks for, with their options."""
-        chosen: list[Pass] = []
+        """Return the passes of these parts that apply to a request, with their options bound."""
+        enabled: list[Pass] = []
         for number, step in enumerate(self, 1):
             if step.part in parts and (step.when is None or step.when(request)):
                 apply = partial(step.apply, **step.options(request))
                 apply.number = number  # type: ignore[attr-defined]
-                chosen.append(apply)
-        return chosen
+                enabled.append(apply)
+        return enabled
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, log: PassLog | None = None) -> str:
-        """The table of contents; with a log also what each pass did, all its runs (main, bind, bodies) together."""
+        """Return the pass table; with a log, also each pass's statistics over all its runs (main, bind, bodies)."""
         done: dict[int, list[PassEntry]] = {}
         for entry in log.entries if log else ():
             done.setdefault(entry.number, []).append(entry)
@@ -199,8 +199,8 @@ class Pipeline(tuple[Step, ...]):
         for number, step in enumerate(self, 1):
             condition = f" [{step.when.__doc__}]" if step.when else ""
             about = (step.apply.__doc__ or "").strip().split("\n")[0]
-            did = "" if log is None else f"{_summary(done.get(number, ()))}  "
-            rows.append(f"{number:2} {step.part:8} {step.name:18} {did}{about}{condition}")
+            stats = "" if log is None else f"{_summary(done.get(number, ()))}  "
+            rows.append(f"{number:2} {step.part:8} {step.name:18} {stats}{about}{condition}")
         return "\n".join(rows)
 
 
@@ -214,64 +214,64 @@ def _summary(entries: Sequence[PassEntry]) -> str:
 
 PIPELINE = Pipeline(
     (
-        # A graph arrives: composed and fused ops come apart, values get the precision asked for.
-        Step("arrive", expand, has_compositions, dispatched),
-        Step("arrive", unfuse, has_fused),
-        Step("arrive", set_precision, is_narrow, precision),
-        Step("arrive", quantise_activations, has_int8_activations),
+        # First passes: expand composed ops, unfuse user-made fusions, apply the requested precision.
+        Step("prepare", expand, has_compositions, dispatch_options),
+        Step("prepare", unfuse, has_fused),
+        Step("prepare", set_precision, is_narrow, precision_options),
+        Step("prepare", quantise_activations, has_int8_activations),
         Step("bodies", optimise_bodies, has_bodies),
-        # Passes that only make a graph smaller.
+        # Passes that simplify a graph without changing its structure.
         Step("simplify", canonicalize),
         Step("simplify", fold_constants, folds),
         Step("simplify", cse),
         Step("simplify", dce, eliminates),
-        # Passes that join work on whole tensors, before weights are packed.
+        # Passes that merge matmuls and ropes, before weights are packed.
         Step("merge", patches_as_matmuls),
-        Step("merge", legalize, options=targeted),
+        Step("merge", legalize, options=target_options),
         Step("merge", widen_late),
-        Step("merge", merge_gate_up, merges_gates, merged),
-        Step("merge", merge_matmuls, fuses, merged),
+        Step("merge", merge_gate_up, merges_gates, merge_options),
+        Step("merge", merge_matmuls, fuses, merge_options),
         Step("merge", canonicalize, fuses),
-        Step("merge", merge_ropes, fuses, reported),
+        Step("merge", merge_ropes, fuses, report_options),
         Step("merge", canonicalize, fuses),
         Step("merge", int8_matmuls, computes_int8),
         Step("merge", dce, eliminates),
         Step("split", hoist_weights),
-        # Passes that join elementwise work, after weights are packed.
+        # Passes that fuse elementwise ops, after weights are packed.
         Step("fuse", weights_to_front),
-        Step("fuse", fuse_norms, fuses, reported),
-        Step("fuse", quantise_norms, fuses, reported),
-        Step("fuse", fuse_regions, options=joined),
-        Step("fuse", fuse_epilogues, fuses, reported),
+        Step("fuse", fuse_norms, fuses, report_options),
+        Step("fuse", quantise_norms, fuses, report_options),
+        Step("fuse", fuse_regions, options=region_options),
+        Step("fuse", fuse_epilogues, fuses, report_options),
         Step("fuse", dce, eliminates),
     )
 )
 
 
 def rounded(graph: Graph, profile: CompileProfile) -> Graph:
-    """The graph as the reference device runs it: nothing is made faster, numbers have the precision of the profile."""
+    """Return the graph as the reference device runs it: not optimised, but with the precision of the profile."""
     if profile.precision.compute == "f32" and profile.precision.activations != "int8":
         return graph
-    passes = PIPELINE.passes(Request(graph, profile), "arrive")
+    passes = PIPELINE.passes(Request(graph, profile), "prepare")
     if profile.precision.compute == "int8":
         passes += [patches_as_matmuls, legalize, int8_matmuls]
     return run_passes(graph, passes)
 
 
-def _split(request: Request, log: PassLog) -> Hoisted:
-    """The graph without what depends on weights alone, and that by itself; bodies of loops and branches are done.
+def _optimise_and_hoist(request: Request, log: PassLog) -> Hoisted:
+    """Optimise bodies of loops and branches, simplify and merge the graph, and split off the bind graph.
 
-    A body that may not run at all is not `certain`: nothing that can fail leaves it.
+    If a body may not run at all it is not `certain`: nodes that can fail are not hoisted out of it.
     """
     graph, profile, target = request.graph, request.profile, request.target
     assert target is not None
-    # What is in a loop stays f32.
-    inside = replace(profile, precision=Precision()) if computes_int8(request) else profile
+    # Loop bodies stay f32.
+    body_profile = replace(profile, precision=Precision()) if computes_int8(request) else profile
 
     def body(inner: Graph, certain: bool) -> Hoisted:
-        asked = replace(request, graph=unfuse(inner), profile=inside, certain=certain)
-        parts = _split(asked, log)
-        return replace(parts, main=run_passes(parts.main, PIPELINE.passes(asked, "fuse"), log))
+        body_request = replace(request, graph=unfuse(inner), profile=body_profile, certain=certain)
+        parts = _optimise_and_hoist(body_request, log)
+        return replace(parts, main=run_passes(parts.main, PIPELINE.passes(body_request, "fuse"), log))
 
     if has_bodies(request):
         graph = timed(log, PIPELINE.number(optimise_bodies), optimise_bodies, graph, body)
@@ -280,13 +280,13 @@ def _split(request: Request, log: PassLog) -> Hoisted:
 
 
 def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:
-    """Run the whole pipeline for a target."""
+    """Run the full pipeline for a target."""
     profile = profile or CompileProfile()
     report, log = FusionReport(), PassLog()
     dump(graph, "built")
     request = Request(graph, profile, target, report)
-    graph = run_passes(graph, PIPELINE.passes(request, "arrive"), log)
-    hoisted = _split(replace(request, graph=graph), log)
+    graph = run_passes(graph, PIPELINE.passes(request, "prepare"), log)
+    hoisted = _optimise_and_hoist(replace(request, graph=graph), log)
     for part in (hoisted.main, hoisted.bind):
         verify(part, log.typed)
         dump(part, "hoist_weights")
@@ -294,8 +294,8 @@ def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None
     bind = run_passes(hoisted.bind, PIPELINE.passes(replace(request, report=FusionReport()), "fuse"), log)
     if not profile.fusion.skip:
         report_unfused(main, report)
-    log.typed.clear()  # nodes of all passes
-    done = Optimised(main, bind, hoisted.derived, report, log)
+    log.typed.clear()  # holds the nodes of all passes
+    optimised = Optimised(main, bind, hoisted.derived, report, log)
     if profile.passes.verbose:
-        print(done.text(), file=sys.stderr)
-    return done
+        print(optimised.text(), file=sys.stderr)
+    return optimised

@@ -1,4 +1,4 @@
-"""Left sides of matmuls by packed weights become 8-bit numbers with a scale a block. MIR in, MIR out."""
+"""Quantises the left operands of matmuls by quantised weights to int8 with a scale per block. MIR in, MIR out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlx.ops.quantised_activations import INT8_DOT_TYPES
 
 
 def quantise_activations(graph: Graph) -> Graph:
-    """x @ w -> round_blocks(x) @ w where kernels of whole numbers know the type of w; in loops too.
+    """x @ w -> round_blocks(x) @ w if there is an integer kernel for the dtype of w; in loops too.
 
-    In a loop that is so where its body unpacks w: what comes in unpacked is numbers like any others.
+    In a loop this needs w to be dequantised inside the body: a weight dequantised outside is an ordinary f32 operand.
     """
     graph = map_bodies(graph, quantise_activations)
     weights = weight_nodes(graph)

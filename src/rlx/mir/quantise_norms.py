@@ -1,4 +1,4 @@
-"""Norms take in the quantisation of their rows: what an integer matmul reads is written by the norm itself."""
+"""Fuses the quantisation of rows into the norm before it: the norm writes the input of an integer matmul directly."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from rlx.mir.report import FusionReport
 def quantise_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph:
     """quantise_rows(norm(x)), or of its product by a vector -> quantised_norm(x).
 
-    That also gives the norm to whoever else reads it.
+    The fused op also returns the norm for its other readers.
     """
     users, outputs = graph.users(), set(graph.outputs)
-    plan: dict[Node, _Quantised] = {}  # by norm, the first that quantises it
+    plan: dict[Node, _Quantised] = {}  # norm -> its first quantisation
     for node in graph.nodes:
-        found = _quantised_norm(node, users, outputs)
-        if found is not None:
-            plan.setdefault(found.norm, found)
+        match = _quantised_norm(node, users, outputs)
+        if match is not None:
+            plan.setdefault(match.norm, match)
     if not plan:
         return graph
-    inside = {found.product for found in plan.values()}
-    made: dict[Node, tuple[Value, ...]] = {}
+    products = {match.product for match in plan.values()}
+    quantised: dict[Node, tuple[Value, ...]] = {}
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
-        if node in inside:
+        if node in products:
             return DROPPED
         if node not in plan:
-            return made.get(node)
-        found = plan[node]
+            return quantised.get(node)
+        match = plan[node]
         x, *rest = rewriter.operands(node)
         is_sum = node.op == "residual_norm"
         residual = rest.pop(0) if is_sum else None
-        keep = node[0] in outputs or users[node[0]] != [found.product or found.rows]
+        keep = node[0] in outputs or users[node[0]] != [match.product or match.rows]
         kind = node.attrs["kind"] if is_sum else KINDS[node.op]
-        nodes = [n for n in (node, found.product, found.rows) if n is not None]
+        nodes = [n for n in (node, match.product, match.rows) if n is not None]
         if report is not None:
             report.add("quantised norm", nodes)
-        even = None if found.even is None else rewriter[found.even]
+        smoothing = None if match.smoothing is None else rewriter[match.smoothing]
         integers, scale, offset, *others = rewriter.make(
-            nodes, "quantised_norm", x, residual, *rest, even, kind=kind, eps=node.attrs["eps"], keep=keep
+            nodes, "quantised_norm", x, residual, *rest, smoothing, kind=kind, eps=node.attrs["eps"], keep=keep
         )
-        made[found.rows] = integers, scale, offset
-        y = others[0] if keep else integers  # which nobody reads
+        quantised[match.rows] = integers, scale, offset
+        y = others[0] if keep else integers  # a placeholder that nothing reads
         return (y, others[-1]) if is_sum else (y,)
 
     return rebuild(graph, visit, made_by="quantise_norms")
@@ -53,11 +53,11 @@ def quantise_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph
 
 @dataclass(frozen=True)
 class _Quantised:
-    """A norm, its product by a vector where it has one, and the node that makes integers of that."""
+    """A norm, its product by a smoothing vector if there is one, and the node that quantises the result."""
 
     norm: Node
     product: Node | None
-    even: Value | None
+    smoothing: Value | None
     rows: Node
 
 
@@ -69,11 +69,11 @@ def _quantised_norm(node: Node, users: dict[Value, list[Node]], outputs: set[Val
         return _Quantised(value.node, None, None, node)
     if value.node.op != "mul" or users[value] != [node] or value in outputs:
         return None
-    norm, even = value.node.operands
-    assert norm is not None and even is not None
-    if not _is_norm(norm) or norm.type != value.type or even.rank != 1 or even.shape != value.shape[-1:]:
+    norm, smoothing = value.node.operands
+    assert norm is not None and smoothing is not None
+    if not _is_norm(norm) or norm.type != value.type or smoothing.rank != 1 or smoothing.shape != value.shape[-1:]:
         return None
-    return _Quantised(norm.node, value.node, even, node) if even.node.id < norm.node.id else None
+    return _Quantised(norm.node, value.node, smoothing, node) if smoothing.node.id < norm.node.id else None
 
 
 def _is_norm(value: Value) -> bool:

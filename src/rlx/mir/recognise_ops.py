@@ -1,6 +1,6 @@
-"""Common forms: ops that have a kernel of their own, written with simpler ops.
+"""Common forms: decompositions, into simpler ops, of ops that have a kernel of their own.
 
-A profile asks for them (`kernel_dispatch`): to find out whether a kernel is at fault, or what it gains.
+A profile asks for them (`kernel_dispatch`) to find out whether a kernel is at fault, or how much it gains.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _(x: Value) -> Any:
 @common_form("softmax")
 def _(x: Value, *, axis: int) -> Any:
     if x.shape[axis] == 0:
-        return x  # it has no largest element to take off
+        return x  # there is no maximum to subtract
     wide = x.astype(x.dtype.wide)
     powers = (wide - wide.max(axis=axis, keepdims=True)).exp()
     return (powers / powers.sum(axis=axis, keepdims=True)).astype(x.dtype)
@@ -76,10 +76,10 @@ def _(x: Value, gamma: Value | None, beta: Value | None, *, eps: float) -> Any:
 
 
 # -- recurrences ------------------------------------------------------------------------------------------------------
-def _by_token(
+def _scan_tokens(
     state: Value, broadcasts: Sequence[Value], xs: Sequence[Value], step: Callable[..., tuple[Value, Value]]
 ) -> tuple[Value, Value]:
-    """A scan along axis 1 of the xs: (ys, last state). A step takes the state, broadcasts and a token of each of xs."""
+    """Scan along axis 1 of the xs: (ys, last state). A step takes the state, broadcasts and one token of each x."""
     body = Graph("step")
     rows = [x.transpose(axes=(1, 0, *range(2, x.rank))) for x in xs]  # [seq, batch, ...]
     types = [state.type, *(v.type for v in broadcasts), *(r.type.with_shape(*r.shape[1:]) for r in rows)]
@@ -88,21 +88,21 @@ def _by_token(
     return ys.transpose(axes=(1, 0, *range(2, ys.rank))), last
 
 
-def _by_ragged_token(
+def _scan_ragged_tokens(
     state: Value, broadcasts: Sequence[Value], xs: Sequence[Value], rows: Value,
     step: Callable[..., tuple[Value, Value]],
 ) -> tuple[Value, Value]:  # fmt: skip
-    """A scan along axis 0 of the xs: each token is a batch of one that goes on from the state of its row."""
+    """Scan along axis 0 of the xs: each token is a batch of one that continues from the state of its row."""
 
-    def token(states: Value, *given: Value) -> tuple[Value, Value]:
-        shared, tokens, row = given[: len(broadcasts)], given[len(broadcasts) : -1], given[-1].reshape(1)
+    def token(states: Value, *operands: Value) -> tuple[Value, Value]:
+        shared, tokens, row = operands[: len(broadcasts)], operands[len(broadcasts) : -1], operands[-1].reshape(1)
         present, row = row >= 0, row.maximum(0)
         before = states.gather(row)
         after, y = step(before, *shared, *(x.reshape(1, *x.shape) for x in tokens))
-        kept, y = (
+        updated, y = (
             x.graph.one("where", present.reshape(*(1,) * x.rank), x, other) for x, other in ((after, before), (y, 0.0))
         )
-        return states.scatter(row, kept), y.reshape(*y.shape[1:])
+        return states.scatter(row, updated), y.reshape(*y.shape[1:])
 
     body = Graph("step")
     types = [state.type, *(v.type for v in broadcasts), *(x.type.with_shape(*x.shape[1:]) for x in (*xs, rows))]
@@ -111,16 +111,16 @@ def _by_ragged_token(
     return ys, last
 
 
-def _starts(segments: Value | None) -> list[Value]:
-    """Which tokens start a segment; nothing where there are no segments."""
+def _segment_begins(segments: Value | None) -> list[Value]:
+    """Return a mask of the tokens that begin a segment, as a list; empty without segments."""
     return [] if segments is None else [state_reset_values(segments)]
 
 
-def _reset(state: Value, starts: Value | None) -> Value:
-    """The state [batch, ...] that a token finds, which may start a segment."""
-    if starts is None:
+def _reset(state: Value, begins: Value | None) -> Value:
+    """Return the state [batch, ...] before a token: zeros if the token begins a segment."""
+    if begins is None:
         return state
-    return state.graph.one("where", starts.reshape(starts.shape[0], *(1,) * (state.rank - 1)), 0.0, state)
+    return state.graph.one("where", begins.reshape(begins.shape[0], *(1,) * (state.rank - 1)), 0.0, state)
 
 
 def _zeros(like: Value, *shape: Size) -> Value:
@@ -133,19 +133,19 @@ def _(
     segments: Value | None = None, rows: Value | None = None, *, state_size: int,
 ) -> tuple[Value, Value]:  # fmt: skip
     def step(
-        h: Value, rate: Value, x: Value, delta: Value, b: Value, c: Value, starts: Value | None = None
+        h: Value, rate: Value, x: Value, delta: Value, b: Value, c: Value, begins: Value | None = None
     ) -> tuple[Value, Value]:
-        h = _reset(h, starts)
+        h = _reset(h, begins)
         dt = delta.reshape(*delta.shape, 1)  # [batch, channels, 1]
         b, c = (t.reshape(t.shape[0], 1, t.shape[1]) for t in (b, c))
         h = (dt * rate).exp() * h + dt * b * x.reshape(*x.shape, 1)
         return h, (h * c).sum(axis=-1)
 
     if rows is not None:
-        y, last = _by_ragged_token(state, [a], [x, delta, b, c], rows, step)
+        y, last = _scan_ragged_tokens(state, [a], [x, delta, b, c], rows, step)
         skipped = y if d is None else x.graph.one("where", (rows >= 0).reshape(rows.shape[0], 1), y + d * x, 0.0)
         return skipped, last
-    y, last = _by_token(state, [a], [x, delta, b, c, *_starts(segments)], step)
+    y, last = _scan_tokens(state, [a], [x, delta, b, c, *_segment_begins(segments)], step)
     return (y if d is None else y + d * x), last
 
 
@@ -170,16 +170,16 @@ def _(
         return x.reshape(*x.shape[:2], 1, x.shape[2])
 
     def step(
-        s: Value, q: Value, k: Value, v: Value, g: Value, beta: Value, starts: Value | None = None
+        s: Value, q: Value, k: Value, v: Value, g: Value, beta: Value, begins: Value | None = None
     ) -> tuple[Value, Value]:
-        s = _reset(s, starts) * cell(g.exp())
+        s = _reset(s, begins) * cell(g.exp())
         change = (row(v) - row(k) @ s) * cell(beta)  # [batch, heads, 1, values]
         s = s + k.reshape(*k.shape, 1) * change
         return s, (row(q) @ s).reshape(v.shape) * (1 / math.sqrt(state_size))
 
     if rows is not None:
-        return _by_ragged_token(state, [], [q, k, v, g, beta], rows, step)
-    return _by_token(state, [], [q, k, v, g, beta, *_starts(segments)], step)
+        return _scan_ragged_tokens(state, [], [q, k, v, g, beta], rows, step)
+    return _scan_tokens(state, [], [q, k, v, g, beta, *_segment_begins(segments)], step)
 
 
 @common_form("gated_delta_net")

@@ -1,7 +1,8 @@
-"""What the fusion passes did, and what they left and why."""
+"""The fusion report: which ops were fused, which were not, and why."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from rlx.notebook import box, fold, table
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """One fusion: its kind, the ops that went in, where they came from, and the HIR blocks that they are parts of."""
+    """One fusion: its kind, the fused ops, where they came from, and the HIR blocks they belong to."""
 
     kind: str
     ops: tuple[str, ...]
@@ -38,42 +39,56 @@ class Miss:
 
 @dataclass
 class FusionReport:
-    """All fusions and misses of one compilation, in the order of the passes."""
+    """All fusions and misses of one compilation, in pass order."""
 
     fused: list[Fusion] = field(default_factory=list)
     missed: list[Miss] = field(default_factory=list)
-    apart: list[Miss] = field(default_factory=list)  # neighbours that no kernel does together
+    separate: list[Miss] = field(default_factory=list)  # neighbours that no kernel computes together
 
     def add(self, kind: str, nodes: list[Node]) -> None:
+        """Record a fusion of these nodes."""
         blocks = tuple(dict.fromkeys(block for node in nodes for block in node.origin.blocks))
         self.fused.append(Fusion(kind, tuple(n.op for n in nodes), str(nodes[-1].origin), blocks))
 
-    def miss(self, kind: str, node: Node, why: str, what: str = "") -> None:
-        self.missed.append(Miss(kind, what or node.op, why, str(node.origin), node.origin.blocks))
+    def miss(self, kind: str, node: Node, why: str, ops: str = "") -> None:
+        """Record a fusion that did not happen."""
+        self.missed.append(Miss(kind, ops or node.op, why, str(node.origin), node.origin.blocks))
+
+    def keep_separate(self, node: Node, why: str, ops: str) -> None:
+        """Record two neighbours that are never fused."""
+        self.separate.append(Miss("separate", ops, why, str(node.origin), node.origin.blocks))
+
+    @property
+    def apart(self) -> list[Miss]:
+        """Deprecated: the old name of `separate`."""
+        warnings.warn("FusionReport.apart is now called separate", DeprecationWarning, stacklevel=2)
+        return self.separate
 
     def keep_apart(self, node: Node, why: str, what: str) -> None:
-        self.apart.append(Miss("apart", what, why, str(node.origin), node.origin.blocks))
+        """Deprecated: the old name of `keep_separate`."""
+        warnings.warn("FusionReport.keep_apart is now called keep_separate", DeprecationWarning, stacklevel=2)
+        self.keep_separate(node, why, what)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many fusions there are of each kind."""
+        """Number of fusions per kind."""
         return dict(sorted(Counter(f.kind for f in self.fused).items()))
 
     @property
     def by_block(self) -> dict[str, dict[str, int]]:
-        """How many fusions of each kind there are in each HIR block; one across blocks counts in all of them."""
-        found: dict[str, Counter[str]] = {}
+        """Number of fusions per kind and HIR block; one that spans several blocks counts in each."""
+        counts: dict[str, Counter[str]] = {}
         for fusion in self.fused:
             for block in fusion.blocks:
-                found.setdefault(block, Counter())[fusion.kind] += 1
-        return {block: dict(sorted(kinds.items())) for block, kinds in sorted(found.items())}
+                counts.setdefault(block, Counter())[fusion.kind] += 1
+        return {block: dict(sorted(kinds.items())) for block, kinds in sorted(counts.items())}
 
     def __repr__(self) -> str:
-        return f"<fusion: {len(self.fused)} fused, {len(self.missed)} missed, {len(self.apart)} apart>"
+        return f"<fusion: {len(self.fused)} fused, {len(self.missed)} missed, {len(self.separate)} apart>"
 
     def _repr_html_(self) -> str:
         parts = [table(("fusion", "count"), list(self.counts.items()))] if self.fused else []
-        for title, misses in (("missed", self.missed), ("apart", self.apart)):
+        for title, misses in (("missed", self.missed), ("apart", self.separate)):
             if misses:
                 rows = [(m.kind, m.op, m.why, m.where) for m in misses]
                 parts.append(fold(f"{title} {len(rows)}", table(("fusion", "op", "why", "built at"), rows)))
@@ -87,5 +102,5 @@ class FusionReport:
         for block, kinds in self.by_block.items():
             lines.append(f"  in {block}: " + ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
         lines += [f"missed {len(self.missed)}", *(f"  {m}" for m in self.missed)]
-        lines += [f"apart {len(self.apart)}", *(f"  {m}" for m in self.apart)] if self.apart else []
+        lines += [f"separate {len(self.separate)}", *(f"  {m}" for m in self.separate)] if self.separate else []
         return "\n".join(lines)

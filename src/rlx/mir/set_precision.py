@@ -1,10 +1,10 @@
-"""Precision: f32 values become f16 or bf16 between ops. MIR in, MIR out, inputs, params and outputs as they were.
+"""Sets the precision: f32 values between ops become f16 or bf16. MIR in, MIR out; inputs, params and outputs unchanged.
 
-Where narrow floats are not native (`Target.native`) they are storage: kernels widen what they load, compute in f32 and
-round what they store, so that ops fused into one kernel hand f32 on. Left alone are integers and whatever floats
-integers and decisions are made of (token ids that arrive as floats stay whole, what is compared is compared as it was)
-and floats that are made of integers, random numbers and scales; f64, scalar constants, caches that the caller owns, and
-packed weights. Ops of users get f32.
+If 16-bit floats are not native (`Target.native`) they are storage only: kernels widen on load, compute in f32 and round
+on store, so ops fused into one kernel pass f32 to each other. Left unchanged: integers; floats from which integers or
+booleans are computed (token ids stored as floats stay exact, comparisons keep their operands); floats computed from
+integers, random numbers and scales; f64; scalar constants; caches that the caller owns; and quantised weights.
+Custom ops of users get f32.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import ELEMENTWISE, LEAF, VIEW
 from rlx.ir.rewrite import Rewriter
 
-DELICATE = ("reduce", "softmax", "norm")  # groups that keep f32 results where types are mixed
-# Groups whose ops change states.
+DELICATE = ("reduce", "softmax", "norm")  # op groups that keep f32 results in mixed precision
+# Op groups that update states.
 CARRYING = ("causal_conv", "gated_delta_net", "gated_linear_attention", "selective_scan", "update")
-QUANTISING = ("quant", "fake_quant", "int8")  # groups whose ops take scales and numbers as they are, and only round
+QUANTISING = ("quant", "fake_quant", "int8")  # op groups that read scales and values in f32, and only round
 MOVES = ("gather", "concatenate", "pad", "cumsum")  # with views and elementwise ops: how indices are computed
 
 
@@ -31,14 +31,14 @@ def set_precision(graph: Graph, *, compute: DType, mixed: bool = False) -> Graph
 class _Precision:
     def __init__(self, graph: Graph, compute: DType, mixed: bool) -> None:
         self.graph, self.compute, self.mixed = graph, compute, mixed
-        self.exact = _integers_come_from(graph) | _made_of_integers(graph)
+        self.exact = _sources_of_integers(graph) | _computed_from_integers(graph)
         self.rewriter = Rewriter(graph, "set_precision")
         self.copies: dict[tuple[Value, DType], Value] = {}
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
-            made = self.rewriter.copy(node) if LEAF in node.definition.traits else self.node(node)
-            self.rewriter.values.update(zip(node.results, made, strict=True))
+            results = self.rewriter.copy(node) if LEAF in node.definition.traits else self.node(node)
+            self.rewriter.values.update(zip(node.results, results, strict=True))
         values = [(o, self.rewriter[o]) for o in self.graph.outputs]
         outputs = [self.cast(o.node, new, o.dtype) for o, new in values]
         self.rewriter.graph.outputs = tuple(outputs)
@@ -48,10 +48,10 @@ class _Precision:
         wide = self.is_exact(node) or self.is_delicate(node) or bool(_bodies(node)) or _takes_f32(node)
         operands = [None if o is None else self.operand(node, i, o, wide) for i, o in enumerate(node.operands)]
         attrs = node.attrs if self.is_exact(node) else {k: self.attribute(v) for k, v in node.attrs.items()}
-        made = self.rewriter.graph.build(node.op, operands, attrs, node.origin).results
+        results = self.rewriter.graph.build(node.op, operands, attrs, node.origin).results
         if self.is_exact(node) or self.is_delicate(node) or _is_cache(node[0]) or _stays_wide(node[0]):
-            return made
-        return tuple(self.cast(node, v, self.compute) if v.dtype is F32 else v for v in made)
+            return results
+        return tuple(self.cast(node, v, self.compute) if v.dtype is F32 else v for v in results)
 
     def operand(self, node: Node, position: int, old: Value, wide: bool) -> Value:
         new = self.rewriter[old]
@@ -59,11 +59,11 @@ class _Precision:
             return new
         if wide:
             return self.cast(node, new, F32)
-        is_table = node.op == "gather" and position == 0  # rounding the rows that are taken is less work
+        is_table = node.op == "gather" and position == 0  # rounding only the gathered rows is cheaper
         return new if is_table or _stays_wide(old) else self.cast(node, new, self.compute)
 
     def attribute(self, value: Any) -> Any:
-        """Loops and branches have the same types outside, whatever happens inside."""
+        """Set the precision inside a body; the types of its inputs and outputs stay the same."""
         return set_precision(value, compute=self.compute, mixed=self.mixed) if isinstance(value, Graph) else value
 
     def cast(self, like: Node, value: Value, to: DType) -> Value:
@@ -80,47 +80,47 @@ class _Precision:
         return self.mixed and node.definition.group in DELICATE
 
 
-def _integers_come_from(graph: Graph) -> set[Value]:
-    """Floats that become integers, indices or truth values, back through ops that move or work on each number alone.
+def _sources_of_integers(graph: Graph) -> set[Value]:
+    """Return floats from which integers, indices or booleans are computed, through views, moves and elementwise ops.
 
-    Of a loop that makes those of floats inside, everything is left as it is: a carry may count, or end the loop.
+    If a loop body computes any of those from floats, the loop is left unchanged: a carry may be a counter or end it.
     """
-    found: set[Value] = set()
+    sources: set[Value] = set()
     stack: list[Value | None] = []
     for node in graph.nodes:
         if _makes_integers(node):
             stack += node.operands
-            found.update(node.results)
+            sources.update(node.results)
     while stack:
         value = stack.pop()
-        if value is None or value in found or not value.dtype.is_float:
+        if value is None or value in sources or not value.dtype.is_float:
             continue
-        found.add(value)
+        sources.add(value)
         definition = value.node.definition
         if definition.traits & {ELEMENTWISE, VIEW} or definition.name in MOVES:
             stack += value.node.operands
-    return found
+    return sources
 
 
 def _makes_integers(node: Node) -> bool:
-    """Whether it decides something by floats: casts, comparisons, indices; quantising only rounds."""
+    """Whether it computes integers or booleans from floats (casts, comparisons, indices); quantising does not count."""
     if bodies := _bodies(node):
         return any(_makes_integers(inner) for body in bodies for inner in body.nodes)
     takes_floats = any(o is not None and o.dtype.is_float for o in node.operands)
     return takes_floats and node.definition.group not in QUANTISING and any(not t.dtype.is_float for t in node.types)
 
 
-def _made_of_integers(graph: Graph) -> set[Value]:
-    """Floats made of integers, random numbers and scales, and what is made of nothing but those and constants."""
-    found: set[Value] = set()
+def _computed_from_integers(graph: Graph) -> set[Value]:
+    """Return floats computed from integers, random numbers or scales, and from nothing else but constants."""
+    values: set[Value] = set()
     for node in graph.nodes:
-        given = [o for o in node.operands if o is not None]
-        alone = all(o in found or _stays_wide(o) for o in given if o.dtype.is_float)
-        follows = alone and any(o in found or o.dtype.is_integer for o in given)
+        operands = [o for o in node.operands if o is not None]
+        alone = all(o in values or _stays_wide(o) for o in operands if o.dtype.is_float)
+        follows = alone and any(o in values or o.dtype.is_integer for o in operands)
         is_source = node.definition.group == "random" or node.op in ("quant_scale", "quantise_rows")
         if is_source or (follows and node.definition.traits & {ELEMENTWISE, VIEW}):
-            found.update(node.results)
-    return found
+            values.update(node.results)
+    return values
 
 
 def _bodies(node: Node) -> list[Graph]:
@@ -128,9 +128,9 @@ def _bodies(node: Node) -> list[Graph]:
 
 
 def _takes_f32(node: Node) -> bool:
-    """Ops of users, of which nothing is known, and those of quantised numbers: a rounded scale is another scale.
+    """Whether an op needs f32 operands: custom ops of users, and ops on quantised values (scales must not be rounded).
 
-    And recurrences over a state that the caller owns, and updates of one, which is f32.
+    Also recurrences over, and updates of, a state that the caller owns, which is f32.
     """
     carries = node.definition.group in CARRYING and any(o is not None and _is_cache(o) for o in node.operands)
     return carries or not node.definition.is_builtin or node.definition.group in QUANTISING
@@ -141,7 +141,7 @@ def _is_cache(value: Value) -> bool:
 
 
 def _stays_wide(value: Value) -> bool:
-    """Scalar constants, which registers hold anyway, and packed weights, which the matmul unpacks itself."""
+    """Whether it is a scalar constant (kept in a register anyway) or a quantised weight (dequantised by the matmul)."""
     node = value.node
     while VIEW in node.definition.traits and node.operands[0] is not None:
         node = node.operands[0].node

@@ -1,6 +1,6 @@
-"""Unfusing: fused ops that a graph arrives with become plain ops again, so that passes see them with their neighbours.
+"""Unfusing: decomposes fused ops of the input graph into plain ops, so that passes can fuse them with their neighbours.
 
-Blocks lowered directly bring fused ops; fused anew, they join what surrounds them as if they had been plain.
+Blocks that are lowered directly contain fused ops; after unfusing, they fuse with their surroundings like plain ops.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from rlx.ir.rewrite import Rewriter, map_bodies, rebuild
 
 
 def unfuse(graph: Graph) -> Graph:
-    """Every fused op as the ops it is made of, in loops too; what works on packed weights stays."""
+    """Replace fused ops by their decomposition, in loops too; ops on packed weights stay fused."""
     graph = map_bodies(graph, unfuse)
-    if not any(_comes_apart(node) for node in graph.nodes):
+    if not any(_unfuses(node) for node in graph.nodes):
         return graph
     return rebuild(graph, _visit, made_by="unfuse")
 
 
-def _comes_apart(node: Node) -> bool:
+def _unfuses(node: Node) -> bool:
     definition = node.definition
     return FUSED in definition.traits and definition.decompose is not None and node.attrs.get("layout") is None
 
 
 def _visit(rewriter: Rewriter, node: Node) -> Value | tuple[Value, ...] | None:
-    if not _comes_apart(node):
+    if not _unfuses(node):
         return None
     assert node.definition.decompose is not None
     with rewriter.graph.scope(node.origin):

@@ -1,4 +1,4 @@
-"""Which values depend on weights alone: what the bind program can compute once."""
+"""Finds values that depend on weights alone, which the bind program can compute once."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from rlx.types import Dim, TensorType
 
 
 def weight_nodes(graph: Graph, *, certain: bool = True) -> set[Node]:
-    """Params, constants and every node that depends on nothing else, run-time sizes included.
+    """Return params, constants and every node that depends on nothing else (not even on run-time sizes).
 
-    Of a graph that may never run, one that is not `certain`, without nodes that can fail: they are not to be computed
-    in advance.
+    If the graph is not `certain` to run, nodes that can fail are left out: they must not be computed in advance.
     """
-    found: set[Node] = set()
-    known: set[str] = set()  # symbols that the weights themselves bind
+    weights: set[Node] = set()
+    known: set[str] = set()  # symbols bound by the shapes of params
     for node in graph.params:
         known |= _symbols(node.types)
     for node in graph.nodes:
-        if node.op in ("param", "const") or (_is_derived(node, found, known) and (certain or not can_fail(node))):
-            found.add(node)
-    return found
+        if node.op in ("param", "const") or (_is_derived(node, weights, known) and (certain or not can_fail(node))):
+            weights.add(node)
+    return weights
 
 
 def can_fail(node: Node) -> bool:
-    """Whether run time may find a fault in its operands or sizes, or never get to its end."""
+    """Whether a node can raise at run time because of its operands or sizes, or may not terminate."""
     traits = node.definition.traits
     if CHECKS_DATA in traits or (CHECKS_ROWS in traits and node.operand("rows") is not None):
         return True
@@ -48,20 +47,20 @@ def _is_derived(node: Node, weights: set[Node], known: set[str]) -> bool:
 
 
 def _symbols(parts: Iterable[Any]) -> set[str]:
-    """Names of the symbols in types, sizes and tuples of sizes."""
-    found: set[str] = set()
+    """Return the names of the symbols in types, sizes and tuples of sizes."""
+    names: set[str] = set()
     for part in parts:
         if isinstance(part, TensorType):
-            found |= _symbols(part.shape)
+            names |= _symbols(part.shape)
         elif isinstance(part, tuple):
-            found |= _symbols(part)
+            names |= _symbols(part)
         elif isinstance(part, Dim):
-            found |= {s.name for s in part.symbols()}
-    return found
+            names |= {s.name for s in part.symbols()}
+    return names
 
 
 def packed_rows(value: Value) -> Value | None:
-    """The packed tensor [..., n, k] that a weight [..., k, n] is the unpacked transpose of, if it is one."""
+    """Return the quantised tensor [..., n, k] of which a weight [..., k, n] is the dequantised transpose, if any."""
     if value.node.op != "transpose" or value.node.attrs["axes"] not in ((1, 0), (0, 2, 1)):
         return None
     (inner,) = value.node.operands
@@ -71,7 +70,7 @@ def packed_rows(value: Value) -> Value | None:
 
 
 def stored(value: Value) -> Value:
-    """The narrow floats that a weight is widened from, since kernels widen what they load; else the weight itself."""
+    """Return the 16-bit floats that a weight is cast from, since kernels widen on load; else the weight itself."""
     inner = value.node.operands[0] if value.node.op == "cast" else None
     if inner is None or not (inner.dtype.is_float and value.dtype.is_float):
         return value
@@ -79,18 +78,18 @@ def stored(value: Value) -> Value:
 
 
 def storage_of(weight: Value) -> DType:
-    """The type in which the numbers of a matrix are stored: packed, narrow, or as they are computed with."""
+    """Return the dtype in which a matrix is stored: quantised, 16-bit, or the compute dtype."""
     rows = packed_rows(weight)
     return stored(weight).dtype if rows is None else rows.dtype
 
 
 def is_matrix(value: Value, weights: set[Node]) -> bool:
-    """A two-dimensional weight."""
+    """Whether a value is a two-dimensional weight."""
     return value.node in weights and value.rank == 2
 
 
 def sides(matmul: Node) -> tuple[Value, Value]:
-    """The two factors of a matmul."""
+    """Return the left and right operand of a matmul."""
     a, b, *_ = matmul.operands
     assert a is not None and b is not None
     return a, b

@@ -1,4 +1,4 @@
-"""Weight nodes move to the front of a graph, so that what is made of several of them can be used anywhere."""
+"""Moves weight nodes to the front of a graph, so that values computed from several weights can be used anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlx.mir.weights import weight_nodes
 
 
 def weights_to_front(graph: Graph) -> Graph:
-    """The same graph with what depends on weights alone before everything else."""
+    """Move nodes that depend on weights alone before all others."""
     weights = weight_nodes(graph)
     if weights.issuperset(graph.nodes[: len(weights)]):
         return graph

@@ -1,6 +1,6 @@
-"""Weights of 16 bits stay narrow while they are moved: what transposes, joins or cuts them comes before the cast.
+"""Moves casts of 16-bit weights to f32 after transposes, reshapes, slices and concatenations.
 
-MIR in, MIR out. Leaves matrices of matmuls as casts of narrow weights, which `hoist_weights` takes apart: kernels then
+MIR in, MIR out. Leaves the weights of matmuls as casts of 16-bit weights, which `hoist_weights` strips: kernels then
 read two bytes per element.
 """
 
@@ -10,11 +10,11 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.mir.weights import stored, weight_nodes
 
-MOVES = ("transpose", "reshape", "slice", "concatenate")  # not expand, which costs nothing as a view
+MOVES = ("transpose", "reshape", "slice", "concatenate")  # not expand, which is a free view
 
 
 def widen_late(graph: Graph) -> Graph:
-    """transpose(cast(w)) -> cast(transpose(w)), where w is a weight, and so for reshape, slice and concatenate."""
+    """transpose(cast(w)) -> cast(transpose(w)) for weights w; likewise reshape, slice and concatenate."""
     if not any(stored(node[0]) is not node[0] for node in graph.nodes if node.op == "cast"):
         return graph
     weights = weight_nodes(graph)

@@ -1,7 +1,7 @@
-"""The compile cache: graphs that were compiled before. No pass runs for them, and no generator is imported.
+"""The compile cache: on a hit, no pass runs and no code generator is imported.
 
 An entry holds the images of a graph's executables and the recipes of its derived weights. The plan, which only reports
-need, is read or made again when somebody asks for it.
+need, is loaded or rebuilt on demand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlx.backends.base import Backend, Executable
 from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
 from rlx.runtime import program_cache, record_json
-from rlx.runtime.compiled import Parts, input_specs, later_plan
+from rlx.runtime.compiled import Parts, input_specs, lazy_plan
 from rlx.runtime.program_cache import Keys
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe
@@ -31,10 +31,10 @@ KIND = "compiled"  # of entries in the cache
 
 @dataclass(frozen=True)
 class Entry:
-    """What is stored of a compiled graph."""
+    """The stored part of a compiled graph."""
 
     main: Any  # image of the main program
-    bind: Any | None  # and of the bind program, if weights are derived
+    bind: Any | None  # image of the bind program, if weights are derived
     derived: Mapping[str, Recipe]
 
 
@@ -43,16 +43,16 @@ def _classes(backend: Backend) -> Mapping[str, type]:
     return {**record_json.records_of(*backend.image_modules()), "Entry": Entry, "Recipe": Recipe}
 
 
-def find(graph: Graph, keys: Keys, session: Session, target: Target, profile: CompileProfile) -> Parts | None:
-    """An equal graph that was compiled before; None where there is none, or some of its code is lost."""
-    # With a profile that shows passes, they have to run.
+def load(graph: Graph, keys: Keys, session: Session, target: Target, profile: CompileProfile) -> Parts | None:
+    """Load the parts of an equal graph; None on a miss, or if some of its code is gone."""
+    # A profile that shows passes needs them to run.
     data = None if keys.code is None or profile.shows_passes else cache_folder.current().read(KIND, keys.code)
     if data is None:
         return None
     backend, threads = session.device.backend, session.threads
-    with contextlib.suppress(*program_cache.DAMAGED):  # written by something else
-        entry = program_cache.unpacked(data, _classes(backend), Entry)
-        plan = later_plan(lambda: graph, target, profile)  # not through the compiled graph: that would be a cycle
+    with contextlib.suppress(*program_cache.DAMAGED):  # a damaged entry is a miss
+        entry = program_cache.unpack(data, _classes(backend), Entry)
+        plan = lazy_plan(lambda: graph, target, profile)  # references the graph, not the compiled graph: no cycle
         specs = input_specs(Signature.of(graph))
         main = backend.load(entry.main, lambda: plan().main, target, threads=threads, inputs=specs)
         if main is None:
@@ -67,17 +67,17 @@ def find(graph: Graph, keys: Keys, session: Session, target: Target, profile: Co
     return None
 
 
-def keep(parts: Parts, keys: Keys, backend: Backend) -> None:
-    """Store what `find` gives."""
+def store(parts: Parts, keys: Keys, backend: Backend) -> None:
+    """Store the parts for `load`."""
     assert parts.plan is not None
     binder = None if parts.binder is None else parts.binder()
     main, bind = parts.executable.image(), None if binder is None else binder.image()
     if keys.code is None or main is None or (binder is not None and bind is None):
         return
     entry = Entry(main, bind, parts.derived)
-    cache_folder.current().write(KIND, keys.code, program_cache.packed(entry, _classes(backend)))
+    cache_folder.current().write(KIND, keys.code, program_cache.pack(entry, _classes(backend)))
     if parts.executable.asks_program or (binder is not None and binder.asks_program):
-        from rlx.runtime.plan import keep_plan
+        from rlx.runtime.plan import store_plan
 
         assert keys.plan is not None
-        keep_plan(parts.plan(), keys.plan)
+        store_plan(parts.plan(), keys.plan)

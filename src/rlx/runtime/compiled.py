@@ -1,7 +1,7 @@
-"""Compiled graphs: what `rlx.compile` gives. Set weights once, run many times, look at what happened.
+"""Compiled graphs, returned by `rlx.compile`: set weights once, run many times, inspect the results.
 
-There is one class. `Session.compile`, the compile cache, snapshots of models and exports each make one from the same
-parts: a signature, an executable, and a binding that says how its weights come about.
+There is one class. `Session.compile`, the compile cache, model snapshots and exports all build it from the same parts:
+a signature, an executable, and the recipes of its derived weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rlx.errors import BindError, CapabilityError, nearest
 from rlx.fork_safe_locks import Lock, cached_property
 from rlx.free_memory import require, writable
 from rlx.host_memory import release
-from rlx.notebook import box, table
 from rlx.profile import CompileProfile
 from rlx.runtime import nan_switch
 from rlx.runtime.inputs import Leaf, as_buffer, check_fixed, check_names, has_symbols, not_set, solve_symbols
@@ -30,27 +29,27 @@ from rlx.runtime.weights import Recipe, WeightStore
 from rlx.target import Target
 from rlx.types import TensorType, concrete
 
-if TYPE_CHECKING:  # reports and what they are made of are imported when one is asked for
+if TYPE_CHECKING:  # reports are imported on demand
     from rlx.inspect.dispatch import DispatchReport
     from rlx.inspect.memory import MemoryReport
     from rlx.inspect.profiler import Report
     from rlx.ir.graph import Graph
-    from rlx.runtime.nan_check import Watched
+    from rlx.runtime.nan_check import WatchedRun
     from rlx.runtime.plan import CompiledPlan
 
 _NOTHING = contextlib.nullcontext()
-KNOWN_SHAPES = 4096  # combinations of input shapes whose sizes are remembered
+KNOWN_SHAPES = 4096  # cached combinations of input shapes
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a compiled graph runs with. What is a function is called when it is first needed."""
+    """The executables and metadata of a compiled graph. Callables are evaluated on first use."""
 
     executable: Executable
     graph: Callable[[], Graph]  # as it was built
-    plan: Callable[[], CompiledPlan] | None  # None on a device that runs graphs without LIR
-    derived: Mapping[str, Recipe] = field(default_factory=dict)  # weights that the bind program makes
-    binder: Callable[[], Executable] | None = None  # of the bind program; None where nothing is derived
+    plan: Callable[[], CompiledPlan] | None  # None on devices that interpret graphs, without LIR
+    derived: Mapping[str, Recipe] = field(default_factory=dict)  # weights computed by the bind program
+    binder: Callable[[], Executable] | None = None  # executable of the bind program; None if nothing is derived
 
 
 @final
@@ -62,9 +61,9 @@ class CompiledGraph:
         profile: CompileProfile | None, *, bound: bool = False, params: Mapping[str, Any] | None = None,
         sources: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
-        """With `bound`, the executable has its weights already; `params` are those of them that are params.
+        """With `bound`, the executable already has its weights; `params` are the params among them.
 
-        `sources` finds all params in the files of a model, for graphs that came without them.
+        `sources` loads all params from the model's files, for graphs created without them.
         """
         self.signature = signature
         self.name, self._limits = signature.name, signature.limits
@@ -74,13 +73,13 @@ class CompiledGraph:
         self.param_types: dict[str, TensorType] = dict(signature.params)
         self._states = list(signature.states)
         self._load = parts if callable(parts) else (lambda: parts)
-        self.allocator = device.backend.allocator  # of the memory that runs read and write
+        self.allocator = device.backend.allocator  # for the memory that runs read and write
         self._store = store
         self._lock = Lock(reentrant=True)
         self._params: dict[str, Any] = dict(params or {})
         self._sources_of = sources
         self._stale = not bound
-        self._sized = any(map(has_symbols, self.param_types.values()))  # whether sizes come from weights
+        self._sized = any(map(has_symbols, self.param_types.values()))  # whether weights determine symbol sizes
         self._inputs = input_specs(signature)
         self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}  # input shapes -> symbol sizes
         self._last: tuple[int, ...] | None = None
@@ -88,12 +87,12 @@ class CompiledGraph:
     # -- parts ---------------------------------------------------------------------------------------------------------
     @cached_property
     def parts(self) -> Parts:
-        """What it runs with; a graph that is compiled lazily is compiled now."""
+        """The executables and metadata. Compiles a lazy graph."""
         return self._load()
 
     @property
     def is_compiled(self) -> bool:
-        """False for a graph that is compiled lazily, until its first run."""
+        """False for a lazily compiled graph until its first run."""
         return "parts" in self.__dict__
 
     @cached_property
@@ -108,22 +107,22 @@ class CompiledGraph:
 
     @property
     def plan(self) -> CompiledPlan:
-        """The programs, and what the passes did."""
+        """The programs and the fusion report."""
         if self.parts.plan is None:
             raise self._no_programs("plan")
         return self.parts.plan()
 
     @property
     def target(self) -> Target:
-        """What the code is for."""
+        """The target that the code was generated for."""
         return self.executable.target
 
     @property
     def threads(self) -> int:
         return self.executable.threads
 
-    def _no_programs(self, what: str) -> CapabilityError:
-        return CapabilityError(f"{what}: device {self.device!r} runs graphs op by op", hint="compile for device cpu")
+    def _no_programs(self, feature: str) -> CapabilityError:
+        return CapabilityError(f"{feature}: device {self.device!r} runs graphs op by op", hint="compile for device cpu")
 
     # -- weights -------------------------------------------------------------------------------------------------------
     def set_param(self, name: str, value: Any) -> None:
@@ -131,12 +130,12 @@ class CompiledGraph:
         self.set_params({name: value})
 
     def set_params(self, values: Mapping[str, Any]) -> None:
-        """Set several weights at once: a run in another thread has all of them or none. None is set if one is wrong."""
+        """Set several weights atomically: concurrent runs see all of them or none. If one is invalid, none is set."""
         if not isinstance(values, Mapping):
             raise BindError(f"params: expected a mapping from names to arrays, found {type(values).__name__}")
         if self._sources_of is not None and not self._params and not values.keys().isdisjoint(self.param_types):
-            found = self._sources_of()  # what was packed before is packed again, with all others as the model has them
-            values = {name: found[name] for name in self.param_types} | dict(values)
+            sources = self._sources_of()  # derived weights are rebuilt, so every param is needed
+            values = {name: sources[name] for name in self.param_types} | dict(values)
         checked = {name: self._checked_param(name, value) for name, value in values.items()}
         with self._lock:
             self._params.update(checked)
@@ -151,33 +150,33 @@ class CompiledGraph:
         return buffer
 
     def prepare(self) -> None:
-        """Make what is derived from the weights now; otherwise the first run does it."""
-        self._bound()
+        """Compute the derived weights now rather than in the first run."""
+        self._ensure_bound()
 
     def known_params(self) -> Mapping[str, Any]:
-        """The weights as they were given, those that are still here."""
+        """The weights as they were set, or as the model's files have them; empty if neither is available."""
         return self._params or (self._sources_of() if self._sources_of is not None else {})
 
     def host_weights(self) -> dict[str, Array]:
-        """All weights that the program reads, in host memory; those that were given there are not copied."""
+        """All weights that the program reads, in host memory. Weights set as NumPy arrays are not copied."""
         bound = self.executable.weights
         host = {n: self._params[n] for n in bound if isinstance(self._params.get(n), np.ndarray)}
         return {n: host[n] if n in host else self.allocator.download(b) for n, b in bound.items()}
 
-    def lend(self, params: Mapping[str, Any]) -> None:
-        """Let other graphs of these params use the derived weights that this one came with."""
+    def share_derived(self, params: Mapping[str, Any]) -> None:
+        """Register the derived weights of this snapshot for other graphs with these params."""
         if not self._params:
             weights = self.executable.weights
             for name, recipe in self.parts.derived.items():
                 if name in weights and params.keys() >= set(recipe.params):
                     self._store.adopt(recipe, params, weights[name])
 
-    def _watched(self, buffers: Sequence[Any]) -> Watched:
-        from rlx.runtime.nan_check import Watched
+    def _watch(self, buffers: Sequence[Any]) -> WatchedRun:
+        from rlx.runtime.nan_check import WatchedRun
 
-        return Watched(self, buffers)
+        return WatchedRun(self, buffers)
 
-    def _bound(self) -> None:
+    def _ensure_bound(self) -> None:
         """Bring derived weights up to date before a run."""
         if not self._stale:
             return
@@ -193,11 +192,11 @@ class CompiledGraph:
         weights: dict[str, Any] = dict(self._params)
         recipes = self.parts.derived
         if recipes:
-            found = self._store.find(list(recipes.values()), self._params)
-            if found is None:
-                found = self._store.share(list(recipes.values()), self._params, self._derive())
-            weights |= zip(recipes, found, strict=True)
-        if self._sized:  # sizes that were known of the old weights
+            derived = self._store.find(list(recipes.values()), self._params)
+            if derived is None:
+                derived = self._store.share(list(recipes.values()), self._params, self._derive())
+            weights |= zip(recipes, derived, strict=True)
+        if self._sized:  # cached sizes belong to the old weights
             self._known, self._last = {}, None
         self.executable.bind({n: self._store.on_device(weights[n]) for n in self.executable.reads})
 
@@ -209,24 +208,24 @@ class CompiledGraph:
         key = tuple(sizes[s] for s in binder.symbols)
         require(f"weights of {self.name!r}", bytes_of(binder.outputs(key)))
         binder.bind({n: self._store.on_device(self._params[n]) for n in binder.reads})
-        made = binder.run(key, [])
+        derived = binder.run(key, [])
         binder.bind({})  # releases the sources and its arena
-        return made
+        return derived
 
-    def _held(self) -> contextlib.AbstractContextManager[Any]:
-        """Held during a run if weights determine sizes: rebinding would move the memory that the run reads."""
+    def _run_lock(self) -> contextlib.AbstractContextManager[Any]:
+        """The lock, if weights determine symbol sizes: rebinding would move the memory that a run reads."""
         return self._lock if self._sized else _NOTHING
 
     # -- running -------------------------------------------------------------------------------------------------------
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Any]:
-        """The outputs for named inputs; they belong to the caller. `trace` writes a timeline for chrome://tracing."""
+        """Run on named inputs and return the outputs, which the caller owns. `trace` writes a timeline for chrome://tracing."""
         if inputs is None:
             inputs = {}
         if not self._stale and trace is None and not nan_switch.watching:
             repeated = self.executable.run_again(inputs)
             if repeated is not None:
                 return repeated
-        with self._held():
+        with self._run_lock():
             return self._run(inputs, trace)
 
     def __call__(self, *args: Any, **inputs: Any) -> list[Any]:
@@ -237,9 +236,9 @@ class CompiledGraph:
         return self.run(inputs)
 
     def _run(self, inputs: Mapping[str, Any], trace: str | Path | None) -> list[Any]:
-        self._bound()
+        self._ensure_bound()
         buffers, key = self._prepare(inputs)
-        watched = self._watched(buffers) if nan_switch.watching else None
+        watched = self._watch(buffers) if nan_switch.watching else None
         if trace is None:
             outputs = self.executable.run(key, buffers)
         else:
@@ -253,10 +252,10 @@ class CompiledGraph:
         return outputs
 
     def _prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...]]:
-        """Inputs in order and the sizes of the symbols: the quick way for shapes seen before, else all checks."""
-        found = self._quick(inputs)
-        if found is not None:
-            return found
+        """Inputs in order and the symbol sizes: the fast path for known shapes, otherwise all checks."""
+        prepared = self._fast_prepare(inputs)
+        if prepared is not None:
+            return prepared
         checked, sizes = self._check_inputs(inputs)
         key = tuple(sizes[s] for s in self.executable.symbols)
         buffers = [checked[n] for n in self.input_types]
@@ -265,14 +264,14 @@ class CompiledGraph:
         self._known[tuple([b.shape for b in buffers])] = key
         return buffers, key
 
-    def _quick(self, inputs: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...]] | None:
+    def _fast_prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...]] | None:
         arrays, shapes = [], []
         try:
             if len(inputs) != len(self._inputs):
                 return None
             for name, wanted, written in self._inputs:
                 array = inputs[name]
-                # NumPy's scalars look like arrays, but have no memory of their own.
+                # NumPy scalars look like arrays but own no memory.
                 if array.__class__ is not np.ndarray or array.dtype is not wanted:
                     return None
                 flags = array.flags
@@ -300,16 +299,16 @@ class CompiledGraph:
         return {n: b if owns(b) else upload(b) for n, b in buffers.items()}, sizes
 
     def _param_leaves(self, names: Iterable[str]) -> list[Leaf]:
-        """The weights among `names` that have run-time sizes: these must agree with each other and with the inputs."""
+        """The weights among `names` with run-time sizes, which must agree with each other and with the inputs."""
         types = {n: self.param_types[n] for n in names}
         return [Leaf(f"param {n!r}", self._params[n], t) for n, t in types.items() if has_symbols(t)]
 
     def drop_table_pages(self) -> None:
-        """Release pages of mapped files that runs have read rows of.
+        """Release the pages of mapped tables that runs have read rows of.
 
-        For each row the system maps 64 KB of a file, or a huge page: a long prompt would have all of a table in memory.
+        The system maps 64 KB of a file, or a huge page, per row: a long prompt would bring a whole table into memory.
         """
-        weights = self.executable.weights  # products have theirs rearranged: what else is packed or narrow are tables
+        weights = self.executable.weights  # matmuls read derived copies, so small types left here are tables
         for name, type_ in self.param_types.items():
             stored_small = type_.dtype.is_packed or type_.dtype is not type_.dtype.wide
             if stored_small and isinstance(weights.get(name), np.ndarray):
@@ -317,7 +316,7 @@ class CompiledGraph:
 
     # -- looking -------------------------------------------------------------------------------------------------------
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
-        """What a run does: launches, bytes, flops; with inputs (or after a run) also times."""
+        """Launches, bytes and flops of a run; with inputs, or after a run, also times."""
         from rlx.inspect.profiler import Report, profile
 
         if self.parts.plan is None:
@@ -329,14 +328,14 @@ class CompiledGraph:
         fusion = str(self.plan.fusion)
         if inputs is None:
             return profile(self.executable, fusion, None, [])
-        with self._held():
-            self._bound()
+        with self._run_lock():
+            self._ensure_bound()
             arrays, key = self._prepare(inputs)
-            self._last = key  # a run with the same inputs takes the quick way, which does not note it
+            self._last = key  # the fast path of `run` does not record it
             return profile(self.executable, fusion, key, arrays)
 
     def dispatch(self) -> DispatchReport:
-        """What computes each node of the graph: machine code, the ops that it was decomposed into, or Python."""
+        """Report what computes each node: machine code, the ops it was decomposed into, or Python."""
         from rlx.inspect.dispatch import all_on_host, dispatch_report
         from rlx.inspect.lineage import lineage
 
@@ -345,7 +344,7 @@ class CompiledGraph:
         return dispatch_report(lineage(self.graph, self.target, self.profile))
 
     def memory(self, sizes: Mapping[str, int] | None = None) -> MemoryReport:
-        """Every buffer of a run with these sizes of the symbols (None: those of the last run), and when it lives."""
+        """Every buffer of a run and its lifetime, for these symbol sizes (None: those of the last run)."""
         from rlx.inspect.profiler import memory_of
 
         if self.parts.plan is None:
@@ -359,9 +358,9 @@ class CompiledGraph:
         return memory_of(self.executable, tuple(sizes[s] for s in symbols))
 
     def page(self, path: str | Path, *, assembly: bool = False, report: Report | None = None) -> Path:
-        """Write a web page that shows the levels of the graph side by side.
+        """Write a web page that shows the graph at HIR, MIR, LIR and machine code next to each other.
 
-        `assembly` adds the machine code; a `report` with times colours launches by their share of them.
+        `assembly` adds the machine code; a `report` with times colours launches by their share of the run time.
         """
         from rlx.inspect.page import graph_page
 
@@ -373,7 +372,7 @@ class CompiledGraph:
         return written
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
-        """Write program and machine code to a file that `rlx.load_exported` runs; with `weights`, those too."""
+        """Write program, machine code and, with `weights`, the weights to a file for `rlx.load_exported`."""
         from rlx.runtime.export import export_graph
 
         if self.parts.plan is None:
@@ -384,6 +383,8 @@ class CompiledGraph:
         return f"<compiled {self.name!r} on {self.device}>"
 
     def _repr_html_(self) -> str:
+        from rlx.notebook import box, table  # few programs need it
+
         kinds = {"input": self.input_types, "param": self.param_types}
         rows = [(kind, name, str(type_)) for kind, types in kinds.items() for name, type_ in types.items()]
         rows += [("output", str(i), str(type_)) for i, type_ in enumerate(self.signature.outputs)]
@@ -391,7 +392,7 @@ class CompiledGraph:
 
 
 def input_specs(signature: Signature) -> list[InputSpec]:
-    """What runs are given."""
+    """Name, dtype and mutability of each input."""
     return [InputSpec(n, t.dtype.numpy, n in signature.states) for n, t in signature.inputs.items()]
 
 
@@ -406,14 +407,12 @@ def link(
     return Parts(main, graph, lambda: plan, derived, None if binder is None else lambda: binder)
 
 
-def later_plan(
-    graph: Callable[[], Graph], target: Target, profile: CompileProfile | None
-) -> Callable[[], CompiledPlan]:
-    """The plan of a graph that comes from a cache: looked for, or made again, when somebody asks for it."""
+def lazy_plan(graph: Callable[[], Graph], target: Target, profile: CompileProfile | None) -> Callable[[], CompiledPlan]:
+    """The plan of a graph that came from a cache: loaded or rebuilt on demand."""
 
     @functools.cache
     def plan() -> CompiledPlan:
-        from rlx.runtime.plan import cached_plan  # imports all that programs are made of
+        from rlx.runtime.plan import cached_plan  # imports all of LIR
 
         return cached_plan(graph(), target, profile)
 
@@ -425,6 +424,6 @@ def _writable(buffer: Buffer) -> bool:
 
 
 def stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:
-    """An input to time a run with: masks of ones keep every key, indices of zero lie inside every table."""
+    """A synthetic input for timing: ones for floats, zeros for integers, which are valid indices of every table."""
     shape = concrete(type_.shape, sizes)
     return np.zeros(shape, type_.dtype.numpy) if type_.dtype.is_integer else np.ones(shape, type_.dtype.numpy)

@@ -1,6 +1,7 @@
-"""Files of sections: a head, a manifest (JSON), and bytes or arrays behind it, each section with length and digest.
+"""Container files: a header, a JSON manifest, and sections of bytes or arrays, each with its length and digest.
 
-Exports and kept starts are such files. Arrays begin on a cache line, so they are mapped and used in place.
+Exports and model snapshots are container files. Arrays are aligned to cache lines, so they are mapped and used in
+place.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ SUFFIX = ".rlxp"  # of an export
 MAGIC, VERSION = b"RLXP", 4
 _DIGEST = 32  # bytes
 _HEAD = struct.Struct(f"<4sIQ{_DIGEST}s")  # magic, version, bytes of the manifest, its digest
-_CHUNK = 8 << 20  # bytes that are written at once: whole huge pages
+_CHUNK = 8 << 20  # bytes per write: a multiple of the huge page size
 
 
 def write(path: Path, manifest: Mapping[str, Any], contents: Mapping[str, Content], *, mode: int = 0o644) -> Path:
-    """Write a file, which takes its name when it is whole."""
+    """Write a container atomically: the file appears under its name once it is complete."""
     sections: dict[str, dict[str, Any]] = {}
-    pieces: list[tuple[int, memoryview]] = []  # and where they lie
+    pieces: list[tuple[int, memoryview]] = []  # offset and bytes
     end = 0
     for name, content in contents.items():
         arrays = content if isinstance(content, Mapping) else {"": np.frombuffer(content, np.uint8)}
@@ -55,7 +56,7 @@ def write(path: Path, manifest: Mapping[str, Any], contents: Mapping[str, Conten
         if isinstance(content, Mapping):
             sections[name]["arrays"] = index
     written = json.dumps({**manifest, "bytes": end, "sections": sections}, indent=1).encode()
-    with replaced(path, mode) as file:
+    with open_atomic(path, mode) as file:
         head = _HEAD.pack(MAGIC, VERSION, len(written), hashlib.blake2b(written, digest_size=_DIGEST).digest())
         placed = [(_start(written) + place, data) for place, data in pieces]
         _write_pieces(file, [(0, memoryview(head)), (len(head), memoryview(written)), *placed], _start(written) + end)
@@ -63,13 +64,13 @@ def write(path: Path, manifest: Mapping[str, Any], contents: Mapping[str, Conten
 
 
 def _write_pieces(file: IO[bytes], pieces: Iterable[tuple[int, memoryview]], size: int) -> None:
-    """A file of `size` bytes: the pieces, in order and each at its place, with zeros between them.
+    """Write a file of `size` bytes: each piece at its offset, in order, with zeros in between.
 
-    It is written by chunks that begin and end on huge pages, for then the system keeps it in such pages: a kernel that
-    reads mapped weights is half as fast from small ones.
+    Chunks are aligned to huge pages, so that the page cache uses huge pages: kernels read mapped weights half as fast
+    from small ones.
     """
     chunk = memoryview(bytearray(min(_CHUNK, size)))
-    at = 0  # where the file is written up to, and the chunk begins
+    at = 0  # offset of the chunk in the file
     for place, data in pieces:
         while len(data):
             if place >= at + len(chunk):
@@ -85,21 +86,21 @@ def _write_pieces(file: IO[bytes], pieces: Iterable[tuple[int, memoryview]], siz
 
 
 @contextlib.contextmanager
-def replaced(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
-    """A file that takes its name when it is whole."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+def open_atomic(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces `path` when the block ends without an error."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             yield file
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 @dataclass(frozen=True)
 class Container:
-    """An opened file: its manifest, and the bytes behind it."""
+    """An open container: its manifest and the bytes that follow it."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -107,42 +108,42 @@ class Container:
 
     @property
     def maps(self) -> list[FileMap]:
-        """The map of the file."""
+        """The memory map of the file."""
         return map_of(self.data)
 
     def section(self, name: str) -> bytes:
         return bytes(self._bytes(name))
 
     def arrays(self, name: str) -> dict[str, Array]:
-        """Arrays by name, mapped from the file; none where there is no such section."""
+        """The arrays of a section by name, mapped from the file; empty if the section is missing."""
         index = self.manifest["sections"].get(name, {}).get("arrays")
         if not index:
             return {}
-        whole, found = self._bytes(name), {}
+        section, arrays = self._bytes(name), {}
         for key, kind, shape, at in index:
             element = dtype(kind).numpy
-            data = whole[at : at + math.prod(shape) * element.itemsize]
-            found[key] = np.frombuffer(data, np.uint8).view(element).reshape(shape)
-        return found
+            data = section[at : at + math.prod(shape) * element.itemsize]
+            arrays[key] = np.frombuffer(data, np.uint8).view(element).reshape(shape)
+        return arrays
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse sections whose bytes are not those that were written."""
+        """Raise FormatError if the digest of a section does not match."""
         for name in names:
-            found = hashlib.blake2b(self._bytes(name), digest_size=_DIGEST).hexdigest()
-            if found != self.manifest["sections"][name]["digest"]:
+            digest = hashlib.blake2b(self._bytes(name), digest_size=_DIGEST).hexdigest()
+            if digest != self.manifest["sections"][name]["digest"]:
                 raise broken(self.path, f"section {name!r} is damaged", hint="export it again, or copy it again")
 
     def _bytes(self, name: str) -> memoryview:
-        found = self.manifest["sections"][name]
-        return self.data[found["at"] : found["at"] + found["bytes"]]
+        section = self.manifest["sections"][name]
+        return self.data[section["at"] : section["at"] + section["bytes"]]
 
 
-def read(path: PathLike, what: str = "an export of rlx") -> Container:
-    """Open a file: its manifest is whole, and its length is right."""
+def read(path: PathLike, kind: str = "an export of rlx") -> Container:
+    """Open a container; checks its header, manifest and length, not the digests of its sections."""
     file = open_bytes(path)
     file.prefer_huge_pages()
     if file.size < _HEAD.size or bytes(file.view[:4]) != MAGIC:
-        raise broken(file.path, f"not {what}", at=0, expected=MAGIC, actual=bytes(file.view[:4]))
+        raise broken(file.path, f"not {kind}", at=0, expected=MAGIC, actual=bytes(file.view[:4]))
     _, version, size, digest = _HEAD.unpack_from(file.view)
     if version != VERSION:
         hint = "another version of rlx made it: export it again with this one"
@@ -154,10 +155,10 @@ def read(path: PathLike, what: str = "an export of rlx") -> Container:
     manifest = parse_json(written, file.path)
     check(manifest, CONTAINER, file.path)
     check_sections(manifest, file.path)
-    whole = _start(written) + manifest["bytes"]
-    if file.size != whole:
-        hint = "it was not copied whole"
-        raise broken(file.path, "length", expected=f"{whole} bytes", actual=f"{file.size} bytes", hint=hint)
+    as_int = _start(written) + manifest["bytes"]
+    if file.size != as_int:
+        hint = "it was not copied as_int"
+        raise broken(file.path, "length", expected=f"{as_int} bytes", actual=f"{file.size} bytes", hint=hint)
     return Container(file.path, manifest, file.view[_start(written) :])
 
 
@@ -170,5 +171,5 @@ def _round_up(n: int) -> int:
 
 
 def _start(manifest: bytes | memoryview) -> int:
-    """Where the sections begin."""
+    """Offset of the first section in the file."""
     return _round_up(_HEAD.size + len(manifest))

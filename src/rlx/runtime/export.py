@@ -1,8 +1,8 @@
-"""Exports: a compiled graph in one file, which runs elsewhere, or later, without compiling anything.
+"""Exports: a compiled graph in one file, which loads and runs without compiling anything.
 
-A file is a head, a manifest (JSON: what it is, what it needs, what is in it) and sections: the program, the graph as
-text, machine code, and weights, each with its length and digest. Weights lie as the kernels read them, so they are
-mapped, not read. The file is executable code: load only what you would also run.
+The file is a container: a JSON manifest (what it is, needs and holds) and sections for the program, the graph as text,
+machine code and weights, each with its length and digest. Weights are stored in the kernels' layout, so they are mapped
+rather than read. The file is executable code: load only files that you would also run.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import parse_type
 
-WEIGHTS = "weights"  # the section of weights as kernels read them
-PLACES = record_json.records_of(provenance)
+WEIGHTS = "weights"  # section of weights in the kernels' layout
+ORIGIN_RECORDS = record_json.records_of(provenance)
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What goes into a file besides the compiled graph."""
+    """Additional contents of the file, for exported models."""
 
     kind: str = "graph"
     about: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
@@ -55,7 +55,7 @@ class Extras:
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False, extras: Extras | None = None) -> Path:
-    """Write a compiled graph to a file; with `embed` its weights too, as the kernels read them."""
+    """Write a compiled graph to a file; `embed` adds its weights in the kernels' layout."""
     path = writable(path)
     extras = extras or Extras()
     text, constants = record_json.encode(compiled.plan, plan.plan_records())
@@ -63,7 +63,7 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
     backend = backend_of(compiled.target)
     code = backend.code(programs, compiled.target)
     graph = compiled.graph
-    origins, _ = record_json.encode([_placed(n.origin) for n in graph.nodes], PLACES)
+    origins, _ = record_json.encode([_without_folders(n.origin) for n in graph.nodes], ORIGIN_RECORDS)
     contents: dict[str, Content] = {
         "program": text.encode(),
         "constants": {str(i): a for i, a in enumerate(constants)},
@@ -73,7 +73,7 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
         **extras.contents,
     }
     if embed:
-        contents[WEIGHTS] = _embedded(compiled)
+        contents[WEIGHTS] = _weights_to_embed(compiled)
     manifest = {
         "kind": extras.kind,
         "name": graph.name,
@@ -95,13 +95,13 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
     return container.write(path, manifest, contents)
 
 
-def _placed(origin: Origin) -> Origin:
-    """A place without the folders of the machine that it was on."""
-    return replace(origin, file=os.path.basename(origin.file), merged=tuple(map(_placed, origin.merged)))
+def _without_folders(origin: Origin) -> Origin:
+    """The origin with file names only, without folders of the exporting machine."""
+    return replace(origin, file=os.path.basename(origin.file), merged=tuple(map(_without_folders, origin.merged)))
 
 
-def _embedded(compiled: CompiledGraph) -> dict[str, Array]:
-    """All that the main program reads, and the weights by whose shapes sizes are known."""
+def _weights_to_embed(compiled: CompiledGraph) -> dict[str, Array]:
+    """All weights that the main program reads, and those whose shapes determine symbol sizes."""
     compiled.prepare()
     return compiled.host_weights() | {
         name: compiled.known_params()[name] for name, type_ in compiled.param_types.items() if has_symbols(type_)
@@ -111,19 +111,19 @@ def _embedded(compiled: CompiledGraph) -> dict[str, Array]:
 # -- reading ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ExportFile(Container):
-    """An opened export."""
+    """An open export."""
 
     @property
     def target(self) -> Target:
-        """What the code is for."""
+        """The target that the code was generated for."""
         record = self.manifest["target"]
         return backend(record["device"]).target_from(record)
 
 
 def open_export(path: PathLike, *, verify: bool = False) -> ExportFile:
-    """Open an export for use: it is whole, made by this rlx, and this machine runs its code.
+    """Open an export to run it: checks that it is intact, written by this rlx, and for a target of this machine.
 
-    Weights are compared with their digest only if `verify` says so: they are mapped, and read when they are used.
+    The digest of the weights is checked only with `verify`, because they are mapped and read on demand.
     """
     file = read_export(path)
     _check_mode(file.path)
@@ -134,14 +134,14 @@ def open_export(path: PathLike, *, verify: bool = False) -> ExportFile:
 
 
 def read_export(path: PathLike) -> ExportFile:
-    """Open an export to look at: its manifest is whole, and its length is right."""
-    found = container.read(path)
-    check(found.manifest, EXPORT if found.manifest.get("kind") == "graph" else EXPORTED_MODEL, found.path)
-    return ExportFile(found.path, found.manifest, found.data)
+    """Open an export to inspect it; checks its manifest and length only."""
+    file = container.read(path)
+    check(file.manifest, EXPORT if file.manifest.get("kind") == "graph" else EXPORTED_MODEL, file.path)
+    return ExportFile(file.path, file.manifest, file.data)
 
 
 def _check_mode(path: Path) -> None:
-    """Refuse what anybody may write: it is code that we would run."""
+    """Raise CapabilityError for a world-writable file: it holds code that would be run."""
     mode = path.stat().st_mode
     if os.name == "posix" and mode & stat.S_IWOTH:
         raise CapabilityError(
@@ -151,15 +151,18 @@ def _check_mode(path: Path) -> None:
 
 
 def _check_source(file: ExportFile) -> None:
-    made, here = (file.manifest["rlx"], file.manifest["source"]), (rlx.__version__, cache_folder.source_digest())
-    if made != here:
-        made_by, this = (f"rlx {version} (sources {source[:12]})" for version, source in (made, here))
+    written_by, current = (
+        (file.manifest["rlx"], file.manifest["source"]),
+        (rlx.__version__, cache_folder.source_digest()),
+    )
+    if written_by != current:
+        made_by, this = (f"rlx {version} (sources {source[:12]})" for version, source in (written_by, current))
         hint = "export it again with this version, or use the one that made it"
         raise FormatError(f"{file.path}: made by {made_by}, this is {this}", hint=hint)
 
 
 def _check_target(file: ExportFile) -> None:
-    """Refuse code that this machine does not run, or that is not what it was told to run."""
+    """Raise CapabilityError for a target that this machine cannot run, or other than RLX_TARGET."""
     target, forced = file.target, os.environ.get("RLX_TARGET")
     if forced and forced != target.name:
         raise CapabilityError(f"{file.path}: its code is for {target.name}, RLX_TARGET asks for {forced}")
@@ -168,63 +171,67 @@ def _check_target(file: ExportFile) -> None:
 
 # -- running ---------------------------------------------------------------------------------------------------------
 def from_export(file: ExportFile, *, threads: int | None = None, store: WeightStore | None = None) -> CompiledGraph:
-    """The compiled graph of a file. The graph that it was built from is read when somebody asks for it."""
-    found, manifest, target = _program(file), file.manifest, file.target
+    """The compiled graph of an export. Its source graph is parsed on demand."""
+    loaded, manifest, target = _program(file), file.manifest, file.target
     profile = CompileProfile.from_toml(manifest["profile"]) if manifest["profile"] else None
     signature = replace(Signature.of(leaves(file)), outputs=tuple(map(parse_type, manifest["outputs"])))
-    own = backend_of(target)
-    with consistent(file):
+    device_backend = backend_of(target)
+    with as_format_errors(file):
         sections = {name: file.section(name) for name in manifest["code"]}
-        own.adopt(Code(tuple(manifest["routines"]), sections), target)
-        parts = link(found, signature, functools.cache(lambda: _graph(file)), own, target, threads)
+        device_backend.adopt(Code(tuple(manifest["routines"]), sections), target)
+        parts = link(loaded, signature, functools.cache(lambda: _graph(file)), device_backend, target, threads)
     weights = file.arrays(WEIGHTS) if WEIGHTS in manifest["sections"] else None
     if weights is not None:
-        _check_weights(file, found, weights)
-        parts.executable.bind({n: own.allocator.upload(weights[n]) for n in found.main.weights})
+        _check_weights(file, loaded, weights)
+        parts.executable.bind({n: device_backend.allocator.upload(weights[n]) for n in loaded.main.weights})
     params = {n: weights[n] for n in signature.params if n in weights} if weights is not None else None
-    shared = store or WeightStore(own.allocator)
-    return CompiledGraph(signature, parts, Device(own.name), shared, profile, bound=weights is not None, params=params)
+    shared = store or WeightStore(device_backend.allocator)
+    return CompiledGraph(
+        signature, parts, Device(device_backend.name), shared, profile, bound=weights is not None, params=params
+    )
 
 
 def _graph(file: ExportFile) -> Graph:
-    """The graph, as it was built."""
-    import rlx.hir.blocks  # noqa: F401  the ops and blocks that the text may name
+    """The source graph."""
+    import rlx.hir.blocks  # noqa: F401  registers the ops and blocks that the text may name
     from rlx.ir.rewrite import with_origins
 
     graph = Graph.parse(file.section("graph").decode())
-    origins = record_json.decode(file.section("origins"), PLACES, [], f"{file.path}: origins")
-    return with_origins(graph, origins)  # text does not say where nodes were built
+    origins = record_json.decode(file.section("origins"), ORIGIN_RECORDS, [], f"{file.path}: origins")
+    return with_origins(graph, origins)  # the text has no origins
 
 
 def _program(file: ExportFile) -> plan.CompiledPlan:
-    """The programs of an export, which take and give what its manifest says."""
+    """The programs of an export, checked against its manifest."""
     constants = list(file.arrays("constants").values())
-    found = record_json.decode(file.section("program"), plan.plan_records(), constants, f"{file.path}: program")
-    if not isinstance(found, plan.CompiledPlan):
-        raise FormatError(f"{file.path}: program: expected a plan, found {type(found).__name__}")
+    loaded = record_json.decode(file.section("program"), plan.plan_records(), constants, f"{file.path}: program")
+    if not isinstance(loaded, plan.CompiledPlan):
+        raise FormatError(f"{file.path}: program: expected a plan, found {type(loaded).__name__}")
     manifest = file.manifest
-    with consistent(file):
-        main, bind = found.main.manifest(), found.bind.manifest()
-        given = {name: type_ for _, name, type_ in manifest["inputs"]}
+    with as_format_errors(file):
+        main, bind = loaded.main.manifest(), loaded.bind.manifest()
+        inputs = {name: type_ for _, name, type_ in manifest["inputs"]}
         params = manifest["params"]
-        named = set(found.derived) | set(params)
-        said = {
-            "inputs": (main["inputs"], given),
+        named = set(loaded.derived) | set(params)
+        compared = {
+            "inputs": (main["inputs"], inputs),
             "outputs": (list(main["outputs"].values()), manifest["outputs"]),
-            "kernels": (sorted({*found.main.kernels(), *found.bind.kernels()}), manifest["kernels"]),
+            "kernels": (sorted({*loaded.main.kernels(), *loaded.bind.kernels()}), manifest["kernels"]),
             "weights": (sorted(set(main["weights"]) - named), []),
             "params": ({n: t for n, t in bind["weights"].items() if params.get(n) != t}, {}),
-            "target": (found.main.target, manifest["target"]["name"]),
+            "target": (loaded.main.target, manifest["target"]["name"]),
         }
-    for what, (wanted, has) in said.items():
-        if wanted != has:
-            raise FormatError(f"{file.path}: {what}: its program says {quoted(wanted)}, its manifest {quoted(has)}")
-    return found
+    for member, (in_program, in_manifest) in compared.items():
+        if in_program != in_manifest:
+            raise FormatError(
+                f"{file.path}: {member}: its program says {quoted(in_program)}, its manifest {quoted(in_manifest)}"
+            )
+    return loaded
 
 
-def _check_weights(file: ExportFile, found: plan.CompiledPlan, arrays: Mapping[str, Array]) -> None:
-    """Refuse weights of other shapes and types than the program reads."""
-    for name, text in found.main.manifest()["weights"].items():
+def _check_weights(file: ExportFile, loaded: plan.CompiledPlan, arrays: Mapping[str, Array]) -> None:
+    """Raise FormatError for weights that are missing or have another shape or type than the program reads."""
+    for name, text in loaded.main.manifest()["weights"].items():
         type_ = parse_type(text)
         if name not in arrays:
             raise FormatError(f"{file.path}: {WEIGHTS}: there is no {quoted(name)}")
@@ -235,8 +242,8 @@ def _check_weights(file: ExportFile, found: plan.CompiledPlan, arrays: Mapping[s
 
 
 @contextlib.contextmanager
-def consistent(file: ExportFile) -> Iterator[None]:
-    """What goes wrong inside is the file's fault: its parts were made for each other."""
+def as_format_errors(file: ExportFile) -> Iterator[None]:
+    """Turn errors of the block into a FormatError of the file: its parts do not match each other."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, GraphError, LowerError) as error:
@@ -245,7 +252,7 @@ def consistent(file: ExportFile) -> Iterator[None]:
 
 
 def leaves(file: ExportFile) -> Graph:
-    """A graph of inputs and params only: all that checks of arrays need."""
+    """A graph with only inputs and params, enough to check arrays."""
     manifest = file.manifest
     graph = Graph(manifest["name"], level=manifest["level"])
     for op, name, type_ in [*manifest["inputs"], *(("param", n, t) for n, t in manifest["params"].items())]:

@@ -1,6 +1,6 @@
-"""What a compiled graph takes: checks arrays against declared types and finds the sizes of the symbols.
+"""Input checks of compiled graphs: compares arrays with the declared types and solves for the symbol sizes.
 
-Everything that does not fit is an error with the name, what was wanted, what was found and the nearest known name.
+Errors name the array, the expected and the actual type, and the nearest known name.
 """
 
 from __future__ import annotations
@@ -19,116 +19,118 @@ from rlx.types import Dim, TensorType, evaluate, symbols_of
 
 
 class Leaf(NamedTuple):
-    """An array and what it is given for; `label` is such as `input 'x'`."""
+    """An array and its declared type. `label` names it in messages, such as `input 'x'`."""
 
     label: str
-    array: Any  # or a buffer of a device: only its shape is looked at
+    array: Any  # or a device buffer: only the shape is used
     type: TensorType
 
 
-def check_names(what: str, given: Any, wanted: Sequence[str]) -> None:
-    """A mapping of exactly the wanted names."""
-    if not isinstance(given, Mapping):
+def check_names(kind: str, values: Any, wanted: Sequence[str]) -> None:
+    """Raise BindError unless `values` is a mapping with exactly the wanted names."""
+    if not isinstance(values, Mapping):
         raise BindError(
-            f"{what}s: expected a mapping from names to arrays, found {type(given).__name__}",
+            f"{kind}s: expected a mapping from names to arrays, found {type(values).__name__}",
             hint=f"give {{{', '.join(f'{n!r}: ...' for n in wanted[:4])}{', ...' if wanted[4:] else ''}}}",
         )
     known = set(wanted)
-    for name in given:
+    for name in values:
         if name not in known:
-            raise BindError(f"{what}: nothing is called {name!r}", hint=nearest(str(name), wanted))
-    missing = [n for n in wanted if n not in given]
+            raise BindError(f"{kind}: nothing is called {name!r}", hint=nearest(str(name), wanted))
+    missing = [n for n in wanted if n not in values]
     if missing:
-        raise BindError(f"{what}: {', '.join(map(repr, missing))} not given", notes=[f"wanted: {', '.join(wanted)}"])
+        raise BindError(f"{kind}: {', '.join(map(repr, missing))} not given", notes=[f"wanted: {', '.join(wanted)}"])
 
 
 def not_set(missing: Sequence[str], hint: str) -> BindError:
-    """The error for parameters that a run needs and nobody has set."""
+    """The error for params that a run needs and that are not set."""
     shown = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if missing[5:] else "")
     return BindError(f"params: {shown} not set", hint=hint)
 
 
-def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
-    """A contiguous array of the declared element type and rank.
+def as_array(kind: str, name: str, value: Any, type_: TensorType) -> Array:
+    """Convert to a contiguous array of the declared element type and rank.
 
-    Arrays are never cast; Python numbers and lists are, where the declared type can hold them.
+    Arrays are never cast; Python numbers and lists are, if the declared type can hold them.
     """
-    if type(value) is not np.ndarray:  # a subclass may give operators another meaning
-        value = np.asarray(value) if isinstance(value, np.ndarray) else _converted(f"{what} {name!r}", value, type_)
+    if type(value) is not np.ndarray:  # subclasses may redefine operators
+        value = np.asarray(value) if isinstance(value, np.ndarray) else _convert(f"{kind} {name!r}", value, type_)
     if type_.dtype.is_packed and value.dtype == np.uint8:
-        value = _as_blocks(what, name, value, type_)
+        value = _as_blocks(kind, name, value, type_)
     if value.dtype != type_.dtype.numpy:
         try:
-            found = str(dtype(value.dtype))
+            actual = str(dtype(value.dtype))
         except DTypeError:
-            found = str(value.dtype)
+            actual = str(value.dtype)
         hint = f"cast it with .astype({type_.dtype.numpy.name!r})"
         if type_.dtype.is_packed:
             hint = f"give its packed blocks as bytes (uint8), {type_.dtype.size} for each {type_.dtype.block} numbers"
-        raise BindError(f"{what} {name!r}: element type is {found}, wanted {type_.dtype}", hint=hint)
+        raise BindError(f"{kind} {name!r}: element type is {actual}, wanted {type_.dtype}", hint=hint)
     if value.ndim != len(type_.array_shape):
-        raise BindError(f"{what} {name!r}: shape is {_shape(value)}, wanted {type_}")
+        raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, wanted {type_}")
     array: Array = value
     if not array.flags.c_contiguous:
-        require(f"{what} {name!r}: a contiguous copy", array.nbytes, "give a C-contiguous array, which is not copied")
+        require(f"{kind} {name!r}: a contiguous copy", array.nbytes, "give a C-contiguous array, which is not copied")
         array = np.ascontiguousarray(array)
     return array
 
 
-def as_buffer(what: str, name: str, value: Any, type_: TensorType, allocator: Allocator) -> Any:
-    """Like `as_array`, but a buffer that is in memory of the device already stays there."""
+def as_buffer(kind: str, name: str, value: Any, type_: TensorType, allocator: Allocator) -> Any:
+    """Like `as_array`, but leaves a buffer that is already on the device there."""
     if allocator.is_host or not allocator.owns(value):
-        return as_array(what, name, value, type_)
+        return as_array(kind, name, value, type_)
     if value.dtype != type_.dtype.numpy:
-        raise BindError(f"{what} {name!r}: element type is {value.dtype}, wanted {type_.dtype}")
+        raise BindError(f"{kind} {name!r}: element type is {value.dtype}, wanted {type_.dtype}")
     if len(value.shape) != len(type_.array_shape):
-        raise BindError(f"{what} {name!r}: shape is {_shape(value)}, wanted {type_}")
+        raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, wanted {type_}")
     return value
 
 
-def _as_blocks(what: str, name: str, value: Array, type_: TensorType) -> Array:
-    """The bytes of packed rows, [..., bytes of a row] or all in one row, as blocks."""
+def _as_blocks(kind: str, name: str, value: Array, type_: TensorType) -> Array:
+    """Packed rows as blocks, from bytes of shape [..., bytes per row] or flat."""
     rows = [d for d in type_.shape[:-1] if isinstance(d, int)]
     if value.ndim == 1 and value.size and value.size == type_.bytes and len(rows) == type_.rank - 1:
         value = value.reshape(*rows, -1)
     if value.ndim == 0 or value.shape[-1] % type_.dtype.size:
-        raise BindError(f"{what} {name!r}: rows of {_shape(value)} bytes are not whole blocks of {type_.dtype.size}")
+        raise BindError(f"{kind} {name!r}: rows of {_shape(value)} bytes are not whole blocks of {type_.dtype.size}")
     return np.ascontiguousarray(value).view(type_.dtype.numpy)
 
 
 _PYTHON_TYPES = {"f": "float", "i": "int", "u": "int", "c": "complex", "U": "str", "S": "bytes"}
-# Kinds of arrays that NumPy makes of Python numbers, by the kind of element type that can hold them.
+# NumPy dtype kinds of Python numbers that each kind of element type can hold.
 _HOLDS = {"float": "fiub", "int": "iub", "uint": "iub", "bool": "b"}
 
 
-def _converted(label: str, value: Any, type_: TensorType) -> Array:
-    """An array of something that is none: a NumPy scalar, another library's array, Python numbers and lists."""
+def _convert(label: str, value: Any, type_: TensorType) -> Array:
+    """Convert a NumPy scalar, another library's array, or Python numbers and lists."""
     wanted = type_.dtype
     try:
-        found = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors that do not give up their data
-        raise BindError(f"{label}: {type(value).__name__} is no array of {wanted}: {error}") from error
+        source = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors on a GPU
+        raise BindError(
+            f"{label}: {type(value).__name__} cannot be converted to an array of {wanted}: {error}"
+        ) from error
     if hasattr(value, "dtype"):
-        return found
-    if found.size and found.dtype.kind not in _HOLDS[wanted.kind]:
-        kind = _PYTHON_TYPES.get(found.dtype.kind, "object")
-        raise BindError(f"{label}: Python values of type {kind} are no {wanted}")
-    with np.errstate(over="ignore"):  # a float beyond the range is an infinity, as in NumPy
-        array = found.astype(wanted.numpy)
-    if wanted.is_integer and (array != found).any():
-        outside = found[array != found].flat[0]
+        return source
+    if source.size and source.dtype.kind not in _HOLDS[wanted.kind]:
+        kind = _PYTHON_TYPES.get(source.dtype.kind, "object")
+        raise BindError(f"{label}: Python values of type {kind} cannot be converted to {wanted}")
+    with np.errstate(over="ignore"):  # floats out of range become infinity, as in NumPy
+        array = source.astype(wanted.numpy)
+    if wanted.is_integer and (array != source).any():
+        outside = source[array != source].flat[0]
         raise BindError(f"{label}: {outside} does not fit into {wanted}")
     return array
 
 
-def check_fixed(what: str, name: str, value: Array, type_: TensorType) -> None:
-    """The sizes of a weight that are plain numbers."""
+def check_fixed(kind: str, name: str, value: Array, type_: TensorType) -> None:
+    """Raise BindError if a static size of a weight differs."""
     for have, want in zip(value.shape, type_.array_shape, strict=True):
         if isinstance(want, int) and have != want:
             hint = None
             if type_.rank == 2 and value.shape == tuple(reversed(type_.shape)):
                 hint = "it is the transpose: weights are [in, out]; pass array.T"
-            raise BindError(f"{what} {name!r}: shape is {_shape(value)}, wanted {type_}", hint=hint)
+            raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, wanted {type_}", hint=hint)
 
 
 def _shape(value: Array) -> str:
@@ -136,15 +138,15 @@ def _shape(value: Array) -> str:
 
 
 def has_symbols(type_: TensorType) -> bool:
-    """Whether a size of the type is known only at run time."""
+    """Whether a size of the type is symbolic."""
     return any(isinstance(d, Dim) for d in type_.shape)
 
 
 def solve_symbols(leaves: Iterable[Leaf], limits: Mapping[str, int]) -> dict[str, int]:
-    """The size of every symbol; plain sizes and expressions are checked against what the arrays have."""
+    """Solve for the size of every symbol; checks static sizes and expressions against the arrays' shapes."""
     sizes: dict[str, int] = {}
     source: dict[str, str] = {}
-    later: list[tuple[str, int, Dim, int]] = []
+    composite: list[tuple[str, int, Dim, int]] = []
     for label, array, type_ in leaves:
         for axis, want in enumerate(type_.array_shape):
             have = array.shape[axis]
@@ -160,8 +162,8 @@ def solve_symbols(leaves: Iterable[Leaf], limits: Mapping[str, int]) -> dict[str
                     )
                 source.setdefault(symbol, label)
             else:
-                later.append((label, axis, want, have))
-    for label, axis, want, have in later:
+                composite.append((label, axis, want, have))
+    for label, axis, want, have in composite:
         unknown = {s.name for s in symbols_of(want)} - set(sizes)
         if unknown:
             raise BindError(f"{label}: cannot tell {', '.join(sorted(unknown))} from a size of {want}")

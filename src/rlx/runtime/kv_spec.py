@@ -1,4 +1,4 @@
-"""What a decoder says of the cache that the runtime keeps for it."""
+"""The specification of a decoder's KV cache."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from rlx.errors import CapabilityError
 from rlx.target import KvLayout
 from rlx.types import Size
 
-CACHES = ("auto", "f32", "f16", "q8_0")  # what keys and values may be asked to be kept in
-AUTO = ("f16", "f32")  # what auto may become
-CACHE_HELP = "how keys and values are kept (auto: f16 where weights are packed, f32 where not)"
+CACHES = ("auto", "f32", "f16", "q8_0")  # types of keys and values that `load` accepts
+AUTO = ("f16", "f32")  # types that auto may select
+CACHE_HELP = "type of cached keys and values (auto: f16 for quantised weights, otherwise f32)"
 
 
 @dataclass(frozen=True)
 class KvCacheSpec:
     """The cache that a decoder needs: a pool of keys and one of values per layer, and recurrent states.
 
-    `windows` has for each layer how many of the last positions it looks at, 0 where it looks at all, None where it
-    keeps nothing; without any, all layers look at all. A layer with a window has a ring. `states` are the names of
-    recurrent states and their sizes for one sequence: f32, and as large after a million tokens as after one.
-    `lengths` are the limits of sequence length beyond which keys turn by other frequencies, and whether these change
-    with every length beyond it (dynamic NTK) or once (longrope). `layout` is that of the pages of keys and values.
+    `windows` has the attention window of each layer: 0 for full attention, None for a layer without keys and values;
+    if empty, all layers have full attention. A layer with a window uses a ring. `states` are names and shapes of
+    recurrent states per sequence, in f32. `lengths` are sequence lengths beyond which RoPE has other frequencies, and
+    whether these change with every further length (dynamic NTK) or once (longrope). `layout` is the page layout.
     """
 
     layers: int
@@ -38,20 +37,20 @@ class KvCacheSpec:
         block = dtype_of(self.dtype).block
         if self.head_dim % block:
             raise CapabilityError(
-                f"KV cache: {self.dtype} packs {block} numbers a block, heads of {self.head_dim} are not whole blocks",
+                f"KV cache: {self.dtype} packs {block} numbers per block, heads of {self.head_dim} do not fit",
                 hint="f16 takes heads of any size",
             )
 
     def rope_of_length(self, length: int) -> tuple[int, ...]:
-        """What tells apart the frequencies that keys of a sequence of this length turn by."""
+        """A key of the RoPE frequencies of a sequence of this length: equal keys, equal frequencies."""
         return tuple(max(length - limit, 0) if grows else int(length > limit) for limit, grows in self.lengths)
 
-    def must_read_again(self, before: int, after: int) -> bool:
-        """Whether keys of a sequence that grows to another length would all have to turn by other frequencies."""
+    def must_prefill_again(self, before: int, after: int) -> bool:
+        """Whether growing from `before` to `after` tokens changes the RoPE frequencies of all keys."""
         return any((before > limit) != (after > limit) for limit, grows in self.lengths if not grows)
 
     def window(self, layer: int) -> int | None:
-        """That of a layer."""
+        """The window of a layer."""
         return self.windows[layer] if self.windows else 0
 
     def axes(self, kind: str) -> str:
@@ -64,5 +63,5 @@ class KvCacheSpec:
 
 
 def table_name(window: int) -> str:
-    """The input with the pages of layers with a window, or without one (0): `[batch, blocks]`."""
+    """The input with the page table `[batch, blocks]` of layers with a window, or without one (0)."""
     return f"table{window}" if window else "table"

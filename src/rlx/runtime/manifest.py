@@ -1,9 +1,9 @@
-"""The structure of manifests: what every member of a container's or an export's JSON must be, as data, and its check.
+"""Schemas of the manifests of containers and exports, and their validation.
 
-A shape is a Python type, a set of known values, `[shape]` for a list of any length, `(shape, ...)` for a list of that
-many, `{name: shape}` for an object that has these members (with a `?` behind the name: may have), `Named(shape)` for an
-object of any names, `Maybe(shape)` where it may be null, or a function that raises for what it does not take. Other
-members than those are left alone.
+A schema is a Python type, a set of allowed values, `[schema]` for a list of any length, `(schema, ...)` for a list of
+that length, `{name: schema}` for an object with these members (`name?`: optional), `Named(schema)` for an object with
+any names, `Maybe(schema)` for a nullable value, or a function that raises ValueError for invalid values. Members that
+the schema does not name are ignored.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from rlx.errors import RlxError, shortened
 from rlx.formats.tensor_file import broken, quoted
 from rlx.types import parse_type
 
-Shape = Any
+Schema = Any
 LINE = 64  # sections and arrays begin on a cache line
-_MOST = 1 << 62  # bytes, elements: what NumPy and addresses can count
+_MAX_COUNT = 1 << 62  # bytes or elements that NumPy and addresses can count
 _JSON = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True)
 class Named:
-    """An object whose members are all of one shape."""
+    """An object whose members all have one schema."""
 
-    shape: Shape
+    schema: Schema
 
 
 @dataclass(frozen=True)
 class Maybe:
-    """Something or null."""
+    """A nullable value."""
 
-    shape: Shape
+    schema: Schema
 
 
 def count(value: Any) -> None:
-    """A whole number from 0 that can be a number of bytes or elements."""
-    if type(value) is not int or not 0 <= value <= _MOST:
+    """A valid number of bytes or elements."""
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise ValueError("a whole number from 0")
 
 
@@ -52,7 +52,7 @@ def positive(value: Any) -> None:
 
 
 def tensor_type(value: Any) -> None:
-    """A type as text."""
+    """A tensor type as text."""
     try:
         parse_type(value)
     except (RlxError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -76,7 +76,7 @@ EXPORT = {
     "rlx": str,
     "source": str,
     "versions": Named(str),
-    "target": {"device": str},  # the rest is for its backend
+    "target": {"device": str},  # the other members belong to its backend
     "profile": Maybe(str),
     "level": {"hir", "mir"},
     "limits": Named(count),
@@ -97,17 +97,17 @@ EXPORTED_MODEL = EXPORT | {
 }  # fmt: skip
 
 
-def check(manifest: Any, shape: Shape, file: Path) -> None:
-    """Raise FormatError where a manifest has another structure."""
+def check(manifest: Any, schema: Schema, file: Path) -> None:
+    """Raise FormatError if the manifest does not match the schema."""
     try:
-        _check(manifest, shape)
+        _check(manifest, schema)
     except _Mismatch as wrong:
-        what = f"manifest: {''.join(reversed(wrong.place)).lstrip('.')}" if wrong.place else "manifest"
-        raise broken(file, what, expected=wrong.expected, actual=wrong.found) from wrong
+        where = f"manifest: {''.join(reversed(wrong.path)).lstrip('.')}" if wrong.path else "manifest"
+        raise broken(file, where, expected=wrong.expected, actual=wrong.actual) from wrong
 
 
 def check_sections(manifest: Mapping[str, Any], file: Path) -> None:
-    """Raise FormatError where sections and arrays do not lie inside the file, and on cache lines."""
+    """Raise FormatError if a section or array is outside the file or not aligned to cache lines."""
     for name, section in manifest["sections"].items():
         where, size = f"manifest: section {quoted(name)}", section["bytes"]
         if section["at"] % LINE or section["at"] + size > manifest["bytes"]:
@@ -115,7 +115,7 @@ def check_sections(manifest: Mapping[str, Any], file: Path) -> None:
         for key, kind, sizes, at in section.get("arrays", ()):
             width = dtype(kind).numpy.itemsize
             inside = not at % LINE and at + math.prod(sizes) * width <= size
-            if not inside or len(sizes) > 32 or math.prod([n or 1 for n in sizes]) * width > _MOST:
+            if not inside or len(sizes) > 32 or math.prod([n or 1 for n in sizes]) * width > _MAX_COUNT:
                 raise broken(
                     file, f"{where}, array {quoted(key)}", expected=f"one inside {size} bytes",
                     actual=f"{quoted(kind)}{quoted(sizes)} at {at}",
@@ -123,28 +123,28 @@ def check_sections(manifest: Mapping[str, Any], file: Path) -> None:
 
 
 class _Mismatch(Exception):
-    """What a value should be, and its place, from the innermost name to the outermost."""
+    """A value that does not match: what was expected, and its path from the innermost name to the outermost."""
 
-    def __init__(self, expected: str, found: Any) -> None:
-        self.expected, self.found = expected, quoted(found)
-        self.place: list[str] = []
+    def __init__(self, expected: str, actual: Any) -> None:
+        self.expected, self.actual = expected, quoted(actual)
+        self.path: list[str] = []
 
 
-def _check(value: Any, shape: Shape) -> None:
-    match shape:
+def _check(value: Any, schema: Schema) -> None:
+    match schema:
         case type():
-            if type(value) is not shape:
-                raise _Mismatch(_JSON[shape], value)
+            if type(value) is not schema:
+                raise _Mismatch(_JSON[schema], value)
         case Maybe():
             if value is not None:
-                _check(value, shape.shape)
+                _check(value, schema.schema)
         case Named():
             _check(value, dict)
             for name, inner in value.items():
-                _check_member(inner, shape.shape, name)
+                _check_member(inner, schema.schema, name)
         case dict():
             _check(value, dict)
-            for key, inner in shape.items():
+            for key, inner in schema.items():
                 name = key.removesuffix("?")
                 if name in value:
                     _check_member(value[name], inner, name)
@@ -152,23 +152,23 @@ def _check(value: Any, shape: Shape) -> None:
                     raise _Mismatch(f"a member {quoted(name)}", sorted(value))
         case list() | tuple():
             _check(value, list)
-            if isinstance(shape, tuple) and len(value) != len(shape):
-                raise _Mismatch(f"a list of {len(shape)}", value)
+            if isinstance(schema, tuple) and len(value) != len(schema):
+                raise _Mismatch(f"a list of {len(schema)}", value)
             for i, item in enumerate(value):
-                _check_member(item, shape[i if isinstance(shape, tuple) else 0], i)
+                _check_member(item, schema[i if isinstance(schema, tuple) else 0], i)
         case set():
-            if type(value) not in (str, int) or value not in shape:
-                raise _Mismatch(f"one of {', '.join(map(str, sorted(shape)))}", value)
+            if type(value) not in (str, int) or value not in schema:
+                raise _Mismatch(f"one of {', '.join(map(str, sorted(schema)))}", value)
         case _:
             try:
-                shape(value)
+                schema(value)
             except ValueError as error:
                 raise _Mismatch(str(error), value) from error
 
 
-def _check_member(value: Any, shape: Shape, name: str | int) -> None:
+def _check_member(value: Any, schema: Schema, name: str | int) -> None:
     try:
-        _check(value, shape)
+        _check(value, schema)
     except _Mismatch as wrong:
-        wrong.place.append(f"[{name}]" if isinstance(name, int) else f".{shortened(name, 80)}")
+        wrong.path.append(f"[{name}]" if isinstance(name, int) else f".{shortened(name, 80)}")
         raise

@@ -1,7 +1,7 @@
-"""The watch for NaN and infinity: a run that gives one becomes an error that names the node that made it.
+"""NaN and infinity checks: a run that returns one raises an error that names the node that produced it.
 
-Runs are not slower for it while nobody watches. While somebody does, results are looked at after each run, and only a
-bad one costs more: the graph runs again node by node (`ir.evaluate`), from the same inputs, weights and states.
+Runs cost nothing extra while the check is off. While it is on, outputs are checked after each run; after a failure the
+graph is evaluated node by node (`ir.evaluate`) from the same inputs, weights and states.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
-    """How many elements of an array are NaN, how many infinite, of how many."""
+class NonFinite:
+    """Counts of NaN, infinite and all elements of an array."""
 
     nan: int
     infinite: int
     elements: int
 
     @classmethod
-    def of(cls, array: Array) -> Bad | None:
-        """None where all is finite, as integers are."""
+    def of(cls, array: Array) -> NonFinite | None:
+        """None if all elements are finite; integers always are."""
         if array.dtype.kind in "biu" or not array.size:
             return None
         try:
             finite = np.isfinite(array)
-        except TypeError:  # packed bytes, or a narrow type that NumPy has no such function for
+        except TypeError:  # packed bytes, or a narrow type without isfinite in NumPy
             return None
         if finite.all():
             return None
@@ -45,12 +45,12 @@ class Bad:
         return cls(nan, int(array.size - finite.sum()) - nan, array.size)
 
     def __str__(self) -> str:
-        parts = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.infinite, "infinite")) if n]
+        parts = [f"{n} {kind}" for n, kind in ((self.nan, "NaN"), (self.infinite, "infinite")) if n]
         return f"{' and '.join(parts)} of {self.elements} elements"
 
 
-class Watched:
-    """One run of a compiled graph. States are kept as they were before it."""
+class WatchedRun:
+    """One run of a compiled graph, with a copy of the states before it."""
 
     def __init__(self, compiled: CompiledGraph, arrays: Sequence[Array]) -> None:
         self.compiled = compiled
@@ -58,21 +58,21 @@ class Watched:
         self.before = {n: self.arrays[n].copy() for n in compiled._states}
 
     def check(self, outputs: Sequence[Array]) -> None:
-        """Raises where an output is not finite, or a state is not that was before."""
-        found = {f"output {i}": bad for i, bad in enumerate(map(Bad.of, outputs)) if bad}
+        """Raise if an output, or a state that was finite before the run, contains NaN or infinity."""
+        failures = {f"output {i}": bad for i, bad in enumerate(map(NonFinite.of, outputs)) if bad}
         for name, old in self.before.items():
-            bad = Bad.of(self.arrays[name])
+            bad = NonFinite.of(self.arrays[name])
             if bad and bool((~np.isfinite(self.arrays[name]) & np.isfinite(old)).any()):
-                found[f"state {name!r}"] = bad
-        if found:
-            raise self._error(found)
+                failures[f"state {name!r}"] = bad
+        if failures:
+            raise self._error(failures)
 
-    def _error(self, found: Mapping[str, Bad]) -> NonFiniteError:
-        where, bad = next(iter(found.items()))
-        seen = [f"seen in: {name} of {self.compiled.name!r}, {b}" for name, b in found.items()]
+    def _error(self, failures: Mapping[str, NonFinite]) -> NonFiniteError:
+        where, bad = next(iter(failures.items()))
+        seen = [f"seen in: {name} of {self.compiled.name!r}, {b}" for name, b in failures.items()]
         weights = self.compiled.known_params()
         if any(n not in weights for n in self.compiled.param_types):
-            hint = "only packed weights are here; run the graph that it was exported from"
+            hint = "only packed weights are available; run the graph that was exported"
             return NonFiniteError(f"{self.compiled.name}: {where} has {bad}", hint=hint)
         leaves = {**weights, **self.arrays, **self.before}
         culprit = search(self._graph(), leaves, self._sizes(weights))
@@ -97,16 +97,16 @@ class Watched:
 # -- the search -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """A node, what it made, and what of."""
+    """A node that produced non-finite elements, and the range of its operands."""
 
     node: Node
-    bad: Bad
-    finite: bool  # what it read
-    read: str
+    bad: NonFinite
+    finite: bool  # whether its operands were
+    operands: str
 
     @classmethod
     def of(cls, node: Node, operands: Sequence[Any], results: Sequence[Array], finite: bool) -> Culprit:
-        bad = next(b for b in map(Bad.of, results) if b)
+        bad = next(b for b in map(NonFinite.of, results) if b)
         return cls(node, bad, finite, ", ".join(_range(o) for o in operands if o is not None))
 
     @property
@@ -119,7 +119,7 @@ class Culprit:
     @property
     def notes(self) -> list[str]:
         shown = f"%{self.node.id} {self.node.op} : {', '.join(map(str, self.node.types))}"
-        lines = {"node": shown, "operands": self.read, "built at": str(self.node.origin)}
+        lines = {"node": shown, "operands": self.operands, "built at": str(self.node.origin)}
         return [f"{name}: {line}" for name, line in lines.items() if line]
 
 
@@ -131,26 +131,26 @@ def _range(array: Array) -> str:
 
 
 def search(graph: Graph, leaves: Mapping[str, Array], sizes: Mapping[str, int]) -> Culprit | None:
-    """The first node whose bad elements, made from good ones, reach an output or a state; None if all is finite.
+    """The first node with non-finite results of finite operands that reach an output or state; None if there is none.
 
-    Infinities that are used up on the way, as those of a mask by a softmax, are nobody's fault.
+    Infinities that do not reach an output, such as those of a mask before a softmax, are not reported.
     """
     from rlx.ir import evaluate
 
     uses = Counter(o for n in graph.nodes for o in n.operands if o is not None)
     values: dict[Value, Array] = {}
-    bad: dict[Value, Bad] = {}
+    bad: dict[Value, NonFinite] = {}
     suspects: dict[Node, Culprit] = {}
     for node in graph.nodes:
         operands = [None if o is None else values[o] for o in node.operands]
         finite = not any(o in bad for o in node.operands)
         inner: list[Culprit] = []
-        with evaluate.observe_nodes(functools.partial(_look, inner)):
+        with evaluate.observe_nodes(functools.partial(_record_first, inner)):
             results = evaluate.results_of(node, operands, leaves, sizes)
         values |= zip(node.results, results, strict=True)
-        found = {v: b for v, b in zip(node.results, map(Bad.of, results), strict=True) if b}
-        if found:
-            bad |= found
+        failures = {v: b for v, b in zip(node.results, map(NonFinite.of, results), strict=True) if b}
+        if failures:
+            bad |= failures
             suspects[node] = inner[0] if inner and finite else Culprit.of(node, operands, results, finite)
         uses.subtract(o for o in node.operands if o is not None)
         for o in node.operands:
@@ -160,30 +160,30 @@ def search(graph: Graph, leaves: Mapping[str, Array], sizes: Mapping[str, int]) 
     return _first(suspects, bad, roots)
 
 
-def _look(into: list[Culprit], node: Node, operands: Sequence[Any], results: Sequence[Array]) -> None:
-    """Keeps the first node of a body that makes bad elements from good ones."""
-    if not into and any(map(Bad.of, results)) and not any(Bad.of(o) for o in operands if o is not None):
+def _record_first(into: list[Culprit], node: Node, operands: Sequence[Any], results: Sequence[Array]) -> None:
+    """Record the first node of a body that produces non-finite elements from finite ones."""
+    if not into and any(map(NonFinite.of, results)) and not any(NonFinite.of(o) for o in operands if o is not None):
         into.append(Culprit.of(node, operands, results, finite=True))
 
 
-def _first(suspects: Mapping[Node, Culprit], bad: Mapping[Value, Bad], roots: Sequence[Value]) -> Culprit | None:
-    """Follows bad values back from the roots: best is a node that made them from finite numbers, next one that made
-    NaN from infinities, last a leaf that had them."""
+def _first(suspects: Mapping[Node, Culprit], bad: Mapping[Value, NonFinite], roots: Sequence[Value]) -> Culprit | None:
+    """Follow non-finite values back from the roots. Prefers a node that produced them from finite operands, then one
+    that produced NaN from infinities, then a leaf that contains them."""
     reached: dict[int, Node] = {}
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop().node
+    worklist = list(roots)
+    while worklist:
+        node = worklist.pop().node
         if node.id not in reached:
             reached[node.id] = node
-            waiting += [o for o in node.operands if o is not None and o in bad]
+            worklist += [o for o in node.operands if o is not None and o in bad]
     nodes = [reached[i] for i in sorted(reached)]
     inside = [n for n in nodes if n.operands]
     makers = [n for n in inside if not any(o in bad for o in n.operands)]
-    turners = [
+    nan_makers = [
         n
         for n in inside
         if any(r in bad and bad[r].nan for r in n.results)
         and not any(o is not None and o in bad and bad[o].nan for o in n.operands)
     ]
-    chosen = [*makers, *turners, *nodes]
-    return suspects[chosen[0]] if chosen else None
+    candidates = [*makers, *nan_makers, *nodes]
+    return suspects[candidates[0]] if candidates else None

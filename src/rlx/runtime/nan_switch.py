@@ -1,14 +1,14 @@
-"""The switch of the watch for NaN and infinity (`runtime/nan_check.py`). Runs are not slower while it is off."""
+"""Switch for the NaN and infinity checks (`runtime/nan_check.py`). Runs cost nothing extra while it is off."""
 
 from __future__ import annotations
 
-watching = False  # of the whole process: models may run in threads of their own
+watching = False  # process-wide, because models may run in other threads
 
 
 class nans:
-    """Every run that gives NaN or infinity raises `NonFiniteError` from here on; after a `with`, as it was before.
+    """Make every run that returns NaN or infinity raise `NonFiniteError`. A `with` block restores the previous setting.
 
-    `nans(False)` switches it off.
+    `nans(False)` switches the check off.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -24,7 +24,7 @@ class nans:
 
 
 def _switch(on: bool) -> bool:
-    """Watch or not; gives what was before."""
+    """Set the switch and return its previous value."""
     global watching
     before, watching = watching, on
     return before

@@ -1,4 +1,4 @@
-"""From a graph to programs: lowering, the MIR pipeline and scheduling, with the program cache in front of them."""
+"""Compiles a graph to programs: lowering, the MIR pipeline and scheduling, behind the program cache."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """The main program, the bind program of its weights, and what the passes did."""
+    """The main program, the bind program of its weights, and the fusion report."""
 
     main: Program
     bind: Program
     derived: list[str]
     recipes: list[Recipe]  # of the derived weights
     fusion: FusionReport
-    main_text: str  # optimised MIR, for people
+    main_text: str  # optimised MIR, for reports
     bind_text: str
     origins: tuple[str, ...]  # where the nodes of the graph were built
 
 
 def make_plan(graph: Graph, target: Target, profile: CompileProfile | None = None) -> CompiledPlan:
-    """Compile a graph to programs, without the cache."""
-    from rlx.module import plan_lir  # all passes; a plan from the cache needs none
+    """Compile a graph to programs, bypassing the cache."""
+    from rlx.module import plan_lir  # imports all passes, which a cache hit does not need
 
-    return planned(plan_lir(graph, target, profile or CompileProfile()), graph)
+    return plan_from_lir(plan_lir(graph, target, profile or CompileProfile()), graph)
 
 
 def _make_and_compile(graph: Graph, target: Target, profile: CompileProfile) -> CompiledPlan:
@@ -56,14 +56,16 @@ def _make_and_compile(graph: Graph, target: Target, profile: CompileProfile) -> 
 
     lir = plan_lir(graph, target, profile)
     backend.start_compiling((lir.main, lir.bind) if lir.optimised.derived else (lir.main,), target)
-    return planned(lir, graph)
+    return plan_from_lir(lir, graph)
 
 
-def planned(lir: LirModule, graph: Graph) -> CompiledPlan:
-    """What running a planned module needs; `graph` is what it was built as."""
-    done = lir.optimised
-    texts = done.main.text(), done.bind.text()
-    return CompiledPlan(lir.main, lir.bind, done.derived, recipes(done.bind), done.report, *texts, _origins(graph))
+def plan_from_lir(lir: LirModule, graph: Graph) -> CompiledPlan:
+    """The plan of a module at LIR; `graph` is its source."""
+    optimised = lir.optimised
+    texts = optimised.main.text(), optimised.bind.text()
+    return CompiledPlan(
+        lir.main, lir.bind, optimised.derived, recipes(optimised.bind), optimised.report, *texts, _origins(graph)
+    )
 
 
 def _origins(graph: Graph) -> tuple[str, ...]:
@@ -73,10 +75,10 @@ def _origins(graph: Graph) -> tuple[str, ...]:
 def cached_plan(
     graph: Graph, target: Target, profile: CompileProfile | None = None, *, run: bool = False, keys: Keys | None = None
 ) -> CompiledPlan:
-    """The plan from the program cache, or made and stored there: not with users' ops, whose source it does not know.
+    """The plan from the program cache; on a miss it is made and stored, except with user-defined ops (not in the key).
 
-    With `run`, the kernels of a plan that had to be made are being compiled when it comes. It is not stored then: what
-    runs is linked from the cache the next time, and few ask for its plan.
+    With `run`, a miss also starts compiling the kernels in the background. The plan is not stored then: the next run
+    loads the compiled code from the compile cache and rarely needs the plan.
     """
     store = cache_folder.current()
     profile = profile or CompileProfile()
@@ -84,35 +86,35 @@ def cached_plan(
     key = (keys or Keys.of(graph, target, profile)).plan
     if key is None:
         return make(graph, target, profile)
-    data = None if profile.shows_passes else store.read("programs", key)  # what is read has no passes to tell of
+    data = None if profile.shows_passes else store.read("programs", key)  # a cached plan has no log of passes
     if data is not None:
-        with contextlib.suppress(*program_cache.DAMAGED):  # written by something else
-            moved = relocated(program_cache.unpacked(data, plan_records(), CompiledPlan), _origins(graph))
-            if moved is not None:
-                return moved
+        with contextlib.suppress(*program_cache.DAMAGED):  # a damaged entry is a miss
+            plan = relocate(program_cache.unpack(data, plan_records(), CompiledPlan), _origins(graph))
+            if plan is not None:
+                return plan
     plan = make(graph, target, profile)
     if not run:
-        keep_plan(plan, key)
+        store_plan(plan, key)
     return plan
 
 
-def keep_plan(plan: CompiledPlan, key: str) -> None:
+def store_plan(plan: CompiledPlan, key: str) -> None:
     """Store a plan in the program cache."""
-    cache_folder.current().write("programs", key, program_cache.packed(plan, plan_records()))
+    cache_folder.current().write("programs", key, program_cache.pack(plan, plan_records()))
 
 
 @functools.cache
 def plan_records() -> Mapping[str, type]:
-    """The records that plans are made of, by name."""
+    """The record classes of plans, by name."""
     return record_json.records_of(
         dims, types, expressions, loops, kernels, views, interface, program, report, weights
     ) | {"CompiledPlan": CompiledPlan}
 
 
-def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | None:
-    """The plan of an equal graph that was built on other lines; None where what was one line now is several.
+def relocate(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | None:
+    """Replace the source lines of an equal graph's plan by `origins`; None if one old line maps to several new ones.
 
-    Launches carry source lines to errors and reports, and those should be the lines of the graph at hand.
+    Launches carry source lines for errors and reports, which should name the lines of the current graph.
     """
     if plan.origins == origins:
         return plan
@@ -121,25 +123,25 @@ def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | No
         if places.setdefault(old, new) != new:
             return None
     fusion = FusionReport(
-        [replace(f, where=_moved(f.where, places)) for f in plan.fusion.fused],
-        [replace(m, where=_moved(m.where, places)) for m in plan.fusion.missed],
-        [replace(m, where=_moved(m.where, places)) for m in plan.fusion.apart],
+        [replace(f, where=_relocate_origin(f.where, places)) for f in plan.fusion.fused],
+        [replace(m, where=_relocate_origin(m.where, places)) for m in plan.fusion.missed],
+        [replace(m, where=_relocate_origin(m.where, places)) for m in plan.fusion.separate],
     )
-    main, bind = (_moved_program(p, places) for p in (plan.main, plan.bind))
+    main, bind = (_relocate_program(p, places) for p in (plan.main, plan.bind))
     return replace(plan, main=main, bind=bind, fusion=fusion, origins=origins)
 
 
-def _moved_program(program: Program, places: Mapping[str, str]) -> Program:
-    launches = [replace(x, where=_moved(x.where, places)) for x in program.launches]
-    assertions = [replace(a, where=_moved(a.where, places)) for a in program.assertions]
+def _relocate_program(program: Program, places: Mapping[str, str]) -> Program:
+    launches = [replace(x, where=_relocate_origin(x.where, places)) for x in program.launches]
+    assertions = [replace(a, where=_relocate_origin(a.where, places)) for a in program.assertions]
     return replace(program, launches=launches, assertions=assertions)
 
 
-def _moved(where: str, places: Mapping[str, str]) -> str:
+def _relocate_origin(where: str, places: Mapping[str, str]) -> str:
     line = source_line(where)
     return places.get(line, line) + where[len(line) :]
 
 
 def source_line(origin: str) -> str:
-    """The part that the user's source decides, without what lowering and passes have added."""
+    """The user's source line, without the parts that lowering and passes append."""
     return re.split(r", (?=from |by )", origin, maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""The program cache: what identifies a compiled graph, and records as entries of the cache folder."""
+"""The program cache: keys of compiled graphs, and the encoding of records as cache entries."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from rlx.runtime import record_json
 from rlx.target import Target
 
 _SIZES = struct.Struct("<QQ")  # bytes of the index of arrays, bytes of the records
-DAMAGED = (FormatError, struct.error, TypeError, ValueError)  # what reading an entry of something else may raise
+DAMAGED = (FormatError, struct.error, TypeError, ValueError)  # raised by a damaged entry
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The names of a graph's cache entries: of its plan, and of its compiled code, which also depends on the compiler.
+    """Cache keys of a graph's plan and of its compiled code, which also depends on the compiler.
 
-    None with users' ops, whose source the cache does not know, or without a folder.
+    None for user-defined ops, whose source is not part of the key, and without a cache folder.
     """
 
     plan: str | None
@@ -49,15 +49,15 @@ def _digest(*parts: str) -> str:
 
 
 def is_builtin(graph: Graph) -> bool:
-    """Whether all ops are those of rlx, in bodies too."""
+    """Whether all ops, including those of bodies, are built in."""
     return all(
         node.definition.is_builtin and all(is_builtin(v) for v in node.attrs.values() if isinstance(v, Graph))
         for node in graph.nodes
     )
 
 
-def packed(record: Any, classes: Mapping[str, type]) -> bytes:
-    """A record as bytes: an index of its arrays, its values as text, the arrays."""
+def pack(record: Any, classes: Mapping[str, type]) -> bytes:
+    """Encode a record: an index of its arrays, its values as JSON, the arrays."""
     text, arrays = record_json.encode(record, classes)
     index = json.dumps([[dtype(a.dtype).name, a.shape] for a in arrays]).encode()
     values = text.encode()
@@ -65,8 +65,8 @@ def packed(record: Any, classes: Mapping[str, type]) -> bytes:
     return b"".join([_SIZES.pack(len(index), len(values)), index, values, *contents])
 
 
-def unpacked(data: bytes, classes: Mapping[str, type], kind: type[T]) -> T:
-    """The record that `packed` wrote."""
+def unpack(data: bytes, classes: Mapping[str, type], kind: type[T]) -> T:
+    """Decode the bytes of `pack`."""
     index_bytes, value_bytes = _SIZES.unpack_from(data)
     at = _SIZES.size + index_bytes
     index, values = json.loads(data[_SIZES.size : at]), data[at : at + value_bytes]

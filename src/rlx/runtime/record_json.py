@@ -1,8 +1,7 @@
-"""Records as JSON: a table in which every value stands once, after those that it is made of.
+"""Records as JSON: a table in which every distinct value is one entry, after the entries of its parts.
 
-Only records of known classes come back, made by their constructors from values of the table: reading runs no other
-code, whatever the text says. Equal immutable values are one entry, so what repeats (a layer, a shape, a stride) is
-written and made once. Arrays are kept aside, in a list.
+Decoding calls only the constructors of known classes, whatever the text says. Equal immutable values share an entry, so
+repeated layers, shapes and strides are written and decoded once. Arrays are stored separately, in a list.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from rlx.types import Composite, Dim
 
 Classes = Mapping[str, type]
 
-# Tags of entries that are no records of a class.
+# Tags of entries other than records.
 _TUPLE, _LIST, _DICT, _DIM, _DTYPE, _ARRAY, _CONSTANT = "()", "[]", "{}", "dim", "dtype", "array", "const"
 _LAYOUT = "layout"
-_DIGEST = "fingerprint"  # a cached property of kernels that takes long to compute
+_DIGEST = "fingerprint"  # a cached property of kernels that is slow to compute
 _SIZES = ("//", "min", "max")
 _PLAIN = frozenset((type(None), bool, int, str))
 
 
 def records_of(*modules: ModuleType) -> dict[str, type]:
     """The record classes that modules define, by name."""
-    found = [c for m in modules for c in vars(m).values() if dataclasses.is_dataclass(c) and isinstance(c, type)]
-    own = {c for c in found if any(c.__module__ == m.__name__ for m in modules)}
+    candidates = [c for m in modules for c in vars(m).values() if dataclasses.is_dataclass(c) and isinstance(c, type)]
+    own = {c for c in candidates if any(c.__module__ == m.__name__ for m in modules)}
     named = {c.__name__: c for c in sorted(own, key=lambda c: c.__name__)}
     assert len(named) == len(own), "two records of one name could not be told apart"
     return named
 
 
 def encode(value: Any, classes: Classes) -> tuple[str, list[Array]]:
-    """A value as text, and the arrays in it. What is neither plain data nor a record of `classes` is refused."""
-    from rlx.ir.graph import Array as Constant  # which only programs have: other records are read without graphs
+    """Encode a value as text and a list of its arrays. Only plain data and records of `classes` can be encoded."""
+    from rlx.ir.graph import Array as Constant  # only programs have constants: decoding others imports no graphs
 
     writer = _Writer(classes, Constant)
     writer.add(value)
@@ -52,7 +51,7 @@ def encode(value: Any, classes: Classes) -> tuple[str, list[Array]]:
 
 
 def decode(text: str | bytes, classes: Classes, arrays: Sequence[Array], where: str) -> Any:
-    """The value that text of `encode` says; `where` names the text in messages."""
+    """Decode the output of `encode`; `where` names the text in messages."""
     try:
         entries = json.loads(text)
         values: list[Any] = []
@@ -64,7 +63,7 @@ def decode(text: str | bytes, classes: Classes, arrays: Sequence[Array], where: 
                 values.append(entry)
         return values[-1]
     except (RlxError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{where}: is no table of records: {type(error).__name__}: {error}") from error
+        raise FormatError(f"{where}: is not a table of records: {type(error).__name__}: {error}") from error
 
 
 class _Writer:
@@ -76,11 +75,11 @@ class _Writer:
         self.entries: list[Any] = []
         self.arrays: list[Array] = []
         self._known: dict[Any, int] = {}
-        self._seen: dict[int, tuple[int, Any]] = {}  # by identity: a kernel is met at each of its launches
+        self._seen: dict[int, tuple[int, Any]] = {}  # by identity: every launch references its kernel
         self._parts = {c: _parts(c) for c in self.names}
 
     def add(self, value: Any) -> int:
-        """The number of the entry for a value; those of what it is made of come before it."""
+        """The entry number of a value, added after its parts if it is new."""
         kind = value.__class__
         if kind in _PLAIN:
             number = self._known.get((kind, value))
@@ -91,7 +90,7 @@ class _Writer:
                 return seen[0]
             tag, parts = (_TUPLE, value) if kind is tuple else (self.names[kind], self._parts[kind](value))
             number = self._composite(tag, parts)
-            self._seen[id(value)] = number, value  # which must live on: its address says what it is
+            self._seen[id(value)] = number, value  # keep it alive: its id is the key
             return number
         if kind is float:
             return self._entry(value, (kind, value.hex()))  # 0.0 is not -0.0
@@ -109,12 +108,12 @@ class _Writer:
             case Layout():
                 return self._composite(_LAYOUT, [str(value)])
             case np.ndarray():
-                return self._composite(_ARRAY, [self._aside(value)])
+                return self._composite(_ARRAY, [self._add_array(value)])
         if isinstance(value, self.constant):
-            return self._composite(_CONSTANT, [self._aside(value.data)])  # type: ignore[attr-defined]
+            return self._composite(_CONSTANT, [self._add_array(value.data)])  # type: ignore[attr-defined]
         raise CapabilityError(
-            f"export: {kind.__module__}.{kind.__qualname__} is no record that a file can hold",
-            hint="a graph that calls Python functions can only run where they are",
+            f"export: {kind.__module__}.{kind.__qualname__} cannot be stored in a file",
+            hint="a graph that calls Python functions runs only in the process that has them",
         )
 
     def _composite(self, tag: str, parts: Iterable[Any], *, shared: bool = True) -> int:
@@ -130,13 +129,13 @@ class _Writer:
         self.entries.append(entry)
         return number
 
-    def _aside(self, array: Array) -> int:
+    def _add_array(self, array: Array) -> int:
         self.arrays.append(array)
         return len(self.arrays) - 1
 
 
 def _parts(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    """What gives the values of the fields of a record, and its digest where it has one."""
+    """A function that returns the field values of a record, and its digest if it has one."""
     names = [field.name for field in dataclasses.fields(kind)] + ([_DIGEST] if _has_digest(kind) else [])
     if len(names) > 1:
         return operator.attrgetter(*names)
@@ -144,7 +143,7 @@ def _parts(kind: type) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _makers(classes: Classes, arrays: Sequence[Array]) -> dict[str, Callable[[list[Any]], Any]]:
-    """What makes a value of its parts, by tag."""
+    """Constructors of values from their parts, by tag."""
     makers: dict[str, Callable[[list[Any]], Any]] = {
         _TUPLE: tuple,
         _LIST: list,
@@ -172,21 +171,21 @@ def _maker(kind: type) -> Callable[[list[Any]], Any]:
     if _has_digest(kind):
 
         def with_digest(parts: list[Any]) -> Any:
-            made = kind(*parts[:-1])
-            made.__dict__[_DIGEST] = parts[-1]
-            return made
+            record = kind(*parts[:-1])
+            record.__dict__[_DIGEST] = parts[-1]
+            return record
 
         return with_digest
     if kind is Composite:
 
         def size(parts: list[Any]) -> Any:
-            if parts[0] not in _SIZES:  # it becomes part of an expression that Python evaluates
-                raise ValueError(f"{parts[0]!r} is no operation on sizes")
+            if parts[0] not in _SIZES:  # it becomes part of an expression that is evaluated as Python
+                raise ValueError(f"{parts[0]!r} is not an operation on sizes")
             return Composite(*parts)
 
         return size
     fields = dataclasses.fields(kind)
-    if any(field.kw_only for field in fields):  # such come last in calls, wherever they are declared
+    if any(field.kw_only for field in fields):  # keyword-only fields may be declared anywhere
         names = [field.name for field in fields]
         return lambda parts: kind(**dict(zip(names, parts, strict=True)))
     return lambda parts: kind(*parts)

@@ -1,4 +1,4 @@
-"""Sessions: a device and its settings, and the way from a graph to something that runs."""
+"""Sessions: a device with its settings, and compiling graphs for it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from rlx.backends.base import MAX_THREADS, Backend, available
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError, nearest
 from rlx.fork_safe_locks import Lock, Waits
+from rlx.garbage import paused
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 
-if TYPE_CHECKING:  # a session may never compile: a model that was started before comes with its code
+if TYPE_CHECKING:  # a session may never compile: model snapshots come with code
     from rlx.ir.graph import Graph
     from rlx.module import GraphModule
     from rlx.runtime.compiled import CompiledGraph, Parts
     from rlx.runtime.plan import CompiledPlan
 
-# One thread compiles at a time: Python and LLVM are serial, so more would only take turns. Fork waits for it: a child
-# has no use for half of a compilation.
+# One thread compiles at a time: passes hold the GIL, so more threads would only take turns. Forks wait for it: a child
+# could not finish the compilation.
 _guard = Lock(reentrant=True, waits=Waits.COMPILE)
 
-DEFAULT = CompileProfile(Fusion(policy=FusionPolicy.DIRECT))  # for graphs; modules may have a policy of their own
+DEFAULT = CompileProfile(Fusion(policy=FusionPolicy.DIRECT))  # for graphs; modules may set their own policy
 
 
 class Session:
-    """A device, a number of threads (None: all cores) and a target (None: the best this machine runs)."""
+    """A device, a number of threads (None: all cores) and a target (None: the best one this machine supports)."""
 
     def __init__(self, device: str = "cpu", *, threads: int | None = None, target: str | Target | None = None) -> None:
         self.device = find_device(device)
@@ -36,7 +37,7 @@ class Session:
         self.weights = WeightStore(self.device.backend.allocator)  # shared by all graphs that this session compiles
 
     def compile(self, graph: Graph | GraphModule, *, profile: CompileProfile | None = None) -> CompiledGraph:
-        """A graph, or a module at any level, ready to run on this session's device; `profile` says how to compile."""
+        """Compile a graph, or a module at any level, for this session's device, as `profile` says."""
         from rlx.ir.graph import Graph
 
         if profile is not None and not isinstance(profile, CompileProfile):
@@ -44,17 +45,17 @@ class Session:
         if not isinstance(graph, Graph):
             return self._compile_module(graph, profile)
         chosen = (profile or DEFAULT).in_environment()
-        with _guard:
+        with _guard, paused():
             return self._compile(_source(graph), chosen)
 
     def _compile_module(self, module: GraphModule, profile: CompileProfile | None) -> CompiledGraph:
         from rlx.module import GraphModule
-        from rlx.runtime.plan import planned
+        from rlx.runtime.plan import plan_from_lir
 
         if not isinstance(module, GraphModule):
             raise GraphError(f"compile: takes a Graph, found {type(module).__name__}", hint="or a GraphModule")
         hir = module.as_hir()
-        with _guard:
+        with _guard, paused():
             source = _source(module.into_mir() if hir is None else hir)
             lir, chosen = module.as_lir(), module.profile(profile)
             if lir is not None and profile is not None:
@@ -63,19 +64,19 @@ class Session:
             if lir is None or self.device.name == "reference":
                 return self._compile(source, chosen)
             if lir.target != target:
-                found = f"module {module.name!r} is planned for {lir.target.name}, this session is for {target.name}"
-                raise CapabilityError(f"compile: {found}", hint="plan it for this target")
-            return self.graph_of(source, self.link(planned(lir, source), source, target), chosen)
+                mismatch = f"module {module.name!r} is planned for {lir.target.name}, this session is for {target.name}"
+                raise CapabilityError(f"compile: {mismatch}", hint="plan it for this target")
+            return self._compiled_graph(source, self.link(plan_from_lir(lir, source), source, target), chosen)
 
     def _compile(self, source: Graph, profile: CompileProfile) -> CompiledGraph:
         """Imports lazily: a cache hit loads almost none of the compiler."""
         self.device.backend.check_options(profile.backend.of(self.device.name))
         target = self._target(profile.fusion.target)
-        parts = self._interpreted(source, profile) or self._linked(source, target, profile)
-        return self.graph_of(source, parts, profile)
+        parts = self._interpret(source, profile) or self._link_cached(source, target, profile)
+        return self._compiled_graph(source, parts, profile)
 
-    def _interpreted(self, source: Graph, profile: CompileProfile) -> Parts | None:
-        """The parts of a graph on a device that runs MIR."""
+    def _interpret(self, source: Graph, profile: CompileProfile) -> Parts | None:
+        """The parts of a graph on a device that interprets MIR; None on other devices."""
         backend = self.device.backend
         if not backend.interprets:
             return None
@@ -86,20 +87,20 @@ class Session:
         graph = rounded(lower(source, profile.fusion.policy), profile)
         return Parts(backend.interpret(graph), lambda: graph, None)
 
-    def _linked(self, source: Graph, target: Target, profile: CompileProfile) -> Parts:
+    def _link_cached(self, source: Graph, target: Target, profile: CompileProfile) -> Parts:
         """The parts of a graph from the compile cache, or compiled now and stored there."""
         from rlx.runtime import compile_cache
         from rlx.runtime.program_cache import Keys
 
         keys = Keys.of(source, target, profile)
-        found = compile_cache.find(source, keys, self, target, profile)
-        if found is None:
+        parts = compile_cache.load(source, keys, self, target, profile)
+        if parts is None:
             from rlx.runtime.plan import cached_plan
 
             plan = cached_plan(source, target, profile, run=True, keys=keys)
-            found = self.link(plan, source, target)
-            compile_cache.keep(found, keys, self.device.backend)
-        return found
+            parts = self.link(plan, source, target)
+            compile_cache.store(parts, keys, self.device.backend)
+        return parts
 
     def link(self, plan: CompiledPlan, source: Graph, target: Target) -> Parts:
         """Compile the programs of a plan."""
@@ -108,7 +109,9 @@ class Session:
 
         return link(plan, Signature.of(source), lambda: source, self.device.backend, target, self.threads)
 
-    def graph_of(self, source: Graph, parts: Parts | Callable[[], Parts], profile: CompileProfile) -> CompiledGraph:
+    def _compiled_graph(
+        self, source: Graph, parts: Parts | Callable[[], Parts], profile: CompileProfile
+    ) -> CompiledGraph:
         """A compiled graph of this session."""
         from rlx.runtime.compiled import CompiledGraph
         from rlx.runtime.signature import Signature
@@ -116,19 +119,19 @@ class Session:
         return CompiledGraph(Signature.of(source), parts, self.device, self.weights, profile)
 
     def compile_later(self, graph: Graph, profile: CompileProfile) -> CompiledGraph:
-        """A graph that is compiled when it first runs; until then it only takes weights."""
+        """A graph that is compiled in its first run; weights can be set before."""
         source, chosen = _source(graph), profile.in_environment()
 
         def parts() -> Parts:
-            with _guard:
+            with _guard, paused():
                 return self._compile(source, chosen).parts
 
-        return self.graph_of(source, parts, chosen)
+        return self._compiled_graph(source, parts, chosen)
 
     def _target(self, wanted: str) -> Target:
-        """The target that a profile is for, if this session's device has it."""
+        """The target that a profile asks for, if this session's device has it."""
         backend = self.device.backend
-        if wanted in ("auto", self.device.name) or backend.interprets:  # the oracle of every device
+        if wanted in ("auto", self.device.name) or backend.interprets:  # interpreters run graphs of any target
             return self.target
         if wanted in backend.known_targets():
             return backend.target(wanted)
@@ -139,7 +142,7 @@ class Session:
 
 
 def _source(graph: Graph) -> Graph:
-    """A copy, because the caller may go on building."""
+    """A verified copy, because the caller may keep building."""
     if not graph.outputs:
         raise GraphError(f"compile: graph {graph.name!r} has no outputs", hint="call g.set_outputs([...])")
     return graph.verify().copy()
@@ -148,8 +151,8 @@ def _source(graph: Graph) -> Graph:
 def _checked_threads(threads: int | None) -> int | None:
     if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= MAX_THREADS):
         return threads
-    given = repr(threads) if not isinstance(threads, int) or abs(threads) < 1 << 64 else "a huge number"
-    raise CapabilityError(f"threads: expected a number from 1 to {MAX_THREADS}, or None for all cores, found {given}")
+    shown = repr(threads) if not isinstance(threads, int) or abs(threads) < 1 << 64 else "a huge number"
+    raise CapabilityError(f"threads: expected a number from 1 to {MAX_THREADS}, or None for all cores, found {shown}")
 
 
 def _checked_target(backend: Backend, target: str | Target | None) -> Target:
@@ -168,5 +171,5 @@ def compile(
     target: str | Target | None = None,
     profile: CompileProfile | None = None,
 ) -> CompiledGraph:
-    """A graph or module ready to run: the same as `Session(device, ...).compile(graph, profile=profile)`."""
+    """Compile a graph or module; the same as `Session(device, ...).compile(graph, profile=profile)`."""
     return Session(device, threads=threads, target=target).compile(graph, profile=profile)

@@ -1,4 +1,4 @@
-"""Signatures: what a compiled graph takes and gives, without the graph."""
+"""Signatures: inputs, params and outputs of a compiled graph, without the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Signature:
-    """Names and types of inputs (states, which are changed in place, among them), params and outputs."""
+    """Names and types of inputs (including states, which are updated in place), params and outputs."""
 
     name: str
     inputs: Mapping[str, TensorType]

@@ -1,4 +1,4 @@
-"""Compiled graphs from snapshots of loaded models: their weights are bound, and nothing is built, planned or packed."""
+"""Restores compiled graphs from model snapshots, with weights bound: nothing is built, planned or packed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.backends.base import Executable
 from rlx.profile import CompileProfile
 from rlx.runtime import kv_spec, record_json, signature
-from rlx.runtime.compiled import CompiledGraph, Parts, input_specs, later_plan
+from rlx.runtime.compiled import CompiledGraph, Parts, input_specs, lazy_plan
 from rlx.runtime.session import Session
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def snapshot_records(device: str) -> Mapping[str, type]:
-    """The records that the snapshot of a graph on a device is made of, by name."""
+    """The record classes of snapshots on a device, by name."""
     from rlx.backends.base import backend
 
     own = {"Recipe": Recipe, "KvLayout": KvLayout}
@@ -29,13 +29,15 @@ def snapshot_records(device: str) -> Mapping[str, type]:
 
 
 def from_snapshot(
-    of: Signature, image: Any, derived: Mapping[str, Recipe], weights: Mapping[str, Any], session: Session,
+    graph_signature: Signature, image: Any, derived: Mapping[str, Recipe], weights: Mapping[str, Any], session: Session,
     profile: CompileProfile, source: Callable[[], tuple[Graph, Mapping[str, Any]]],
 ) -> CompiledGraph | None:  # fmt: skip
-    """A compiled graph; None if its machine code is gone. `source` builds its graph and finds its params."""
+    """Restore a compiled graph; None if its machine code is gone. `source` rebuilds its graph and loads its params."""
     backend, target = session.device.backend, session.target
-    plan = later_plan(lambda: source()[0], target, profile)  # not through the graph itself: that would be a cycle
-    executable = backend.load(image, lambda: plan().main, target, threads=session.threads, inputs=input_specs(of))
+    plan = lazy_plan(lambda: source()[0], target, profile)  # references `source`, not the compiled graph: no cycle
+    executable = backend.load(
+        image, lambda: plan().main, target, threads=session.threads, inputs=input_specs(graph_signature)
+    )
     if executable is None:
         return None
     executable.bind({name: session.weights.on_device(weight) for name, weight in weights.items()})
@@ -45,4 +47,6 @@ def from_snapshot(
         return backend.compile(plan().bind, target, threads=session.threads, long_lived=True)
 
     parts = Parts(executable, lambda: source()[0], plan, derived, binder if derived else None)
-    return CompiledGraph(of, parts, session.device, session.weights, profile, bound=True, sources=lambda: source()[1])
+    return CompiledGraph(
+        graph_signature, parts, session.device, session.weights, profile, bound=True, sources=lambda: source()[1]
+    )

@@ -1,7 +1,7 @@
-"""Execution variants: for which phase and sizes a model is compiled, by which profile, and when.
+"""Execution variants: the phase and sizes that a model is compiled for, the profile, and when it is compiled.
 
-A `ModelVariant` says what to specialise; `ModelExecutionConfig` joins it with a profile and a mode and compiles. Keys
-are digests of what the records say: the same in every process.
+A `ModelVariant` says what to specialise for; a `ModelExecutionConfig` adds a profile and a mode, and compiles. Cache
+keys are digests of the fields, the same in every process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ModelPhase(enum.Enum):
 
 
 class CompilationMode(enum.Enum):
-    """When machine code is made: at once, at the first run, or before, in a file."""
+    """When machine code is generated: immediately, in the first run, or ahead of time, in a file."""
 
     EAGER = "eager"
     LAZY = "lazy"
@@ -68,21 +68,21 @@ class ModelVariant:
 
     @classmethod
     def prefill(cls, batch: int, seq: int) -> ModelVariant:
-        """A prompt of `seq` tokens."""
+        """Prefill of `seq` tokens."""
         return cls(batch, seq, None, ModelPhase.PREFILL)
 
     @classmethod
     def decode(cls, batch: int, past_seq: int, new_tokens: int) -> ModelVariant:
-        """`new_tokens` after `past_seq` others."""
+        """Decode of `new_tokens` after `past_seq` cached ones."""
         return cls(batch, new_tokens, past_seq, ModelPhase.DECODE)
 
     @classmethod
     def encoder(cls, batch: int, seq: int) -> ModelVariant:
-        """Whole sequences."""
+        """An encoder over sequences of `seq` tokens."""
         return cls(batch, seq, None, ModelPhase.ENCODER)
 
     def with_extra(self, symbol: str | Size, size: int) -> ModelVariant:
-        """The variant with one more symbol bound; a later size for a symbol wins."""
+        """A copy with one more symbol bound; the last size of a symbol wins."""
         return replace(self, extra=(*self.extra, (symbol_name(symbol, "variant"), size)))
 
     def cache_key(self) -> str:
@@ -92,7 +92,7 @@ class ModelVariant:
         return _digest(self.phase.value, sizes, extras)
 
     def dim_binding(self) -> DimBinding:
-        """The sizes of BATCH and SEQ, of PAST_SEQ where there is a past, and of the extras, which win."""
+        """The sizes of BATCH, SEQ, PAST_SEQ if there is a past, and the extras, which take precedence."""
         binding = DimBinding.batch_seq(self.batch, self.seq)
         if self.past_seq is not None:
             binding.set(sym.PAST_SEQ, self.past_seq)
@@ -103,7 +103,7 @@ class ModelVariant:
 
 @dataclass(frozen=True)
 class ModelExecutionConfig:
-    """A variant, a profile and a mode: everything that decides what machine code a model becomes, and when."""
+    """A variant, a profile and a mode: everything that determines a model's machine code and when it is generated."""
 
     variant: ModelVariant
     profile: CompileProfile = field(default_factory=CompileProfile)
@@ -111,36 +111,36 @@ class ModelExecutionConfig:
 
     def __post_init__(self) -> None:
         for name, kind in (("variant", ModelVariant), ("profile", CompileProfile)):
-            found = getattr(self, name)
-            if not isinstance(found, kind):
-                raise GraphError(f"configuration: {name} is a {type(found).__name__}, expected a {kind.__name__}")
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise GraphError(f"configuration: {name} is a {type(value).__name__}, expected a {kind.__name__}")
         object.__setattr__(self, "mode", _member("mode", self.mode, CompilationMode))
 
     @classmethod
     def prefill(cls, batch: int, seq: int) -> ModelExecutionConfig:
-        """A prompt, by the profile for prompts."""
+        """Prefill, with the prefill profile."""
         return cls(ModelVariant.prefill(batch, seq), CompileProfile.prefill())
 
     @classmethod
     def decode(cls, batch: int, past_seq: int, new_tokens: int) -> ModelExecutionConfig:
-        """New tokens after a past, by the profile for decoding."""
+        """Decode, with the decode profile."""
         return cls(ModelVariant.decode(batch, past_seq, new_tokens), CompileProfile.decode())
 
     @classmethod
     def encoder(cls, batch: int, seq: int) -> ModelExecutionConfig:
-        """Whole sequences, by the profile for encoders."""
+        """An encoder, with the encoder profile."""
         return cls(ModelVariant.encoder(batch, seq), CompileProfile.encoder())
 
     def with_profile(self, profile: CompileProfile | str) -> ModelExecutionConfig:
-        """The same by another profile, or by the preset of that name."""
+        """A copy with another profile, or the preset of that name."""
         return replace(self, profile=CompileProfile.preset(profile) if isinstance(profile, str) else profile)
 
-    def with_kernel_dispatch(self, given: KernelDispatchConfig | KernelDispatchPolicy) -> ModelExecutionConfig:
-        """The same by a profile with another policy of kernels."""
-        return replace(self, profile=self.profile.with_kernel_dispatch(given))
+    def with_kernel_dispatch(self, dispatch: KernelDispatchConfig | KernelDispatchPolicy) -> ModelExecutionConfig:
+        """A copy whose profile has another kernel dispatch policy."""
+        return replace(self, profile=self.profile.with_kernel_dispatch(dispatch))
 
     def with_mode(self, mode: CompilationMode) -> ModelExecutionConfig:
-        """The same in another mode."""
+        """A copy with another mode."""
         return replace(self, mode=mode)
 
     def cache_key(self) -> str:
@@ -152,7 +152,7 @@ class ModelExecutionConfig:
         return self.variant.dim_binding()
 
     def specialise(self, graph: Graph | GraphModule) -> Graph:
-        """The graph with the variant's sizes in place of its symbols; symbols of others stay run-time sizes."""
+        """The graph with the variant's sizes bound to its symbols; other symbols stay run-time sizes."""
         source: Any = graph
         if isinstance(graph, GraphModule):
             source = graph.as_hir() if graph.as_hir() is not None else graph.into_mir()
@@ -173,11 +173,11 @@ class ModelExecutionConfig:
         *,
         folder: str | os.PathLike[str] | None = None,
     ) -> CompiledGraph:
-        """The specialised graph: compiled now (EAGER), at its first run (LAZY), or loaded from its file (AOT).
+        """Compile the specialised graph now (EAGER), in its first run (LAZY), or load it from its file (AOT).
 
-        Ahead of time, the file lies in `folder` under a name made of the keys of graph and configuration; where it is
-        not there yet, or another version of rlx wrote it, it is compiled and written. A graph with users' ops is
-        compiled each time: the key does not know their source.
+        The AOT file is in `folder`, named by the keys of the graph and this configuration. If it is missing or was
+        written by another version of rlx, the graph is compiled and the file written. Graphs with user-defined ops are
+        compiled each time, because the key does not cover their source.
         """
         session = session or Session()
         special = self.specialise(graph)
@@ -187,24 +187,24 @@ class ModelExecutionConfig:
             case CompilationMode.LAZY:
                 return session.compile_later(special, self.profile)
             case _:
-                return self._ahead(special, session, folder)
+                return self._compile_aot(special, session, folder)
 
     def file_name(self, graph: Graph, session: Session) -> str:
-        """What the file of a graph compiled ahead of time is called."""
+        """The name of the AOT file of a graph."""
         return f"rlx_{_digest(self.cache_key(), graph.fingerprint(), session.target.name)}.rlxp"
 
-    def _ahead(self, graph: Graph, session: Session, folder: str | os.PathLike[str] | None) -> CompiledGraph:
-        from rlx.runtime.export import from_export, open_export  # which only this mode needs
+    def _compile_aot(self, graph: Graph, session: Session, folder: str | os.PathLike[str] | None) -> CompiledGraph:
+        from rlx.runtime.export import from_export, open_export  # only needed ahead of time
 
         if session.device.backend.interprets:
-            raise CapabilityError(f"compile: device {session.device} has no machine code to keep in a file")
+            raise CapabilityError(f"compile: device {session.device} has no machine code to store in a file")
         if folder is None:
             raise CapabilityError("compile: ahead of time needs a folder for its file", hint="compile(..., folder=...)")
         if not is_builtin(graph):
             return session.compile(graph, profile=self.profile)
         path = Path(folder) / self.file_name(graph, session)
         if path.exists():
-            with contextlib.suppress(FormatError):  # damaged or of another version: made again
+            with contextlib.suppress(FormatError):  # damaged or of another version: compiled again
                 return from_export(open_export(path), threads=session.threads, store=session.weights)
         compiled = session.compile(graph, profile=self.profile)
         _make_folder(path.parent)
@@ -213,16 +213,16 @@ class ModelExecutionConfig:
 
 
 def _has_past(graph: Graph) -> bool:
-    """Whether anything of earlier tokens goes into a graph: a cache of the runtime, or inputs of the caller."""
-    known = str(sym.PAST_SEQ) in graph.symbols()
-    return known or any(n.op == "state" or str(n.attrs["name"]).startswith("past") for n in graph.inputs)
+    """Whether a graph reads earlier tokens, from the runtime's KV cache or from inputs of the caller."""
+    has_symbol = str(sym.PAST_SEQ) in graph.symbols()
+    return has_symbol or any(n.op == "state" or str(n.attrs["name"]).startswith("past") for n in graph.inputs)
 
 
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FormatError(f"{folder}: is no folder and cannot be made one: {error.strerror}") from None
+        raise FormatError(f"{folder}: the folder cannot be created: {error.strerror}") from None
 
 
 def _digest(*parts: str) -> str:
@@ -244,8 +244,8 @@ def _size(name: str, value: Any) -> int:
     return size
 
 
-def _extras(given: Mapping[str, int] | Iterable[tuple[Any, int]]) -> Extras:
-    """Each symbol once, with the size given last, in alphabetical order."""
-    pairs = given.items() if isinstance(given, Mapping) else given
-    found = {symbol_name(name, "variant"): _size(str(name), size) for name, size in pairs}
-    return tuple(sorted(found.items()))
+def _extras(extras: Mapping[str, int] | Iterable[tuple[Any, int]]) -> Extras:
+    """Pairs sorted by symbol; the last size of a symbol wins."""
+    pairs = extras.items() if isinstance(extras, Mapping) else extras
+    sizes = {symbol_name(name, "variant"): _size(str(name), size) for name, size in pairs}
+    return tuple(sorted(sizes.items()))

@@ -1,8 +1,8 @@
-"""The weight store: what bind programs made of weights, shared by all compiled graphs that need the same.
+"""The weight store: outputs of bind programs, shared by all compiled graphs that need the same ones.
 
-A derived weight (packed matrices, joined rows, widened tables) is found again by the graph that computes it and by the
-arrays that went into it: the very objects, and only those that nobody can write to, such as maps of files. The store
-holds nothing alive: a derived weight lives while a graph uses it.
+A derived weight (packed matrices, concatenated rows, widened tables) is identified by the graph that computes it and by
+the source arrays: the same objects, and only read-only ones such as mapped files. The store holds weak references: a
+derived weight lives as long as a graph uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a derived weight comes about: a digest of the graph that computes it, and the params that it reads."""
+    """How a derived weight is computed: the digest of its graph, and the params that it reads."""
 
     digest: str
     params: tuple[str, ...]
@@ -36,8 +36,8 @@ class Recipe:
 
 
 def recipes(bind: Graph) -> list[Recipe]:
-    """One for each output of a bind graph."""
-    from rlx.ir.rewrite import live_copy  # where nothing is compiled, nothing is rewritten
+    """The recipe of each output of a bind graph."""
+    from rlx.ir.rewrite import live_copy  # a cache hit does not need it
 
     parts = [live_copy(bind, [output], keep=()) for output in bind.outputs]
     return [Recipe(part.fingerprint(), tuple(_params(part.nodes))) for part in parts]
@@ -49,7 +49,7 @@ def _params(nodes: Sequence[Node]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A derived weight, and the arrays that it was made of: an equal address or id may be another array's by now."""
+    """Weak references to a derived weight and its sources, whose ids may have been reused since."""
 
     derived: weakref.ref[Array]
     sources: tuple[weakref.ref[Array], ...]
@@ -60,7 +60,7 @@ class _Entry:
 
 
 class WeightStore:
-    """Derived weights of some graphs, and those of their weights that had to be uploaded, in memory of a device."""
+    """Derived weights and uploaded weights of several graphs, in device memory."""
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
@@ -68,46 +68,46 @@ class WeightStore:
         self._entries: dict[Key, _Entry] = {}
 
     def on_device(self, weight: Any) -> Any:
-        """The weight in memory of the device: uploaded once for all graphs, if nobody can change it."""
+        """The weight in device memory; a read-only one is uploaded once for all graphs."""
         if self._allocator.owns(weight):
             return weight
         recipe, params = Recipe("upload", ("weight",)), {"weight": weight}
         with self._lock:
-            found = self._known(recipe, params)
-            if found is None:
-                found = self._allocator.upload(weight)
-                self._add(recipe, params, found)
-            return found
+            buffer = self._known(recipe, params)
+            if buffer is None:
+                buffer = self._allocator.upload(weight)
+                self._add(recipe, params, buffer)
+            return buffer
 
     def find(self, recipes: Sequence[Recipe], params: Mapping[str, Array]) -> list[Array] | None:
-        """All of them, or nothing where one is missing: a bind program makes them together."""
+        """The derived weights, or None if one is missing: a bind program computes all of them together."""
         with self._lock:
-            found = [self._known(recipe, params) for recipe in recipes]
-        present = [a for a in found if a is not None]
-        return present if len(present) == len(found) else None
+            known = [self._known(recipe, params) for recipe in recipes]
+        present = [a for a in known if a is not None]
+        return present if len(present) == len(known) else None
 
-    def share(self, recipes: Sequence[Recipe], params: Mapping[str, Array], made: Sequence[Array]) -> list[Array]:
-        """What was made, each replaced by the one that is there already."""
+    def share(self, recipes: Sequence[Recipe], params: Mapping[str, Array], derived: Sequence[Array]) -> list[Array]:
+        """Register new derived weights; returns them, with existing ones in place of duplicates."""
         with self._lock:
             self._entries = {k: e for k, e in self._entries.items() if e.derived() is not None}
             known = [self._known(recipe, params) for recipe in recipes]
-            new = [array for array, there in zip(made, known, strict=True) if there is None]
-            if len(new) < len(made):  # they lie in one piece with those that are there already, and would keep it alive
-                new = self._copied(new)
+            new = [array for array, existing in zip(derived, known, strict=True) if existing is None]
+            if len(new) < len(derived):  # copied: the duplicates are in the same allocation
+                new = self._copy(new)
             rest = iter(new)
-            shared = [next(rest) if there is None else there for there in known]
-            for recipe, array, there in zip(recipes, shared, known, strict=True):
-                if there is None:
+            shared = [next(rest) if existing is None else existing for existing in known]
+            for recipe, array, existing in zip(recipes, shared, known, strict=True):
+                if existing is None:
                     self._add(recipe, params, array)
             return shared
 
     def adopt(self, recipe: Recipe, params: Mapping[str, Array], derived: Array) -> None:
-        """Know a derived weight that was made before, by another process."""
+        """Register a derived weight that came from a snapshot."""
         with self._lock:
             if self._known(recipe, params) is None:
                 self._add(recipe, params, derived)
 
-    def _copied(self, buffers: Sequence[Any]) -> list[Any]:
+    def _copy(self, buffers: Sequence[Any]) -> list[Any]:
         copies = self._allocator.long_lived([(buffer.shape, buffer.dtype) for buffer in buffers])
         for copy, buffer in zip(copies, buffers, strict=True):
             self._allocator.copy(buffer, copy)
@@ -115,12 +115,12 @@ class WeightStore:
 
     def _add(self, recipe: Recipe, params: Mapping[str, Any], derived: Any) -> None:
         sources = recipe.sources(params)
-        if _fixed(sources):
+        if _read_only(sources):
             self._entries[_key(recipe, sources)] = _Entry(weakref.ref(derived), tuple(map(weakref.ref, sources)))
 
     def _known(self, recipe: Recipe, params: Mapping[str, Any]) -> Any | None:
         sources = recipe.sources(params)
-        entry = self._entries.get(_key(recipe, sources)) if _fixed(sources) else None
+        entry = self._entries.get(_key(recipe, sources)) if _read_only(sources) else None
         return None if entry is None else entry.match(sources)
 
 
@@ -128,6 +128,6 @@ def _key(recipe: Recipe, sources: Sequence[Array]) -> Key:
     return recipe.digest, tuple(map(id, sources))
 
 
-def _fixed(sources: Sequence[Any]) -> bool:
-    """Whether nobody can have changed them since: arrays that are read-only, such as maps of files."""
+def _read_only(sources: Sequence[Any]) -> bool:
+    """Whether all arrays are read-only, such as mapped files."""
     return all(isinstance(array, np.ndarray) and not array.flags.writeable for array in sources)

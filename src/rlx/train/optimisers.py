@@ -1,7 +1,7 @@
-"""Optimisers: what is kept for each parameter, the numbers of a step, and how a parameter changes.
+"""Optimisers: the moments of each parameter, the scalars of a step, and the update of a parameter.
 
-An optimiser is data and two functions, so one that is not here is written with `Optimiser(...)`: its `update` builds
-ordinary ops and ends in `assign`, or in an op of its own.
+An optimiser is data and two functions, so you can write your own with `Optimiser(...)`: its `update` builds ordinary
+ops and ends in `assign`, or in a custom op.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Update = Callable[[Value, Mapping[str, Value], Value, Mapping[str, Value], Value
 
 @dataclass(frozen=True)
 class Optimiser:
-    """How parameters follow gradients.
+    """An update rule for parameters.
 
-    `moments` names what is kept for each parameter: tensors of its type, zeros at first. `numbers(t, lr)` gives the
-    scalars of step t = 1, 2, ..., the same for all parameters; they come as run-time inputs, so that a schedule of
-    learning rates compiles once. `update(param, moments, grad, numbers, scale)` builds the step of one parameter and
-    gives the values after it, the parameter's first and then those of its moments; each is its state, changed in
-    place. `scale` multiplies the gradient where it is clipped, None elsewhere.
+    `moments` names the state of each parameter: tensors of its type, initially zero. `numbers(t, lr)` returns the
+    scalars of step t = 1, 2, ..., which all parameters share; they are run-time inputs, so a learning rate schedule
+    does not recompile. `update(param, moments, grad, numbers, scale)` builds the update of one parameter and returns
+    the new parameter and then its new moments; each is a state, updated in place. `scale` multiplies a clipped
+    gradient; None without clipping.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Optimiser:
 def adamw(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Optimiser:
-    """AdamW (Loshchilov and Hutter, 2019): Adam whose weight decay is apart from the gradient, as torch has it."""
-    _from_zero("adamw", lr=lr, eps=eps, weight_decay=weight_decay)
+    """AdamW (Loshchilov and Hutter, 2019): Adam with decoupled weight decay, as in torch."""
+    _check_non_negative("adamw", lr=lr, eps=eps, weight_decay=weight_decay)
     beta1, beta2 = betas
     for name, beta in (("betas[0]", beta1), ("betas[1]", beta2)):
-        _share("adamw", name, beta)
+        _check_fraction("adamw", name, beta)
 
     def numbers(t: int, rate: float) -> Mapping[str, float]:
         root = math.sqrt(1 - beta2**t)
@@ -59,9 +59,9 @@ def adamw(
 
 
 def sgd(lr: float = 1e-2, momentum: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimiser:
-    """Gradient descent, with momentum if asked for, as torch has it."""
-    _from_zero("sgd", lr=lr, weight_decay=weight_decay)
-    _share("sgd", "momentum", momentum)
+    """Gradient descent with optional momentum, as in torch."""
+    _check_non_negative("sgd", lr=lr, weight_decay=weight_decay)
+    _check_fraction("sgd", "momentum", momentum)
     if nesterov and not momentum:
         raise RequestError("sgd: nesterov needs a momentum, which is 0")
     attrs = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
@@ -74,12 +74,12 @@ def sgd(lr: float = 1e-2, momentum: float = 0.0, *, nesterov: bool = False, weig
     return Optimiser("sgd", lr, ("velocity",) if momentum else (), lambda t, rate: {"rate": rate}, update)
 
 
-def _from_zero(where: str, **numbers: Any) -> None:
+def _check_non_negative(where: str, **numbers: Any) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise RequestError(f"{where}: {name} is {value!r}, wanted a number from 0")
 
 
-def _share(where: str, name: str, value: Any) -> None:
+def _check_fraction(where: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise RequestError(f"{where}: {name} is {value!r}, wanted 0 to below 1")

@@ -1,4 +1,4 @@
-"""Differentiation and batching of graphs: grad, jvp, vjp, hvp, jacobians, vmap and checkpoints, to any order."""
+"""Differentiation and batching of graphs: grad, jvp, vjp, hvp, jacobians, vmap and checkpoint, to any order."""
 
 from rlx.transforms.api import checkpoint as checkpoint
 from rlx.transforms.api import grad as grad

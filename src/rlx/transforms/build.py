@@ -1,4 +1,4 @@
-"""Small pieces of graphs that rules are written with: zeros, counters, moved axes, sums that undo broadcasting."""
+"""Graph-building helpers for the rules: zeros, iota, axis moves, sums that undo broadcasting."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from rlx.types import Size, TensorType, product
 
 
 def full(graph: Graph, value: float, type_: TensorType) -> Value:
-    """One number in every place; it is a view of a scalar and takes no memory."""
+    """Fill a type with one number; a view of a scalar, which takes no memory."""
     scalar = graph.constant(value, type_.dtype)
     return graph.one("expand", scalar, shape=type_.shape) if type_.rank else scalar
 
 
 def zeros(graph: Graph, type_: TensorType) -> Value:
-    """Zeros of a type."""
+    """Return zeros of a type."""
     return full(graph, 0, type_)
 
 
 def zeros_like(value: Value) -> Value:
-    """Zeros of the type of a value."""
+    """Return zeros of the type of a value."""
     return zeros(value.graph, value.type)
 
 
 def count(graph: Graph, size: Size, dtype: DType) -> Value | int:
-    """A size as a number; one that only run time knows is counted there."""
+    """Return a size as a number; a symbolic size is computed at run time."""
     if isinstance(size, int):
         return size
     return graph.one("sum", full(graph, 1, TensorType((size,), dtype)))
 
 
-def counter(graph: Graph, size: Size, dtype: DType = I32) -> Value:
-    """0, 1, 2, ... `[size]`."""
+def iota(graph: Graph, size: Size, dtype: DType = I32) -> Value:
+    """Return 0, 1, 2, ... as `[size]`."""
     if isinstance(size, int):
         return graph.constant(np.arange(size, dtype=dtype.numpy))
     return graph.one("cumsum", full(graph, 1, TensorType((size,), dtype)), axis=0, exclusive=True)
 
 
 def eye(graph: Graph, size: Size, dtype: DType) -> Value:
-    """The unit matrix."""
+    """Return the identity matrix."""
     if isinstance(size, int):
         return graph.constant(np.eye(size, dtype=dtype.numpy))
-    at = counter(graph, size, I64)
+    at = iota(graph, size, I64)
     return graph.one("equal", at.reshape(size, 1), at.reshape(1, size)).astype(dtype)
 
 
-def one_of(values: Sequence[Value | None]) -> Value | None:
-    """The sum of what is there, None for nothing."""
+def sum_present(values: Sequence[Value | None]) -> Value | None:
+    """Return the sum of the values that are not None; None if there is none."""
     total: Value | None = None
     for value in values:
         if value is not None:
@@ -60,7 +60,7 @@ def one_of(values: Sequence[Value | None]) -> Value | None:
 
 
 def sum_to(value: Value, like: TensorType) -> Value:
-    """The gradient of an operand from that of its broadcast and promoted form: added up, and of the operand's type."""
+    """Undo broadcasting and promotion in a gradient: sum over broadcast axes and cast to the operand's dtype."""
     extra = value.rank - like.rank
     axes = tuple(range(extra))
     axes += tuple(extra + i for i, d in enumerate(like.shape) if d == 1 and value.shape[extra + i] != 1)
@@ -68,16 +68,16 @@ def sum_to(value: Value, like: TensorType) -> Value:
         value = value.graph.one("sum", value, axis=axes, keepdims=True)
     if value.shape != like.shape:
         value = value.reshape(like.shape)
-    return in_type(value, like.dtype)
+    return cast_to(value, like.dtype)
 
 
-def in_type(value: Value, dtype: DType) -> Value:
-    """The value in an element type; itself if it has it."""
+def cast_to(value: Value, dtype: DType) -> Value:
+    """Cast a value to a dtype, if it does not have it already."""
     return value if value.dtype is dtype else value.astype(dtype)
 
 
 def move_axis(value: Value, source: int, target: int) -> Value:
-    """The value with one axis at another place."""
+    """Move one axis to another position."""
     if source == target:
         return value
     order = [a for a in range(value.rank) if a != source]
@@ -86,47 +86,47 @@ def move_axis(value: Value, source: int, target: int) -> Value:
 
 
 def insert_axes(value: Value, at: int, how_many: int) -> Value:
-    """The value with axes of size 1 before axis `at`."""
+    """Insert axes of size 1 before axis `at`."""
     if how_many == 0:
         return value
     return value.reshape(*value.shape[:at], *(1,) * how_many, *value.shape[at:])
 
 
 def keep_axes(value: Value, like: TensorType, axes: Sequence[int]) -> Value:
-    """What a reduction of `like` over `axes` gave, with those axes as 1, so that it broadcasts against the operand."""
+    """Reshape the result of a reduction of `like` over `axes` so that it broadcasts against the operand."""
     return value.reshape(*(1 if i in axes else d for i, d in enumerate(like.shape)))
 
 
 def flip(value: Value, axis: int) -> Value:
-    """The axis from its end to its start."""
+    """Reverse the order along an axis."""
     size = value.shape[axis]
     graph = value.graph
     at: Any = np.arange(size, dtype=np.int32)[::-1] if isinstance(size, int) else None
     if at is None:
         last: Any = count(graph, size, I32)
-        at = last - 1 - counter(graph, size)
+        at = last - 1 - iota(graph, size)
     return graph.one("gather", value, at, axis=axis)
 
 
-def rows_of(indices: Value, size: Size) -> Value:
-    """Indices [rows, ...] into rows of `size` elements each, as indices into all elements laid end to end.
+def flat_row_indices(indices: Value, size: Size) -> Value:
+    """Convert indices [rows, ...] into rows of `size` elements each to indices into the flattened rows.
 
-    One outside its row stays an error: it becomes -1, and not an element of another row.
+    An index outside its row stays an error: it becomes -1, not an element of another row.
     """
     graph, length = indices.graph, count(indices.graph, size, I64)
-    rows, wide = indices.shape[0], in_type(indices, I64)
-    start = (counter(graph, rows, I64) * length).reshape(rows, *(1,) * (indices.rank - 1))
+    rows, wide = indices.shape[0], cast_to(indices, I64)
+    start = (iota(graph, rows, I64) * length).reshape(rows, *(1,) * (indices.rank - 1))
     inside = graph.one("logical_and", graph.one("greater_equal", wide, 0), graph.one("less", wide, length))
     return graph.one("where", inside, wide + start, -1)
 
 
 def flat(value: Value, axes: int) -> Value:
-    """The first `axes` axes as one."""
+    """Merge the first `axes` axes into one."""
     return value.reshape(product(value.shape[:axes]), *value.shape[axes:])
 
 
-def taken(value: Value, axis: int, start: Size, stop: Size) -> Value:
-    """Elements start to stop of an axis."""
+def slice_axis(value: Value, axis: int, start: Size, stop: Size) -> Value:
+    """Slice one axis from start to stop."""
     low = tuple(start if a == axis else 0 for a in range(value.rank))
     high = tuple(stop if a == axis else d for a, d in enumerate(value.shape))
     if low == (0,) * value.rank and high == value.shape:
@@ -135,12 +135,12 @@ def taken(value: Value, axis: int, start: Size, stop: Size) -> Value:
 
 
 def declare(graph: Graph, name: str, like: TensorType) -> Value:
-    """An input of a type; its name is made unique."""
+    """Declare an input of a type, with a unique name."""
     return graph.input(unique(graph, name), like.shape, like.dtype)
 
 
 def unique(graph: Graph, name: str) -> str:
-    """The name, or the name with the first number that makes it new."""
+    """Return the name, with a number appended if the graph has it already."""
     if not graph.has(name):
         return name
     number = 2

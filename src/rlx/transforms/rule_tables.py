@@ -1,7 +1,8 @@
-"""The tables of rules by op name, and how an op says that it has no derivative. `rules/<group>.py` fills them.
+"""Tables of derivative and vmap rules by op name, and declarations of ops without a derivative.
 
-What an op needs: a `partials` (elementwise), a `vjp`, a decomposition, or a declaration that there is none. Forward
-mode follows from each; an op may have a `jvp` of its own where that is shorter. `batching` says how it is vmapped.
+`rules/<group>.py` fills them. Each op needs `partials` (elementwise), a `vjp`, a decomposition, or a declaration that
+it has no derivative. Forward mode follows from each; an op may have its own `jvp` where that is shorter. `batching` is
+its vmap rule.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _WHERE = "src/rlx/transforms/rules/{group}.py"
 
 @dataclass(frozen=True)
 class NodeCtx:
-    """A node while it is differentiated: its operands and results are values of the graph under construction."""
+    """A node being differentiated; operands and results are values of the graph under construction."""
 
     node: Node
     operands: tuple[Value | None, ...]
     results: tuple[Value, ...]
-    wanted: tuple[bool, ...]  # operands whose derivative is asked for
+    wanted: tuple[bool, ...]  # operands whose derivative is needed
 
     @property
     def attrs(self) -> Mapping[str, Any]:
@@ -41,7 +42,7 @@ class NodeCtx:
         return self.results[0]
 
     def operand(self, i: int) -> Value:
-        """Operand number i, which is there."""
+        """Return operand i, which must be present."""
         value = self.operands[i]
         assert value is not None
         return value
@@ -49,7 +50,7 @@ class NodeCtx:
 
 @dataclass(frozen=True)
 class Vmapped:
-    """A node while it is vmapped: batched operands have the axis of the batch in front."""
+    """A node being vmapped; batched operands have the batch axis in front."""
 
     node: Node
     graph: Graph
@@ -62,19 +63,19 @@ class Vmapped:
         return self.node.attrs
 
     def operand(self, i: int) -> Value:
-        """Operand number i, which is there."""
+        """Return operand i, which must be present."""
         value = self.operands[i]
         assert value is not None
         return value
 
     def full(self, i: int) -> Value:
-        """Operand number i with the axis of the batch, repeated along it where it has none."""
+        """Return operand i with the batch axis; repeated along it if it is not batched."""
         value = self.operand(i)
         return value if self.batched[i] else self.graph.one("expand", value, shape=(self.size, *value.shape))
 
 
-Vjp = Callable[..., Cotangents]  # (site, *cotangents of results) -> a cotangent for each operand
-Jvp = Callable[..., Cotangents]  # (site, *tangents of operands) -> a tangent for each result
+Vjp = Callable[..., Cotangents]  # (ctx, *cotangents of results) -> a cotangent per operand
+Jvp = Callable[..., Cotangents]  # (ctx, *tangents of operands) -> a tangent per result
 Linearise = Callable[[Graph, Node, Cotangents, Sequence[bool]], tuple[Sequence[Value], Pull]]
 Push = Callable[[Graph, Node, Cotangents, Cotangents], tuple[Sequence[Value], Cotangents]]
 Batching = Callable[[Vmapped], Sequence[Value]]
@@ -83,19 +84,21 @@ Parts = Callable[..., "Value | tuple[Value, ...]"]
 partials: RuleTable[Callable[..., Any]] = RuleTable("partial derivatives", _WHERE)
 vjp: RuleTable[Vjp] = RuleTable("VJP", _WHERE)
 jvp: RuleTable[Jvp] = RuleTable("JVP", _WHERE)
-linearise: RuleTable[Linearise] = RuleTable("linearisation", _WHERE)  # where the gradient changes the forward pass
+linearise: RuleTable[Linearise] = RuleTable("linearisation", _WHERE)  # for ops whose gradient changes the forward pass
 push: RuleTable[Push] = RuleTable("forward mode", _WHERE)  # results and tangents together
-parts: RuleTable[Parts] = RuleTable("decomposition for derivatives", _WHERE)  # before an op's own decomposition
+parts: RuleTable[Parts] = RuleTable(
+    "decomposition for derivatives", _WHERE
+)  # takes precedence over the op's own decomposition
 batching: RuleTable[Batching] = RuleTable("vmap rule", _WHERE)
 
-NO_DERIVATIVE: dict[str, str] = {}  # op -> why a derivative through it is an error
-NO_DERIVATIVE_WITH: dict[str, dict[str, str]] = {}  # op -> operand -> why it is an error where that is given
-FLAT: dict[str, str] = {}  # op -> why its derivative is zero wherever it exists
-STRAIGHT_THROUGH: dict[str, str] = {}  # op -> why its rule is not what differences would show
+NO_DERIVATIVE: dict[str, str] = {}  # op -> why differentiating it is an error
+NO_DERIVATIVE_WITH: dict[str, dict[str, str]] = {}  # op -> operand -> why it is an error with this operand
+ZERO_GRADIENT: dict[str, str] = {}  # op -> why its derivative is zero almost everywhere
+STRAIGHT_THROUGH: dict[str, str] = {}  # op -> why its rule differs from finite differences
 
 
 def no_derivative(*names: str, why: str) -> None:
-    """Declare that nothing can be differentiated through these ops: asking for it is an error that says why."""
+    """Declare that these ops cannot be differentiated: trying to is an error that says why."""
     NO_DERIVATIVE.update(dict.fromkeys(names, why))
 
 
@@ -114,16 +117,16 @@ def refused(node: Node) -> str | None:
 
 
 def zero_gradient(*names: str, why: str) -> None:
-    """Declare that results do not change with small changes of operands: derivatives are zero."""
-    FLAT.update(dict.fromkeys(names, why))
+    """Declare that results do not change with small changes of operands, so derivatives are zero."""
+    ZERO_GRADIENT.update(dict.fromkeys(names, why))
 
 
 def straight_through(*names: str, why: str) -> None:
-    """Declare that the rules of these ops are estimators, made for training, and not their derivatives."""
+    """Declare that the rules of these ops are straight-through estimators for training, not true derivatives."""
     STRAIGHT_THROUGH.update(dict.fromkeys(names, why))
 
 
 def covered(node_or_name: str) -> bool:
-    """Whether a table of this module says how an op is differentiated."""
+    """Whether some table of this module covers the differentiation of an op."""
     tables = (partials, vjp, linearise, parts)
-    return node_or_name in FLAT or node_or_name in NO_DERIVATIVE or any(node_or_name in t for t in tables)
+    return node_or_name in ZERO_GRADIENT or node_or_name in NO_DERIVATIVE or any(node_or_name in t for t in tables)

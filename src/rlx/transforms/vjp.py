@@ -1,7 +1,7 @@
-"""Reverse mode: a graph is built again, node by node, with a tape of pullbacks that then runs from its end.
+"""Reverse mode: rebuilds a graph node by node with a tape of pullbacks, then runs the tape backwards.
 
-`linearise` does it inside a graph under construction. `joint` makes one graph of outputs and gradients of it, and
-`split` cuts that into a forward part that keeps values and a backward part that reads them.
+`linearise` does this inside a graph under construction. `joint` builds one graph of outputs and gradients, and `split`
+cuts that into a forward part that saves values and a backward part that reads them.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from rlx.ir.compose import has_segments
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import LEAF, NAMED
 from rlx.transforms import rule_tables
-from rlx.transforms.build import declare, in_type, sum_to, zeros
+from rlx.transforms.build import cast_to, declare, sum_to, zeros
 from rlx.transforms.rule_tables import Cotangents, NodeCtx, Pull
-from rlx.transforms.walk import copied, decomposition, leaves, stamped
+from rlx.transforms.walk import copy_node, decomposition, leaves, rule_scope
 
 Keep = Callable[[Node], bool]
 
 
 # -- partial derivatives ----------------------------------------------------------------------------------------------
 def pull_elementwise(at: NodeCtx, ct: Value | None) -> Cotangents:
-    """The VJP of an elementwise op: each operand's partial derivative times the cotangent, added up."""
+    """Compute the VJP of an elementwise op: the partial derivatives times the cotangent, summed to operand shapes."""
     assert ct is not None
-    made: list[Value | None] = []
+    cotangents: list[Value | None] = []
     for i, (operand, wanted) in enumerate(zip(at.operands, at.wanted, strict=True)):
         if operand is None or not wanted:
-            made.append(None)
+            cotangents.append(None)
         else:
-            made.append(sum_to(scaled(at, i, ct), operand.type))
-    return made
+            cotangents.append(sum_to(times_partial(at, i, ct), operand.type))
+    return cotangents
 
 
-def scaled(at: NodeCtx, i: int, by: Value) -> Value:
-    """`by` times the partial derivative with respect to operand i: a number, a value or a function of `by`."""
+def times_partial(at: NodeCtx, i: int, by: Value) -> Value:
+    """Multiply `by` by the partial derivative for operand i, which is a number, a value or a function of `by`."""
     partial = rule_tables.partials[at.node.op](at, i)
     if callable(partial):
         return partial(by)  # type: ignore[no-any-return]
@@ -47,93 +47,93 @@ def scaled(at: NodeCtx, i: int, by: Value) -> Value:
 
 # -- one node ---------------------------------------------------------------------------------------------------------
 def step(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull | None]:
-    """The node again, and its pullback; None where nothing flows back."""
+    """Copy the node into the graph; returns its results and its pullback (None if no gradient flows)."""
     op = node.op
-    if op in rule_tables.FLAT or not any(t.dtype.is_float for t in node.types):
-        return copied(into, node, operands), None
+    if op in rule_tables.ZERO_GRADIENT or not any(t.dtype.is_float for t in node.types):
+        return copy_node(into, node, operands), None
     if rule_tables.refused(node) is not None:
-        return copied(into, node, operands), lambda cts: _refused(node)
+        return copy_node(into, node, operands), lambda cts: _raise_refusal(node)
     if op in rule_tables.linearise and not has_segments(node):
         return rule_tables.linearise[op](into, node, operands, wanted)
     if op in rule_tables.partials or op in rule_tables.vjp:
-        at = NodeCtx(node, tuple(operands), copied(into, node, operands), tuple(wanted))
+        at = NodeCtx(node, tuple(operands), copy_node(into, node, operands), tuple(wanted))
         rule = pull_elementwise if op in rule_tables.partials else rule_tables.vjp[op]
         return at.results, lambda cts: rule(at, *cts)
-    return through_parts(into, node, operands, wanted)
+    return linearise_decomposition(into, node, operands, wanted)
 
 
-def through_parts(
+def linearise_decomposition(
     into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]
 ) -> tuple[Sequence[Value], Pull]:
-    """What the node is written with, and its pullback."""
+    """Inline the node's decomposition; returns its results and its pullback."""
     body = decomposition(node)
     if body is None:
         raise no_rule(node)
-    given, flags = zip(*((o, w) for o, w in zip(operands, wanted, strict=True) if o is not None), strict=True)
-    inner = linearise(into, body, given, flags)
+    present, flags = zip(*((o, w) for o, w in zip(operands, wanted, strict=True) if o is not None), strict=True)
+    inner = linearise(into, body, present, flags)
 
     def pull(cts: Cotangents) -> Cotangents:
-        found = iter(inner.pull(cts))
-        return [None if o is None else next(found) for o in operands]
+        gradients = iter(inner.pull(cts))
+        return [None if o is None else next(gradients) for o in operands]
 
     return inner.outputs, pull
 
 
-def _refused(node: Node) -> Cotangents:
+def _raise_refusal(node: Node) -> Cotangents:
     raise refusal(node)
 
 
 def refusal(node: Node) -> GraphError:
-    """The error of an op that cannot be differentiated."""
+    """Return the error for an op that cannot be differentiated."""
     return GraphError(f"{node.op}: has no derivative, {rule_tables.refused(node)}", notes=[f"at: {node.origin}"])
 
 
 def no_rule(node: Node) -> LowerError:
-    """The error of an op that nobody has said how to differentiate."""
+    """Return the error for an op without a derivative rule."""
     place = node.definition.place
     if node.definition.is_builtin:
         hint = f"add it in src/rlx/transforms/rules/{node.definition.group}.py"
     else:
-        hint = f"give decompose= to rlx.op at {place}, or use g.custom_fn with rules of its own"
+        hint = f"give decompose= to rlx.op at {place}, or use g.custom_fn with custom rules"
     return LowerError(f"op {node.op}: has no derivative rule", hint=hint, notes=[f"at: {node.origin}"])
 
 
 # -- a graph ----------------------------------------------------------------------------------------------------------
 @dataclass
 class Linear:
-    """A graph built again inside another: its outputs, and what takes cotangents back to its leaves."""
+    """A graph inlined into another: its outputs, and the tape that takes cotangents back to its leaves."""
 
     into: Graph
     body: Graph
     outputs: tuple[Value, ...]
-    active: set[Value]  # values of the body that change with the leaves asked for
+    active: set[Value]  # values of the body that depend on the selected leaves
     tape: list[tuple[Node, Sequence[bool], Pull]] = field(default_factory=list)
 
     def pull(self, cts: Cotangents) -> list[Value | None]:
-        """Cotangents of the leaves from those of the outputs; None is zero."""
-        found: dict[Value, Value] = {}
+        """Return cotangents of the leaves for cotangents of the outputs; None is zero."""
+        cotangents: dict[Value, Value] = {}
         for output, ct in zip(self.body.outputs, cts, strict=True):
             if ct is not None and output in self.active:
-                self._add(found, output, ct)
+                self._add(cotangents, output, ct)
         for node, wanted, pull in reversed(self.tape):
-            given = [found.pop(r, None) for r in node.results]
-            if all(ct is None for ct in given):
+            result_cts = [cotangents.pop(r, None) for r in node.results]
+            if all(ct is None for ct in result_cts):
                 continue
-            with stamped(self.into, node, "vjp"):
-                made = pull(given)
-                for i, (operand, flag, ct) in enumerate(zip(node.operands, wanted, made, strict=True)):
+            with rule_scope(self.into, node, "vjp"):
+                operand_cts = pull(result_cts)
+                for i, (operand, flag, ct) in enumerate(zip(node.operands, wanted, operand_cts, strict=True)):
                     if operand is not None and flag and ct is not None:
                         if ct.type != operand.type:
-                            raise VerifyError(f"{node.op}: its VJP gives {ct.type} for operand {i}, {operand.type}")
-                        self._add(found, operand, ct)
-        return [found.get(n[0]) for n in leaves(self.body)]
+                            raise VerifyError(f"{node.op}: its VJP returns {ct.type} for operand {i}, {operand.type}")
+                        self._add(cotangents, operand, ct)
+        return [cotangents.get(n[0]) for n in leaves(self.body)]
 
-    def _add(self, found: dict[Value, Value], of: Value, ct: Value) -> None:
-        found[of] = _together(found[of], ct) if of in found else ct
+    def _add(self, cotangents: dict[Value, Value], of: Value, ct: Value) -> None:
+        cotangents[of] = _add_gradients(cotangents[of], ct) if of in cotangents else ct
 
 
-def _together(a: Value, b: Value) -> Value:
-    """The sum of two gradients. Rows that a gather sends back go to where the other one lies, not to zeros first."""
+def _add_gradients(a: Value, b: Value) -> Value:
+    """Add two gradients. Rows from a gather are scattered into the other gradient directly, not into zeros first."""
     for table, rows in ((a, b), (b, a)):
         if rows.node.op == "scatter_add" and _is_zero(rows.node.operands[0]):
             return a.graph.one("scatter_add", table, *rows.node.operands[1:])
@@ -141,120 +141,120 @@ def _together(a: Value, b: Value) -> Value:
 
 
 def _is_zero(value: Value | None) -> bool:
-    """Whether a value is the constant 0 everywhere, as `zeros` makes it."""
+    """Whether a value is all zeros, as built by `zeros`."""
     if value is None or value.node.op != "expand" or value.node.operands[0] is None:
         return False
     scalar = value.node.operands[0].node
     return scalar.op == "const" and not np.any(scalar.attrs["value"].data)
 
 
-def linearise(into: Graph, body: Graph, given: Cotangents, wanted: Sequence[bool]) -> Linear:
-    """`body` inside `into`, with `given` for its leaves; `wanted` says of which leaves cotangents are asked for."""
+def linearise(into: Graph, body: Graph, leaf_values: Cotangents, wanted: Sequence[bool]) -> Linear:
+    """Inline `body` into `into` with values for its leaves; `wanted` flags the leaves that need cotangents."""
     values: dict[Value, Value | None] = {}
-    made = Linear(into, body, (), set())
-    for leaf, value, flag in zip(leaves(body), given, wanted, strict=True):
+    linear = Linear(into, body, (), set())
+    for leaf, value, flag in zip(leaves(body), leaf_values, wanted, strict=True):
         values[leaf[0]] = value
         if flag and leaf.types[0].dtype.is_float:
-            made.active.add(leaf[0])
+            linear.active.add(leaf[0])
     live = body.reachable(body.outputs)
     for node in body.nodes:
         if node.op in NAMED or node not in live:
             continue
         operands = [None if o is None else values[o] for o in node.operands]
-        flags = [o in made.active for o in node.operands]
+        flags = [o in linear.active for o in node.operands]
         if LEAF in node.definition.traits or not any(flags):
-            results: Sequence[Value] = copied(into, node, operands)
+            results: Sequence[Value] = copy_node(into, node, operands)
         else:
             results, pull = step(into, node, operands, flags)
             if pull is not None:
-                made.tape.append((node, flags, pull))
-                made.active.update(r for r in node.results if r.dtype.is_float)
+                linear.tape.append((node, flags, pull))
+                linear.active.update(r for r in node.results if r.dtype.is_float)
         values.update(zip(node.results, results, strict=True))
-    found = [values[o] for o in body.outputs]
-    made.outputs = tuple(v for v in found if v is not None)
-    return made
+    outputs = [values[o] for o in body.outputs]
+    linear.outputs = tuple(v for v in outputs if v is not None)
+    return linear
 
 
 # -- outputs and gradients in one graph -------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Joint:
-    """Inputs are those of the body, then cotangents; outputs are those of the body, then gradients."""
+    """A graph with inputs: those of the body, then cotangents; and outputs: those of the body, then gradients."""
 
     body: Graph
     graph: Graph
     inputs: int
     outputs: int
-    start: int  # the number of the first node of the way back
+    start: int  # the index of the first node of the backward pass
     cotangents: list[int]  # outputs of the body that have a cotangent
     gradients: list[int]  # inputs of the body that have a gradient
 
 
 def joint(body: Graph, wanted: Sequence[bool], seeded: Sequence[bool]) -> Joint:
-    """The body with the gradients of the leaves `wanted`, given cotangents of the outputs `seeded`."""
+    """Build the body together with gradients of the leaves `wanted`, for cotangents of the outputs `seeded`."""
     graph = Graph(f"{body.name}_vjp")
     graph.limits = dict(body.limits)
-    given = [declare(graph, n.attrs["name"], n.types[0]) for n in leaves(body)]
+    leaf_values = [declare(graph, n.attrs["name"], n.types[0]) for n in leaves(body)]
     which = [i for i, s in enumerate(seeded) if s]
     cts = {i: declare(graph, f"d_{i}", body.outputs[i].type) for i in which}
-    made = linearise(graph, body, given, wanted)
+    linear = linearise(graph, body, leaf_values, wanted)
     start = len(graph.nodes)
-    grads = made.pull([cts.get(i) for i in range(len(body.outputs))])
-    kept = [i for i, g in enumerate(grads) if g is not None and wanted[i]]
-    graph.set_outputs([*made.outputs, *(g for i in kept if (g := grads[i]) is not None)])
-    return Joint(body, graph, len(given), len(body.outputs), start, which, kept)
+    grads = linear.pull([cts.get(i) for i in range(len(body.outputs))])
+    with_gradient = [i for i, g in enumerate(grads) if g is not None and wanted[i]]
+    graph.set_outputs([*linear.outputs, *(g for i in with_gradient if (g := grads[i]) is not None)])
+    return Joint(body, graph, len(leaf_values), len(body.outputs), start, which, with_gradient)
 
 
 @dataclass(frozen=True)
 class Split:
-    """A joint graph in two: `forward` gives the outputs and what is saved, `backward` takes `needs` and cotangents."""
+    """A joint graph in two: `forward` returns outputs and saved values, `backward` takes `needs` and cotangents."""
 
     forward: Graph
     backward: Graph
-    needs: list[Value]  # values of the joint graph that the backward part reads: inputs, or saved ones
+    needs: list[Value]  # values of the joint graph that the backward part reads: inputs or saved values
     saved: list[Value]
 
 
-GROWS = ("reshape", "transpose", "expand", "assume_equal")  # views that are no smaller than what they show
+FREE_VIEWS = ("reshape", "transpose", "expand", "assume_equal")  # views that are no smaller than their operand
 
 
-def split(made: Joint, keep: Keep | None = None, constant: Iterable[int] = ()) -> Split:
-    """Cut where the way back starts. What it needs is saved if `keep` says so, else computed again.
+def split(joint_graph: Joint, keep: Keep | None = None, constant: Iterable[int] = ()) -> Split:
+    """Split a joint graph where the backward pass begins. Values it needs are saved if `keep` says so, else recomputed.
 
-    Views and what depends on `steady` inputs alone are always computed again.
+    Views, and values that depend on `constant` inputs alone, are always recomputed.
     """
-    graph = made.graph
-    inputs = graph.inputs[: made.inputs]
-    late = set(graph.nodes[made.start :])
-    varied = _reached(graph, [n for i, n in enumerate(inputs) if i not in set(constant)])
-    grads = graph.outputs[made.outputs :]
-    again: set[Node] = set()
+    graph = joint_graph.graph
+    inputs = graph.inputs[: joint_graph.inputs]
+    late = set(graph.nodes[joint_graph.start :])
+    varying = _dependents(graph, [n for i, n in enumerate(inputs) if i not in set(constant)])
+    grads = graph.outputs[joint_graph.outputs :]
+    recomputed: set[Node] = set()
     needed: set[Value] = set()
     stack = list(grads)
     while stack:
         value = stack.pop()
         node = value.node
-        if node in again:
+        if node in recomputed:
             continue
         if node.op in NAMED:
             needed.add(value)
-        elif node in late or node not in varied or _is_view_of_input(node) or not _kept(node, keep):
-            again.add(node)
+        elif node in late or node not in varying or _is_view_of_input(node) or not _is_saved(node, keep):
+            recomputed.add(node)
             stack += [o for o in node.operands if o is not None]
         else:
             needed.add(value)
-    needed -= {n[0] for n in graph.inputs[made.inputs :]}
+    needed -= {n[0] for n in graph.inputs[joint_graph.inputs :]}
     needs = sorted(needed, key=lambda v: (v.node.id, v.index))
     saved = [v for v in needs if v.node.op not in NAMED]
-    forward = made.body.copy()  # as it was, where nothing inside of it is asked for
+    forward = joint_graph.body.copy()  # unchanged if no intermediate is saved
     if saved:
-        forward = _part(graph, inputs, (), graph.nodes, [*graph.outputs[: made.outputs], *saved])
-    cts = graph.inputs[made.inputs :]
-    backward = _part(graph, (), [*needs, *(n[0] for n in cts)], _when_needed(graph, again, late), grads)
+        forward = _part(graph, inputs, (), graph.nodes, [*graph.outputs[: joint_graph.outputs], *saved])
+    cts = graph.inputs[joint_graph.inputs :]
+    backward = _part(graph, (), [*needs, *(n[0] for n in cts)], _when_needed(graph, recomputed, late), grads)
     return Split(forward, backward, needs, saved)
 
 
 def _when_needed(graph: Graph, nodes: set[Node], late: set[Node]) -> list[Node]:
-    """The nodes in order; what is computed again comes right before its first use and does not wait in memory."""
+    """Order the nodes; recomputed values come right before their first use, to keep memory low."""
     order: dict[Node, None] = {}
     for last in (n for n in graph.nodes if n in nodes and n in late):
         stack = [last]
@@ -267,25 +267,25 @@ def _when_needed(graph: Graph, nodes: set[Node], late: set[Node]) -> list[Node]:
                 stack.append(waiting[0])
             else:
                 order.setdefault(stack.pop())
-    order.update(dict.fromkeys(n for n in graph.nodes if n in nodes))  # gradients that no cotangent has a part in
+    order.update(dict.fromkeys(n for n in graph.nodes if n in nodes))  # gradients that depend on no cotangent
     return list(order)
 
 
-def _reached(graph: Graph, start: Sequence[Node]) -> set[Node]:
-    """All nodes that depend on some."""
-    found = set(start)
+def _dependents(graph: Graph, start: Sequence[Node]) -> set[Node]:
+    """Return all nodes that depend on those in `start`."""
+    reached = set(start)
     for node in graph.nodes:
-        if any(o is not None and o.node in found for o in node.operands):
-            found.add(node)
-    return found
+        if any(o is not None and o.node in reached for o in node.operands):
+            reached.add(node)
+    return reached
 
 
-def _kept(node: Node, keep: Keep | None) -> bool:
-    return node.op not in GROWS if keep is None else keep(node)
+def _is_saved(node: Node, keep: Keep | None) -> bool:
+    return node.op not in FREE_VIEWS if keep is None else keep(node)
 
 
 def _is_view_of_input(node: Node) -> bool:
-    while node.op in (*GROWS, "slice"):
+    while node.op in (*FREE_VIEWS, "slice"):
         operand = node.operands[0]
         assert operand is not None
         node = operand.node
@@ -295,48 +295,48 @@ def _is_view_of_input(node: Node) -> bool:
 def _part(
     graph: Graph, inputs: Sequence[Node], needs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
 ) -> Graph:
-    """Some nodes of a graph, in order, as a graph: leaves are `inputs` again and an input for each of `needs`."""
+    """Return some nodes of a graph, in order, as a graph with `inputs` and one more input for each of `needs`."""
     part = Graph(graph.name)
     part.limits = dict(graph.limits)
     inside = {n[0]: declare(part, n.attrs["name"], n.types[0]) for n in inputs}
     inside |= {v: declare(part, f"r{i}", v.type) for i, v in enumerate(needs)}
-    wanted = _before(outputs, inside)
+    wanted = _needed_nodes(outputs, inside)
     for node in nodes:
         if node in wanted and node.op not in NAMED:
             operands = [None if o is None else inside[o] for o in node.operands]
-            for old, new in zip(node.results, copied(part, node, operands), strict=True):
+            for old, new in zip(node.results, copy_node(part, node, operands), strict=True):
                 inside.setdefault(old, new)
     return part.set_outputs([inside[o] for o in outputs])
 
 
-def _before(outputs: Sequence[Value], given: dict[Value, Value]) -> set[Node]:
-    """Nodes that the outputs need, up to the values that are given."""
-    found: set[Node] = set()
-    stack = [o for o in outputs if o not in given]
+def _needed_nodes(outputs: Sequence[Value], known: dict[Value, Value]) -> set[Node]:
+    """Return the nodes that the outputs need, stopping at known values."""
+    nodes: set[Node] = set()
+    stack = [o for o in outputs if o not in known]
     while stack:
         node = stack.pop().node
-        if node not in found:
-            found.add(node)
-            stack += [o for o in node.operands if o is not None and o not in given]
-    return found
+        if node not in nodes:
+            nodes.add(node)
+            stack += [o for o in node.operands if o is not None and o not in known]
+    return nodes
 
 
 # -- transposition ----------------------------------------------------------------------------------------------------
-def transposed(
-    into: Graph, linear: Graph, given: Cotangents, which: Sequence[bool], cts: Cotangents
+def transpose_linear(
+    into: Graph, linear: Graph, leaf_values: Cotangents, which: Sequence[bool], cts: Cotangents
 ) -> list[Value | None]:
-    """The transpose of a graph that is linear in the leaves `which`: cotangents of its outputs -> of those leaves.
+    """Transpose a graph that is linear in the leaves `which`: cotangents of its outputs -> cotangents of those leaves.
 
-    What stands for those leaves themselves does not matter; `given` has None there.
+    The values of those leaves do not matter; `leaf_values` has None there.
     """
-    pairs = zip(leaves(linear), given, strict=True)
+    pairs = zip(leaves(linear), leaf_values, strict=True)
     filled = [zeros(into, n.types[0]) if v is None else v for n, v in pairs]
-    found = linearise(into, linear, filled, which).pull(cts)
-    return [f for f, w in zip(found, which, strict=True) if w]
+    cotangents = linearise(into, linear, filled, which).pull(cts)
+    return [f for f, w in zip(cotangents, which, strict=True) if w]
 
 
-def pushed_by_vjp(at: NodeCtx, tangents: Cotangents) -> Cotangents:
-    """The JVP of a node from its VJP, which is linear in the cotangents: the transpose of its transpose."""
+def jvp_from_vjp(at: NodeCtx, tangents: Cotangents) -> Cotangents:
+    """Compute the JVP of a node by transposing its VJP, which is linear in the cotangents."""
     inner = Graph("pullback")
     operands = [None if o is None else declare(inner, f"x{i}", o.type) for i, o in enumerate(at.operands)]
     results = [declare(inner, f"y{i}", r.type) for i, r in enumerate(at.results)]
@@ -346,8 +346,9 @@ def pushed_by_vjp(at: NodeCtx, tangents: Cotangents) -> Cotangents:
     pulled = rule(NodeCtx(at.node, tuple(operands), tuple(results), wanted), *cts)
     pairs = [(p, t) for p, t in zip(pulled, tangents, strict=True) if p is not None and t is not None]
     inner.set_outputs([p for p, _ in pairs])
-    given = [*(o for o in at.operands if o is not None), *at.results]
-    which = [False] * len(given) + [True] * sum(c is not None for c in cts)
-    given += [None] * (len(which) - len(given))  # type: ignore[list-item]
-    found = iter(transposed(at.graph, inner, given, which, [in_type(t, p.dtype) for p, t in pairs]))
-    return [None if c is None else next(found) for c in cts]
+    leaf_values = [*(o for o in at.operands if o is not None), *at.results]
+    which = [False] * len(leaf_values) + [True] * sum(c is not None for c in cts)
+    leaf_values += [None] * (len(which) - len(leaf_values))  # type: ignore[list-item]
+    seeds = [cast_to(t, p.dtype) for p, t in pairs]
+    result_tangents = iter(transpose_linear(at.graph, inner, leaf_values, which, seeds))
+    return [None if c is None else next(result_tangents) for c in cts]

@@ -103,7 +103,7 @@ class Compiled:
         for i, array in enumerate(operands):
             operand = Operand(array)
             row = 0 if array.shape[2] == 1 and m > 1 else array.strides[2] // array.itemsize
-            name = self.kernel.beside[i].name
+            name = self.kernel.epilogue_operands[i].name
             words |= {name: array.ctypes.data, f"{name}_row": row}
             words |= {f"{name}_batch0": operand.stride(0), f"{name}_batch1": operand.stride(1)}
         args = np.array([words[w] for w in Plan(self.kernel, self.target).words], np.int64)

@@ -49,7 +49,7 @@ def test_a_program_for_another_target_is_refused() -> None:
 
 def test_a_weight_that_is_packed_for_another_target_is_refused() -> None:
     optimised = plan_lir(mlp(), AVX2, CompileProfile()).optimised.main
-    with pytest.raises(LowerError, match="packed for another target than toy"):
+    with pytest.raises(LowerError, match="packed for a target other than toy"):
         schedule(optimised, TOY)
 
 

@@ -28,7 +28,7 @@ def by_columns(kernel: MatmulKernel) -> LoopKernel:
     params = [Param(name, F32) for name in sums]
     places: list[Place] = []
     known: dict[str, Expr] = {**sums}
-    for operand in kernel.beside:
+    for operand in kernel.epilogue_operands:
         places.append(((r, Arg("columns")), (c, 1)) if operand.columns else ((r, 1),))
         known[operand.name] = Load(len(params), places[-1], operand.dtype)
         params.append(Param(operand.name, operand.dtype, operand.written))
@@ -47,7 +47,9 @@ def test_an_epilogue_has_no_shape_of_tile(target: Target, gated: bool) -> None:
     g.set_outputs([(x @ gate).gelu() * (x @ up if gated else scale)])
     kernels = (launch.kernel for launch in plan_lir(g, target, CompileProfile()).main.launches)
     (kernel,) = (k for k in kernels if isinstance(k, MatmulKernel))
-    assert (kernel.weights, [o.columns for o in kernel.beside]) == ((2, [True]) if gated else (1, [False, True]))
+    assert (kernel.weights, [o.columns for o in kernel.epilogue_operands]) == (
+        (2, [True]) if gated else (1, [False, True])
+    )
     rng = np.random.default_rng(0)
     first = rng.normal(size=(ROWS, COLUMNS)).astype(np.float32)
     factor = rng.normal(size=(ROWS, COLUMNS if gated else 1)).astype(np.float32)

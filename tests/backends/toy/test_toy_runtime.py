@@ -127,7 +127,7 @@ def test_a_snapshot_of_a_model_on_the_device_is_opened(tmp_path: Path, monkeypat
 
 def test_the_reference_runs_no_models_and_toys_are_not_exported(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path / "model")
-    with pytest.raises(CapabilityError, match="'reference' is the oracle for graphs"):
+    with pytest.raises(CapabilityError, match="'reference' is the reference for graphs"):
         rlx.load(tmp_path / "model", device="reference")
     first, _ = chained()
     with pytest.raises(CapabilityError, match="export: device 'toy' has no machine code"):

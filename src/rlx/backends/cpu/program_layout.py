@@ -235,11 +235,11 @@ class _Maker:
             self._pointer(position, program.buffers[predicate.buffer], predicate)
 
     def _pointer(self, position: int, buffer: Buffer, view: View) -> None:
-        from rlx.lir.views import moving
+        from rlx.lir.views import offset_steps
 
         place = self.places[buffer.kind][buffer.name]
         self.pointers[buffer.kind].append((position, place, self.add(view.offset * view.dtype.size)))
-        for symbol, step in moving(view.offset, self.loop_symbols).items():
+        for symbol, step in offset_steps(view.offset, self.loop_symbols).items():
             number = self.loop_symbols[symbol]
             plan, control = self.records.loops[number], self.program.controls[number]
             moves = plan.alternating if symbol == control.symbols[1] else plan.linear

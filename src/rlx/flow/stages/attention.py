@@ -25,15 +25,15 @@ from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind, parse_mask
 from rlx.types import Size, known_equal
 
-# Cosines, sines, the row of each token in them if it is not its position, positions if they are given, and the style.
+# Cosines, sines, the row of each token (None: its position), positions (None: counted from 0), and the style.
 Rotation = tuple[Value, Value, Value | None, Value | None, str]
 
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """What a decoder layer does between its norm and its output projection."""
+    """Self-attention of a decoder layer: everything between its norm and its output projection."""
 
-    stage: str  # whose part it is, for errors
+    stage: str  # name of the stage, for errors
     q_key: str
     k_key: str
     v_key: str
@@ -43,73 +43,73 @@ class SelfAttention:
     mask: str = MaskKind.CAUSAL
     score_scale: float | None = None  # 1/√head_dim unless given
     attn_logit_softcap: float | None = None
-    bias: bool = False  # beside each weight
-    norm_keys: tuple[str, str] | None = None  # of queries and keys, each head by itself
+    bias: bool = False  # each projection has a bias
+    norm_keys: tuple[str, str] | None = None  # per-head norms of queries and keys
     eps: float = 1e-6
-    unit_offset: bool = False  # those norms multiply by 1 + weight
-    rope: str | None = MAIN_ROPE  # the name of its tables; None: heads do not turn
-    layer_idx: int | None = None  # needed where there is a cache
-    decodes: bool = False  # wants earlier keys and values
+    unit_offset: bool = False  # these norms multiply by 1 + weight
+    rope: str | None = MAIN_ROPE  # name of the RoPE tables; None for no RoPE
+    layer_idx: int | None = None  # required if there is a cache
+    decodes: bool = False  # needs earlier keys and values
     use_custom_mask: bool = False
-    kv_sink: SideOutputs | None = None  # gets the keys and values of the tokens given, `[batch, seq, kv_heads · dim]`
-    kv_out: SideOutputs | None = None  # gets all that is attended to
+    kv_sink: SideOutputs | None = None  # receives keys and values of the new tokens, `[batch, seq, kv_heads · dim]`
+    kv_out: SideOutputs | None = None  # receives all keys and values
 
     def emit(self, ctx: FlowCtx, x: Value) -> Value:
-        """[batch, seq, hidden] to [batch, seq, heads · head_dim]."""
+        """Map [batch, seq, hidden] to [batch, seq, heads · head_dim]."""
         q, k, v = (self.project(ctx, x, which) for which in "qkv")
-        return self.of_heads(ctx, q, k, v)
+        return self.attend_heads(ctx, q, k, v)
 
-    def of_heads(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
-        """The same from queries, keys and values `[batch, seq, heads, head_dim]` that have not turned yet."""
+    def attend_heads(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
+        """Like `emit`, from queries, keys and values `[batch, seq, heads, head_dim]` before RoPE."""
         if self.bindings(ctx) is None and self.kv_sink is None and self.kv_out is None:
             return self.block(ctx, q, k, v)
-        q, k = self.turned(ctx, q), self.turned(ctx, k)  # rotated keys are wanted outside
+        q, k = self.apply_rope(ctx, q), self.apply_rope(ctx, k)  # side outputs want rotated keys
         self.push(self.kv_sink, k, v)
-        return self.attended(ctx, q, k, v)
+        return self.attend_rotated(ctx, q, k, v)
 
     def block(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
-        """All of it as one block: RoPE, the runtime's cache where there is one, and attention."""
-        how: dict[str, Any] = {"mask_kind": self.mask, "scale": self.score_scale, "softcap": self.attn_logit_softcap}
+        """Emit RoPE, the runtime's cache if there is one, and attention as one block."""
+        attrs: dict[str, Any] = {"mask_kind": self.mask, "scale": self.score_scale, "softcap": self.attn_logit_softcap}
         tables: dict[str, Any] = {}
         positions = None
         if self.rope is not None:
-            cos, sin, rows, positions, how["style"] = self.tables(ctx, q)
+            cos, sin, rows, positions, attrs["style"] = self.tables(ctx, q)
             tables = {"cos": cos, "sin": sin, "rows": rows}
         if ctx.state.cache is not None:
             self.check_cache()
-            return ctx.state.cache.attend(self.layer, q, k, v, token_positions(ctx, q), **tables, **how)
+            return ctx.state.cache.attend(self.layer, q, k, v, token_positions(ctx, q), **tables, **attrs)
         self.check_past(ctx)
-        return ctx.hir().one("self_attention", q, k, v, **tables, positions=positions, **how)
+        return ctx.hir().one("self_attention", q, k, v, **tables, positions=positions, **attrs)
 
     def project(self, ctx: FlowCtx, x: Value, which: str) -> Value:
-        """Queries, keys or values, `[batch, seq, heads, head_dim]`."""
+        """Project x to queries, keys or values, `[batch, seq, heads, head_dim]`."""
         heads = self.num_heads if which == "q" else self.num_kv_heads
         key = {"q": self.q_key, "k": self.k_key, "v": self.v_key}[which]
         bias = key.removesuffix("weight") + "bias" if self.bias else None
-        return self.normed(ctx, linear(ctx, x, key, bias, out=heads * self.head_dim, heads=heads), which)
+        return self.norm_heads(ctx, linear(ctx, x, key, bias, out=heads * self.head_dim, heads=heads), which)
 
-    def normed(self, ctx: FlowCtx, heads: Value, which: str) -> Value:
-        """Each head of queries or keys by itself, where the model norms them."""
+    def norm_heads(self, ctx: FlowCtx, heads: Value, which: str) -> Value:
+        """Apply the per-head norm of queries or keys, if the model has one."""
         if self.norm_keys is None or which == "v":
             return heads
         norm = GemmaRmsNorm if self.unit_offset else RmsNorm
         return norm(self.norm_keys["qk".index(which)], self.eps).emit(ctx, ctx.wrap(heads)).id
 
-    def turned(self, ctx: FlowCtx, x: Value) -> Value:
-        """Queries or keys rotated by their positions, which follow those of the past."""
+    def apply_rope(self, ctx: FlowCtx, x: Value) -> Value:
+        """Rotate queries or keys by their positions, which follow those of the past."""
         return x if self.rope is None else rotate_heads(x, *self.rotation(ctx, x))
 
     def rotation(self, ctx: FlowCtx, x: Value) -> Rotation:
-        """The same as `tables`, in a step after a past too."""
+        """Like `tables`, but also for a decode step after a past."""
         assert self.rope is not None
         past, (batch, seq) = self.bindings(ctx), x.shape[:2]
         if past is None:
             return self.tables(ctx, x)
-        step = self.rows_of_step(ctx, past, self.rope)
+        step = self.step_rows(ctx, past, self.rope)
         if step is not None:
-            cos, sin = (self.of_new_tokens(table, seq) for table in step)
-            own = past.style if self.rope == MAIN_ROPE else None
-            return cos, sin, default_positions(ctx.hir(), batch, seq), None, own or ctx.state.style_of(self.rope)
+            cos, sin = (self.check_step_rows(table, seq) for table in step)
+            step_style = past.style if self.rope == MAIN_ROPE else None
+            return cos, sin, default_positions(ctx.hir(), batch, seq), None, step_style or ctx.state.style_of(self.rope)
         if rope_tables_of(ctx, self.stage, self.rope)[2] is not None:
             raise GraphError(
                 f"stage {self.stage}: RoPE tables {self.rope!r} depend on the length of the sequence, which is not"
@@ -123,8 +123,7 @@ class SelfAttention:
         return cos, sin, default_positions(ctx.hir(), batch, seq) + size_of(ctx.hir(), before), None, style
 
     def tables(self, ctx: FlowCtx, x: Value, before: Size = 0) -> Rotation:
-        """Cosines and sines, the row of each token in them if it is not its position, positions if they are given, and
-        how the two parts of a pair lie."""
+        """Return the RoPE tables and how tokens index them; see `Rotation`."""
         assert self.rope is not None
         cos, sin, rows, style = rope_tables_of(ctx, self.stage, self.rope)
         if rows is not None:
@@ -134,8 +133,8 @@ class SelfAttention:
         check_rows(self.stage, cos.shape[0], before + x.shape[1])
         return cos, sin, None, None, style
 
-    def of_new_tokens(self, table: Value, seq: Size) -> Value:
-        """Rows of a step, one per new token. A number of rows that is known at run time only is checked then."""
+    def check_step_rows(self, table: Value, seq: Size) -> Value:
+        """Check that a step has one row per new token; a symbolic number of rows is checked at run time."""
         if known_equal(table.shape[0], seq) is False:
             raise ShapeError(
                 f"stage {self.stage}: a step of {seq} tokens has {table.shape[0]} rows of RoPE tables",
@@ -143,8 +142,8 @@ class SelfAttention:
             )
         return table if table.shape[0] == seq else table.assume_equal(shape=(seq, *table.shape[1:]))
 
-    def rows_of_step(self, ctx: FlowCtx, past: DecodeBindings, rope: str) -> tuple[Value, Value] | None:
-        """One row per new token where the caller gives them: the bound ones, or inputs `<rope>_cos` and `_sin`."""
+    def step_rows(self, ctx: FlowCtx, past: DecodeBindings, rope: str) -> tuple[Value, Value] | None:
+        """Return the caller's RoPE rows, one per new token: bound ones, or inputs `<rope>_cos` and `_sin`."""
         if rope == MAIN_ROPE:
             return (past.cos, past.sin) if past.rows and past.cos is not None and past.sin is not None else None
         names = f"{rope}_cos", f"{rope}_sin"
@@ -152,43 +151,43 @@ class SelfAttention:
             return None
         return ctx.flow_input(names[0]).id, ctx.flow_input(names[1]).id
 
-    def attended(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
-        """What queries find, `[batch, seq, heads · head_dim]`; queries and keys have turned."""
-        how: dict[str, Any] = {"scale": self.score_scale, "softcap": self.attn_logit_softcap}
+    def attend_rotated(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
+        """Attend with queries and keys after RoPE: `[batch, seq, heads · head_dim]`."""
+        attrs: dict[str, Any] = {"scale": self.score_scale, "softcap": self.attn_logit_softcap}
         past, cache = self.bindings(ctx), ctx.state.cache
         mask: Value | None = None
         kind = self.mask
         if past is None and cache is not None:
             self.check_cache()
-            return cache.attend(self.layer, q, k, v, token_positions(ctx, q), mask_kind=self.mask, **how)
+            return cache.attend(self.layer, q, k, v, token_positions(ctx, q), mask_kind=self.mask, **attrs)
         if past is not None:
-            k, v = (self.appended(ctx, before, new) for before, new in ((past.past_k, k), (past.past_v, v)))
+            k, v = (self.append_past(ctx, before, new) for before, new in ((past.past_k, k), (past.past_v, v)))
         self.check_past(ctx)
         self.push(self.kv_out, k, v)
         if self.use_custom_mask and past is not None:
             if past.mask is None:
                 hint = "BindDecodeInputs(..., use_custom_mask=True)"
-                raise GraphError(f"stage {self.stage}: use_custom_mask, and no mask flows here", hint=hint)
+                raise GraphError(f"stage {self.stage}: use_custom_mask, but no mask is bound", hint=hint)
             if past.mask.rank != 2:
                 raise ShapeError(f"stage {self.stage}: a custom mask is [batch, keys], found {past.mask.type}")
-            kept = past.mask.assume_equal(shape=k.shape[:2])  # its sizes may have names of their own
-            if q.shape[1] == 1 and self.mask == MaskKind.CAUSAL:  # the only query sees all that is kept
-                mask, kind = kept, MaskKind.CUSTOM
+            keep = past.mask.assume_equal(shape=k.shape[:2])  # its symbols may have other names
+            if q.shape[1] == 1 and self.mask == MaskKind.CAUSAL:  # the only query sees all unmasked keys
+                mask, kind = keep, MaskKind.CUSTOM
             else:
-                mask, kind = _seen_and_kept(q, k, self.mask, kept), MaskKind.BIAS
-        return ctx.hir().one("self_attention", q, k, v, mask, mask_kind=kind, **how)
+                mask, kind = _combined_mask(q, k, self.mask, keep), MaskKind.BIAS
+        return ctx.hir().one("self_attention", q, k, v, mask, mask_kind=kind, **attrs)
 
     def check_cache(self) -> None:
-        """Raise for what only a cache of the caller has."""
-        what = "kv_out" if self.kv_out is not None else "use_custom_mask" if self.use_custom_mask else None
-        if what is not None:
+        """Raise if a field is set that needs a cache kept by the caller."""
+        setting = "kv_out" if self.kv_out is not None else "use_custom_mask" if self.use_custom_mask else None
+        if setting is not None:
             raise GraphError(
-                f"stage {self.stage}: {what} is for a cache that the caller keeps, and this flow has its own",
+                f"stage {self.stage}: {setting} needs a cache kept by the caller, but this flow has its own",
                 hint="leave out kv_cache, or use BindDecodeInputs",
             )
 
     def check_past(self, ctx: FlowCtx) -> None:
-        """Raise for a step without a past."""
+        """Raise if a decode step has no past."""
         if self.decodes and self.bindings(ctx) is None:
             hint = "put BindDecodeInputs before the layers, or give the flow a kv_cache"
             raise GraphError(f"stage {self.stage}: no earlier keys and values flow here", hint=hint)
@@ -196,15 +195,15 @@ class SelfAttention:
     def bindings(self, ctx: FlowCtx) -> DecodeBindings | None:
         return ctx.state.decode if self.decodes else None
 
-    def appended(self, ctx: FlowCtx, before: list[Value], new: Value) -> Value:
-        """Earlier keys or values, `[batch, past, kv_heads, head_dim]` or flat, and the new ones after them."""
+    def append_past(self, ctx: FlowCtx, before: list[Value], new: Value) -> Value:
+        """Append new keys or values to earlier ones, `[batch, past, kv_heads, head_dim]` or flat."""
         past = self.past_of(before)
         if past.rank == 3:
             past = past.reshape(*past.shape[:2], self.num_kv_heads, self.head_dim)
         return ctx.hir().one("concatenate", past, new, axis=1)
 
     def past_of(self, before: list[Value]) -> Value:
-        """What the caller keeps for this layer."""
+        """Return the past of this layer, kept by the caller."""
         layer = self.layer
         if not 0 <= layer < len(before):
             raise GraphError(f"stage {self.stage}: layer {layer} has no past, {len(before)} are bound")
@@ -212,10 +211,10 @@ class SelfAttention:
 
     @property
     def layer(self) -> int:
-        """The number of the layer, which decides whose past it reads."""
+        """The index of the layer whose past it reads."""
         if self.layer_idx is None:
             raise GraphError(
-                f"stage {self.stage}: reads a cache, and layer_idx is not given", hint="layer_idx counts from 0"
+                f"stage {self.stage}: reads a cache, but layer_idx is not set", hint="layer_idx counts from 0"
             )
         return self.layer_idx
 
@@ -225,24 +224,24 @@ class SelfAttention:
 
 
 def push_kv(side: SideOutputs, prefix: str, k: Value, v: Value) -> None:
-    """Keys and values as side outputs `prefix.k` and `prefix.v`, flat as a caller's cache has them."""
+    """Push keys and values as side outputs `prefix.k` and `prefix.v`, flat as in a caller's cache."""
     for name, value in (("k", k), ("v", v)):
         batch, seq, heads, dim = value.shape
         side.push(value.reshape(batch, seq, heads * dim), f"{prefix}.{name}")
 
 
-def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
-    """[batch, 1, seq, keys] to add to scores: 0 where the kind of mask shows a key that the custom mask keeps."""
-    keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, k.shape[1])
+def _combined_mask(q: Value, k: Value, kind: str, custom: Value) -> Value:
+    """Return a bias [batch, 1, seq, keys] for scores: 0 for keys that both masks keep, else minus infinity."""
+    keep = (custom if custom.dtype.name == "bool" else custom >= 0.5).reshape(custom.shape[0], 1, 1, k.shape[1])
     return only_where(seen_keys(q, k, kind, keep), q.graph.constant(0.0))
 
 
 def seen_keys(q: Value, k: Value, kind: str, keep: Value | None = None) -> Value:
-    """[batch, 1, seq, keys] truth values: which keys the kind of mask shows, of those to keep."""
+    """Return a bool mask [batch, 1, seq, keys]: keys visible by the mask kind, out of those in `keep`."""
     graph, seq, keys = q.graph, q.shape[1], k.shape[1]
     shape = parse_mask(kind)
     if shape.takes_operand:
-        raise GraphError(f"a custom mask beside mask kind {kind!r}, which takes an operand of its own")
+        raise GraphError(f"a custom mask cannot be combined with mask kind {kind!r}, which takes an operand of its own")
     at = default_positions(graph, 1, keys)  # queries and keys end at the same position
     before = size_of(graph, keys - seq + shape.ahead)
     back = (default_positions(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
@@ -343,11 +342,11 @@ def _tap(ctx: FlowCtx, tap: LlamaKvTap | GemmaKvTap, x: Value, unit_offset: bool
     norms = f"{at}.q_norm.weight", f"{at}.k_norm.weight"
     width = ctx.load_param(k_key).shape[0]
     if not isinstance(width, int) or width % head_dim:
-        raise ShapeError(f"stage {stage}: weight {k_key!r} has {width} rows, no multiple of heads of {head_dim}")
+        raise ShapeError(f"stage {stage}: weight {k_key!r} has {width} rows, not a multiple of head_dim {head_dim}")
     heads = width // head_dim
     attention = SelfAttention(
         stage, q_key, k_key, v_key, heads, heads, head_dim, eps=tap.eps, unit_offset=unit_offset, rope=tap.rope,
         bias=ctx.weights.has(f"{at}.k_proj.bias"), norm_keys=norms if ctx.weights.has(norms[1]) else None,
     )  # fmt: skip
     k, v = attention.project(ctx, x, "k"), attention.project(ctx, x, "v")
-    push_kv(tap.outputs, tap.layer_prefix, attention.turned(ctx, k), v)
+    push_kv(tap.outputs, tap.layer_prefix, attention.apply_rope(ctx, k), v)

@@ -13,14 +13,14 @@ class FlowStage(ABC):
 
     @abstractmethod
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        """Add this stage to the graph; gives the value that flows on."""
+        """Add this stage to the graph; returns the value for the next stage."""
 
     @property
     def path(self) -> str:
-        """The name of this stage in paths such as `layers.3.attn`; empty adds nothing."""
+        """The name of this stage in paths such as `layers.3.attn`; empty for none."""
         return ""
 
     @property
     def is_named(self) -> bool:
-        """Whether its path is a name that the author gave it, which no other stage has."""
+        """Whether its path is a name chosen by the user, which must be unique."""
         return False

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
-from rlx.flow.emit import Emit, flowing
+from rlx.flow.emit import Emit, as_flow_value
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 
@@ -21,7 +21,7 @@ class Custom(FlowStage):
     """A subgraph of your own: `y = f(emit, x)`. If f returns None, the value is unchanged."""
 
     f: Author
-    name: str | None = None  # the name of its result, unless the function gives that name to another value
+    name: str | None = None  # the name of its result, unless the function names another value so
 
     def __post_init__(self) -> None:
         if not callable(self.f):
@@ -30,11 +30,11 @@ class Custom(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         emit = Emit.of(ctx)
         before = ctx.state.named.get(self.name or "")
-        given = flowing(emit, self.f(emit, value), self.where)
-        result = value if given is None else given
+        returned = as_flow_value(emit, self.f(emit, value), self.where)
+        result = value if returned is None else returned
         if self.name and result is not None and ctx.state.named.get(self.name) is before:
             ctx.set_named(self.name, result)
-        return given
+        return returned
 
     @property
     def where(self) -> str:
@@ -54,17 +54,17 @@ PLUGINS: dict[str, type[FlowStage]] = {}
 
 
 def register_stage(name: str) -> Callable[[Stage], Stage]:
-    """Declare a stage class under a name: `flow.plugin(name, ...)` then makes one."""
+    """Register a stage class under a name: `flow.plugin(name, ...)` then adds one."""
 
     def declare(stage: Stage) -> Stage:
         if not (isinstance(stage, type) and issubclass(stage, FlowStage)):
             raise GraphError(
                 f"register_stage {name!r}: {stage!r} is not a class of stages", hint="derive from FlowStage"
             )
-        taken = PLUGINS.get(name)
-        # the same class again is a cell of a notebook that was run twice
-        if taken is not None and (taken.__module__, taken.__qualname__) != (stage.__module__, stage.__qualname__):
-            raise GraphError(f"register_stage {name!r}: is the name of {taken.__module__}.{taken.__qualname__}")
+        known = PLUGINS.get(name)
+        # the same class again is fine: a notebook cell that runs twice
+        if known is not None and (known.__module__, known.__qualname__) != (stage.__module__, stage.__qualname__):
+            raise GraphError(f"register_stage {name!r}: is the name of {known.__module__}.{known.__qualname__}")
         PLUGINS[name] = stage
         return stage
 
@@ -72,10 +72,11 @@ def register_stage(name: str) -> Callable[[Stage], Stage]:
 
 
 def plugin_stage(plugin: str | FlowStage, settings: dict[str, Any]) -> FlowStage:
-    """The stage itself, or one of the class that is registered under a name."""
+    """Return the stage itself, or an instance of the class registered under a name."""
     if isinstance(plugin, FlowStage):
         if settings:
-            raise GraphError(f"plugin {type(plugin).__name__}: is made already, {', '.join(settings)} come too late")
+            names = ", ".join(settings)
+            raise GraphError(f"plugin {type(plugin).__name__}: is an instance and takes no settings, found {names}")
         return plugin
     if plugin not in PLUGINS:
         hint = nearest(str(plugin), PLUGINS) or "declare it with rlx.flow.register_stage"

@@ -43,7 +43,7 @@ class PreNormLayer(FlowStage):
 
     @abstractmethod
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
-        """What is added to x `[batch, seq, hidden]`, of x after its norm."""
+        """Return the attention output to add to the residual, from the normed x `[batch, seq, hidden]`."""
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need_sequence(value, type(self).__name__)
@@ -65,7 +65,7 @@ class PreNormLayer(FlowStage):
         return ctx.wrap(x + added)
 
     def norm(self, ctx: FlowCtx, x: Value, name: str) -> Value:
-        """A norm of this layer, by its weight or by 1 + weight."""
+        """Apply a norm of this layer, scaled by its weight or by 1 + weight."""
         kind = GemmaRmsNorm if self.unit_offset else RmsNorm
         return kind(f"{self.layer_prefix}.{name}_layernorm.weight", self.eps).emit(ctx, ctx.wrap(x)).id
 
@@ -100,25 +100,25 @@ class DecoderLayer(PreNormLayer):
     kv_sink: SideOutputs | None = None  # receives the keys and values of the new tokens
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
-        return self.projected(ctx, self.self_attention().emit(ctx, x), x.shape[-1])
+        return self.output_projection(ctx, self.self_attention().emit(ctx, x), x.shape[-1])
 
     def self_attention(self) -> SelfAttention:
-        """What this layer does between its norm and its output projection."""
+        """Return the self-attention of this layer, without the output projection."""
         base = f"{self.layer_prefix}.self_attn"
         return SelfAttention(
             type(self).__name__, f"{base}.q_proj.weight", f"{base}.k_proj.weight", f"{base}.v_proj.weight",
             self.num_heads, self.num_kv_heads, self.head_dim, self.mask, self.score_scale, self.attn_logit_softcap,
             bias=self.attention_bias, eps=self.eps, unit_offset=self.unit_offset, rope=self.rope,
             norm_keys=(f"{base}.q_norm.weight", f"{base}.k_norm.weight") if self.qk_norm else None,
-            layer_idx=self.layer_idx, kv_sink=self.kv_sink, **self.of_step(),
+            layer_idx=self.layer_idx, kv_sink=self.kv_sink, **self.step_fields(),
         )  # fmt: skip
 
-    def of_step(self) -> dict[str, Any]:
-        """What a step tells its attention besides."""
+    def step_fields(self) -> dict[str, Any]:
+        """Return further fields of the self-attention; overridden by decode layers."""
         return {}
 
-    def projected(self, ctx: FlowCtx, attended: Value, width: Size) -> Value:
-        """The output projection."""
+    def output_projection(self, ctx: FlowCtx, attended: Value, width: Size) -> Value:
+        """Apply the output projection."""
         base = f"{self.layer_prefix}.self_attn.o_proj"
         return linear(ctx, attended, f"{base}.weight", f"{base}.bias" if self.output_bias else None, out=width)
 
@@ -131,7 +131,7 @@ class Step:
     use_custom_mask: bool = False  # also apply the mask that `BindDecodeInputs` bound
     kv_out: SideOutputs | None = None  # receives all keys and values: the past, then the new tokens
 
-    def of_step(self) -> dict[str, Any]:
+    def step_fields(self) -> dict[str, Any]:
         return {"decodes": True, "use_custom_mask": self.use_custom_mask, "kv_out": self.kv_out}
 
 

@@ -40,7 +40,7 @@ class Embed(FlowStage):
 
 
 def rows_input(ctx: FlowCtx, name: str, shape: Sequence[Size]) -> Value:
-    """Which rows of a table: an input of any shape that the flow declares, else one of this shape."""
+    """Return the input with row indices of a table: the one the flow declares, of any shape, else a new one."""
     return ctx.flow_input(name).id if name in ctx.state.inputs else ctx.input(name, shape, "i32")
 
 
@@ -58,7 +58,7 @@ class GatherAdd(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GatherAdd")
-        index = rows_input(ctx, self.input_name, x.shape[:-1])  # a row for each vector
+        index = rows_input(ctx, self.input_name, x.shape[:-1])  # one row per vector
         table = ctx.load_param(self.weight_key, shape=None if self.rows is None else (self.rows, x.shape[-1]))
         added = table.gather(index, axis=self.axis)
         if added.rank > x.rank:
@@ -122,7 +122,7 @@ class GatherLastToken(FlowStage):
             return ctx.wrap(rows.gather(ctx.input(self.input_name, ("picked",), "i32")))
         if known_equal(batch, self.batch) is False:
             raise ShapeError(f"stage GatherLastToken: batch is {self.batch}, the value is {x.type}")
-        if batch != self.batch:  # known at run time, and checked then
+        if batch != self.batch:  # symbolic: checked at run time
             x = x.assume_equal(shape=(self.batch, seq, hidden))
         return ctx.wrap(take_rows(x, ctx.input(self.input_name, (self.batch,), "i32")))
 
@@ -140,7 +140,7 @@ class LmHead(FlowStage):
         x = ctx.need(value, "LmHead")
         if self.tie_word_embeddings:
             if ctx.state.embed_weight is None:
-                raise GraphError("stage LmHead: is tied to a token table, and none flows here", hint="put Embed first")
+                raise GraphError("stage LmHead: is tied to a token table, but there is none", hint="put Embed first")
             table = ctx.state.embed_weight
             wanted = (self.vocab_size, self.hidden_size)
             if any(known_equal(a, b) is False for a, b in zip(table.shape, wanted, strict=True)):

@@ -20,12 +20,12 @@ from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
 
-ATTENTION_BIAS = "attention_bias"  # the name of what a stage before the layers has them add to scores
+ATTENTION_BIAS = "attention_bias"  # name of a value that an earlier stage adds to the scores of all layers
 
 
 @dataclass(frozen=True)
 class QkvNames:
-    """Where a layer keeps its attention, under its prefix."""
+    """Weight names of a layer's attention, under its prefix."""
 
     q: str
     k: str
@@ -42,18 +42,18 @@ QKV_STYLES = {
 }  # fmt: skip
 
 
-Rotation = tuple[Value, Value, Value, str]  # cosines, sines, the row of each token in them, and the style
+Rotation = tuple[Value, Value, Value, str]  # cosines, sines, the table row of each token, and the style
 
 
 def attend(
     ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, kind: str = MaskKind.NONE, scale: float | None = None,
     rotation: Rotation | None = None,
 ) -> Value:  # fmt: skip
-    """Attention in which no token looks at padding: `[batch, seq, heads · head_dim]`.
+    """Attend with padding masked out: `[batch, seq, heads · head_dim]`.
 
-    Of the other tokens it sees those that the mask kind says: all, earlier ones, or near ones. A value named
-    ATTENTION_BIAS is added to the scores if there is one; it has minus infinity at padding already. With a `rotation`
-    queries and keys turn by it first.
+    The mask kind says which other tokens are visible: all, earlier ones, or near ones. A value named ATTENTION_BIAS is
+    added to the scores if there is one; it has minus infinity at padding already. With a `rotation`, RoPE is applied
+    to queries and keys first.
     """
     tables, style = (None, "halves") if rotation is None else (rotation[:3], rotation[3])
     if ATTENTION_BIAS in ctx.state.named:
@@ -68,12 +68,12 @@ def attend(
         kind = MaskKind.segments(kind)
     else:
         mask, kind = ctx.mask_input(mask_input, q.shape[:2]), MaskKind.CUSTOM
-    how = {"mask_kind": kind, "scale": scale, "style": style}
-    return ctx.hir().one("self_attention", q, k, v, mask, *(tables or (None, None, None)), **how)
+    attrs = {"mask_kind": kind, "scale": scale, "style": style}
+    return ctx.hir().one("self_attention", q, k, v, mask, *(tables or (None, None, None)), **attrs)
 
 
 def rotation_of(ctx: FlowCtx, stage: str, heads: Value, rope: str = MAIN_ROPE) -> Rotation:
-    """How queries and keys turn by the RoPE tables of a name: at the `positions` that the flow declares, or counted."""
+    """Return the RoPE tables of a name and token rows: from the input `positions` if declared, else counted from 0."""
     cos, sin, rows, style = rope_tables_of(ctx, stage, rope)
     if rows is None:
         rows = token_positions(ctx, heads)
@@ -85,7 +85,7 @@ def rotation_of(ctx: FlowCtx, stage: str, heads: Value, rope: str = MAIN_ROPE) -
 def post_norm_layer(
     ctx: FlowCtx, x: Value, attention: Callable[[], Value], norms: tuple[str, str], ffn: FlowStage, eps: float
 ) -> FlowValue:
-    """norm(x + attention(x)), then norm(· + feed-forward(·))."""
+    """Emit h = norm(x + attention(x)), then norm(h + ffn(h))."""
     with provenance("attn"):  # without the residual and the norm, as in decoders
         attended = attention()
     first, second = (LayerNorm(f"{name}.weight", f"{name}.bias", eps) for name in norms)

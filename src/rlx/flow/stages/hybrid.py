@@ -26,9 +26,9 @@ class GatedAttentionLayer(DecoderLayer):
         attend, heads, size, lead = self.self_attention(), self.num_heads, self.head_dim, x.shape[:2]
         bias = attend.q_key.removesuffix("weight") + "bias" if self.attention_bias else None
         both = linear(ctx, x, attend.q_key, bias, out=2 * heads * size, heads=heads)
-        q, gate = attend.normed(ctx, both[:, :, :, :size], "q"), both[:, :, :, size:].reshape(*lead, heads * size)
-        seen = attend.of_heads(ctx, q, attend.project(ctx, x, "k"), attend.project(ctx, x, "v"))
-        return self.projected(ctx, seen * gate.sigmoid(), x.shape[-1])
+        q, gate = attend.norm_heads(ctx, both[:, :, :, :size], "q"), both[:, :, :, size:].reshape(*lead, heads * size)
+        attended = attend.attend_heads(ctx, q, attend.project(ctx, x, "k"), attend.project(ctx, x, "v"))
+        return self.output_projection(ctx, attended * gate.sigmoid(), x.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DeltaNetLayer(PreNormLayer):
         side = max(n, wide)
         qkv, z, b, a = self.projections(ctx, x, base)
         channels, name = 2 * self.key_heads * n + heads * wide, f"delta.{self.layer_idx}"
-        operands = {  # in the order in which they are read
+        operands = {  # in the order in which weights are read
             "conv": conv_weight(ctx, f"{base}.conv1d.weight", channels, self.kernel),
             "conv_state": carried(ctx, f"conv.{self.layer_idx}", self.kernel - 1, channels),
             "positions": cached_positions(ctx, x),
@@ -73,14 +73,14 @@ class DeltaNetLayer(PreNormLayer):
             "state": carried(ctx, name, heads, side, side),
             "norm": ctx.stored_param(f"{base}.norm.weight", shape=(wide,), init=1.0),
         }  # fmt: skip
-        found, ctx.state.named[name] = ctx.hir().apply(
+        mixed, ctx.state.named[name] = ctx.hir().apply(
             "delta_net_block", qkv, z, b, a, **operands, state_size=n, eps=self.eps, tiled=self.tiled,
             activation=self.activation, log_rates=not self.rates,
         )  # fmt: skip
-        return linear(ctx, found, f"{base}.out_proj.weight", out=x.shape[-1])
+        return linear(ctx, mixed, f"{base}.out_proj.weight", out=x.shape[-1])
 
     def projections(self, ctx: FlowCtx, x: Value, base: str) -> list[Value]:
-        """Queries, keys and values side by side, the gate of the output, and what rate and gate are made of."""
+        """Project x to concatenated q, k and v, the output gate z, and b and a (for β and g)."""
         values = self.value_heads * (self.value_size or self.state_size)
         sizes = {"qkv": 2 * self.key_heads * self.state_size + values, "z": values}
         sizes |= {"b": self.value_heads, "a": self.value_heads}

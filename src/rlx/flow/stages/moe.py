@@ -41,8 +41,8 @@ class MoeFfn(FlowStage):
             width = x.shape[-1] if name != "down" else weights[1].shape[1]
             shape = None if out is None else (self.experts, width, out)
             weights.append(ctx.stored_param(f"{self.prefix}.experts.{name}_proj.weight", True, shape=shape))
-        how = {"chosen": self.chosen, "normalise": self.normalise, "activation": self.activation}
-        return ctx.wrap(ctx.hir().one("moe_ffn", x, *weights, **how))
+        attrs = {"chosen": self.chosen, "normalise": self.normalise, "activation": self.activation}
+        return ctx.wrap(ctx.hir().one("moe_ffn", x, *weights, **attrs))
 
     @property
     def path(self) -> str:

@@ -14,7 +14,7 @@ from rlx.flow.state import FlowValue
 
 
 def _check_eps(stage: str, eps: float) -> None:
-    if not isinstance(eps, Real) or not 0 <= eps < math.inf:  # a root of what lies below 0 is no number
+    if not isinstance(eps, Real) or not 0 <= eps < math.inf:  # the square root of a negative number is NaN
         raise GraphError(f"stage {stage}: eps is {eps!r}, expected a number from 0")
 
 

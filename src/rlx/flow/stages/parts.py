@@ -22,7 +22,7 @@ from rlx.types import Size, as_shape, sym
 MASK = "attn_mask"  # the name of the mask that `AttnMask` binds
 
 
-# -- maps of the value ------------------------------------------------------------------------------------------------
+# -- stages that change the value -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Linear(FlowStage):
     """Linear map: `y = x @ weightᵀ + bias` for a weight stored `[out, in]`, as in files; else `transpose=False`."""
@@ -111,7 +111,7 @@ class GatherFromInput(FlowStage):
 
 @dataclass(frozen=True)
 class GdnScan(FlowStage):
-    """Gated-delta-net scan of the slots in `FlowState.gdn`; gives `[batch, seq, heads, state_size]`.
+    """Gated-delta-net scan of the slots in `FlowState.gdn`; returns `[batch, seq, heads, state_size]`.
 
     Per head and token: `S = exp(g) · S`, `S = S + k (beta (v - Sᵀ k))ᵀ`, `y = Sᵀ q / √state_size`. S starts at zero;
     with `carry_state`, at the value named `state_key`, and the final state is stored under that name.
@@ -126,14 +126,14 @@ class GdnScan(FlowStage):
         slots = ctx.state.gdn
         if slots is None:
             raise GraphError("stage GdnScan: no inputs were published", hint="a stage sets ctx.state.gdn before it")
-        given = (slots.q, slots.k, slots.v, slots.g, slots.beta)
+        operands = (slots.q, slots.k, slots.v, slots.g, slots.beta)
         graph = ctx.hir()
         if not self.carry_state:
-            return ctx.wrap(graph.one("gated_delta_net", *given, state_size=self.state_size))
+            return ctx.wrap(graph.one("gated_delta_net", *operands, state_size=self.state_size))
         if self.state_key is None:
             raise GraphError("stage GdnScan: carry_state needs a state_key", hint='GdnScan(..., state_key="gdn.0")')
         before = ctx.state.value(self.state_key, "stage GdnScan")
-        out, after = graph.apply("gated_delta_net_carry", *given, before, state_size=self.state_size)
+        out, after = graph.apply("gated_delta_net_carry", *operands, before, state_size=self.state_size)
         ctx.state.named[self.state_key] = after
         return ctx.wrap(out)
 
@@ -142,7 +142,7 @@ class GdnScan(FlowStage):
         return "gdn"
 
 
-# -- what other stages look up ----------------------------------------------------------------------------------------
+# -- stages that bind values for others -------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ZeroBeta(FlowStage):
     """Adds a zero vector as a param, for norms without a beta; the first one is the default; `y = x`."""
@@ -171,7 +171,7 @@ class AttnMask(FlowStage):
             mask = ctx.mask_input(self.input_name, shape)
         elif all(isinstance(size, int) for size in shape):
             mask = ctx.synth_param(MASK, np.ones([int(size) for size in shape], np.float32))
-        else:  # sizes that are known at run time
+        else:  # symbolic sizes
             mask = ctx.hir().one("expand", ctx.hir().constant(1.0), shape=shape)
         ctx.state.named[MASK] = mask
         return value
@@ -221,7 +221,7 @@ class BindDecodeInputs(FlowStage):
         past_k, past_v = ([self.bound(ctx, f"past_{x}_{i}") for i in range(self.num_layers)] for x in "kv")
         mask = self.bound(ctx, "mask") if self.use_custom_mask else None
         if mask is not None:
-            mask = ctx.mask_input("mask", mask.shape)  # truth values where it is of integers
+            mask = ctx.mask_input("mask", mask.shape)  # integers become booleans
         ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v, rows, style)
         return value
 

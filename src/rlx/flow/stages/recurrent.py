@@ -1,7 +1,7 @@
-"""What blocks of recurrent layers take beside their weights: states that wait for the next tokens.
+"""Operands of recurrent blocks other than weights: the states carried from one call to the next.
 
-With a cache of the runtime a state is a leaf of the graph, and the op that carries it on writes it in place; without
-one, a sequence begins where its tokens do. Padding (a negative position) leaves every state as it is.
+With the runtime's cache a state is a leaf of the graph, updated in place by the op that carries it; without one, every
+sequence begins with zero states. Padding (a negative position) leaves every state unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def carried(ctx: FlowCtx, name: str, *shape: int) -> Value | None:
 
 
 def cached_positions(ctx: FlowCtx, x: Value) -> Value | None:
-    """Positions of tokens, of which padding has negative ones; None in a flow without a cache, which has no padding."""
+    """Return token positions, negative for padding; None in a flow without a cache, which has no padding."""
     return None if ctx.state.cache is None else token_positions(ctx, x)
 
 
@@ -27,6 +27,6 @@ def token_rows(ctx: FlowCtx) -> Value | None:
 
 
 def conv_weight(ctx: FlowCtx, key: str, channels: int, size: int) -> Value:
-    """The weight of a convolution of each channel by itself: `[channels, 1, size]`, or without the axis in between."""
+    """Return the weight of a depthwise convolution: `[channels, 1, size]`, or `[channels, size]`."""
     flat = ctx.weights.has(key) and len(ctx.weights.type(key).shape) == 2
     return ctx.stored_param(key, shape=(channels, size) if flat else (channels, 1, size))

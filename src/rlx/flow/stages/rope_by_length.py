@@ -40,7 +40,7 @@ class RopeSwitch(FlowStage):
         check_tables("RopeSwitch", self.cos, self.sin)
         _check_limit("RopeSwitch", self.limit)
         if self.limit >= len(self.cos):
-            raise ShapeError(f"stage RopeSwitch: limit is {self.limit}, and tables have {len(self.cos)} rows in all")
+            raise ShapeError(f"stage RopeSwitch: limit is {self.limit}, but tables have only {len(self.cos)} rows")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         x = ctx.need(value, "RopeSwitch")
@@ -74,8 +74,8 @@ class RopeGrowth(FlowStage):
         check_style("RopeGrowth", self.style)
         _check_limit("RopeGrowth", self.limit)
         if len(np.shape(self.frequencies)) != 2 or not len(self.frequencies):
-            found = np.shape(self.frequencies)
-            raise ShapeError(f"stage RopeGrowth: frequencies are [lengths, half], found shape {found}")
+            shape = np.shape(self.frequencies)
+            raise ShapeError(f"stage RopeGrowth: frequencies are [lengths, half], found shape {shape}")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         x = ctx.need(value, "RopeGrowth")
@@ -85,17 +85,20 @@ class RopeGrowth(FlowStage):
         lengths = sequence_lengths(ctx, x, self.limit, grows=True)
         table = ctx.synth_param(f"{self.name}.frequencies", np.asarray(self.frequencies, np.float32))
         half = table.shape[1]
-        chosen = table.gather((lengths - self.limit).maximum(0))  # a length that it has no row for is a fault
+        frequencies = table.gather((lengths - self.limit).maximum(0))  # a length without a row is a run-time error
         positions = token_positions(ctx, x).maximum(0).astype("f32").reshape(batch, seq, 1)
-        angles = (positions * chosen.reshape(batch, 1, half)).reshape(batch * seq, half)
-        each = default_positions(ctx.hir(), 1, batch * seq).reshape(batch, seq)  # a row of the tables for each token
+        angles = (positions * frequencies.reshape(batch, 1, half)).reshape(batch * seq, half)
+        each = default_positions(ctx.hir(), 1, batch * seq).reshape(batch, seq)  # one table row per token
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         ctx.state.bind_rope(cos, sin, self.style, f"{self.name}.cos", f"{self.name}.sin", each)
         return value
 
 
 def sequence_lengths(ctx: FlowCtx, x: Value, limit: int, grows: bool) -> Value:
-    """[batch]; a cache is told that its keys belong to lengths on one side of the limit, or to one beyond it."""
+    """Return sequence lengths [batch], and tell the cache how its keys depend on the length.
+
+    They depend on whether it is above `limit`, or, with `grows`, on the length itself beyond `limit`.
+    """
     if ctx.state.cache is not None:
         if ctx.state.cache.token_rows is not None:
             raise GraphError(
@@ -105,7 +108,7 @@ def sequence_lengths(ctx: FlowCtx, x: Value, limit: int, grows: bool) -> Value:
         ctx.state.cache.lengths.append((limit, grows))
         return ctx.input("lengths", (sym.BATCH,), "i32")
     present = kept_tokens(ctx, x.shape[:2]).astype("i32")
-    if has_positions(ctx):  # the tokens may be a part of the sequence
+    if has_positions(ctx):  # the tokens may be part of a longer sequence
         return ctx.hir().one("max", (token_positions(ctx, x) + 1) * present, axis=1)
     return ctx.hir().one("sum", present, axis=1)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
-from rlx.flow.emit import Emit, flowing
+from rlx.flow.emit import Emit, as_flow_value
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 
@@ -57,7 +57,7 @@ class DualStream(FlowStage):
     f: Callable[[Emit, FlowValue, FlowValue], Any]
 
     def __post_init__(self) -> None:
-        if self.a == self.b:  # the second result would silently take the place of the first
+        if self.a == self.b:  # the second result would silently replace the first
             raise GraphError(f"stage DualStream {self.name!r}: both streams are {self.a!r}", hint="name two")
         if not callable(self.f):
             raise GraphError(f"stage DualStream {self.name!r}: {self.f!r} is not a function f(emit, a, b)")
@@ -65,13 +65,13 @@ class DualStream(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         where = f"stage DualStream {self.name!r}"
         emit = Emit.of(ctx)
-        given = self.f(emit, *(ctx.state.stream(stream, where) for stream in (self.a, self.b)))
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise GraphError(f"{where}: its function gave {type(given).__name__}, expected the two streams")
-        for stream, part in zip((self.a, self.b), given, strict=True):
-            after = flowing(emit, part, where)
+        results = self.f(emit, *(ctx.state.stream(stream, where) for stream in (self.a, self.b)))
+        if not isinstance(results, tuple) or len(results) != 2:
+            raise GraphError(f"{where}: its function returned {type(results).__name__}, expected the two streams")
+        for stream, part in zip((self.a, self.b), results, strict=True):
+            after = as_flow_value(emit, part, where)
             if after is None:
-                raise GraphError(f"{where}: its function gave nothing for stream {stream!r}")
+                raise GraphError(f"{where}: its function returned None for stream {stream!r}")
             ctx.state.streams[stream] = after
         return value
 

@@ -16,9 +16,9 @@ from rlx.ir.provenance import stage as provenance
 
 
 def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: str = "") -> FlowValue | None:
-    """Emit one stage under its path. One that gives nothing leaves the value as it is.
+    """Emit one stage under its path. If it returns None, the value is unchanged.
 
-    Errors say which stage they came from, by its whole path.
+    Errors name the stage they came from, by its full path.
     """
     is_named = bool(name) or stage.is_named
     name = name or stage.path
@@ -29,28 +29,28 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
             result = stage.emit(ctx, value)
             if name and isinstance(result, FlowValue) and result is not value:
                 ctx.hir().stages[here().stage] = result.id
-        except Exception as error:  # those of an author's own code too
+        except Exception as error:  # including errors of custom functions
             note_stage(error, type(stage).__name__)
             raise
     if result is not None and not isinstance(result, FlowValue):
-        found = type(result).__name__
-        raise GraphError(f"stage {type(stage).__name__}: gave a {found}, expected a FlowValue", hint="ctx.wrap(x)")
+        kind = type(result).__name__
+        raise GraphError(f"stage {type(stage).__name__}: returned a {kind}, expected a FlowValue", hint="ctx.wrap(x)")
     return value if result is None else result
 
 
 def emit_all(
     ctx: FlowCtx, stages: Iterable[FlowStage], value: FlowValue | None, places: Iterable[Origin]
 ) -> FlowValue | None:
-    """Emit stages in order; what rlx builds for one comes from the place where the user added it."""
+    """Emit stages in order; their nodes get the source line where the user added the stage as origin."""
     for stage, place in zip(stages, places, strict=True):
         with added_at(place, sys._getframe()):
             value = emit_stage(ctx, stage, value)
     return value
 
 
-def _stage(stage: FlowStage, what: str) -> FlowStage:
+def _stage(stage: FlowStage, label: str) -> FlowStage:
     if not isinstance(stage, FlowStage):
-        raise GraphError(f"{what} is a {type(stage).__name__}, expected a stage")
+        raise GraphError(f"{label} is a {type(stage).__name__}, expected a stage")
     return stage
 
 
@@ -64,7 +64,7 @@ class Repeat(FlowStage):
 
     def __post_init__(self) -> None:
         if not hasattr(self.count, "__index__") or self.count < 0:
-            raise GraphError(f"stage Repeat {self.name!r}: count is {self.count!r}, expected a whole number from 0")
+            raise GraphError(f"stage Repeat {self.name!r}: count is {self.count!r}, expected an integer from 0")
         if not callable(self.stage_for_index):
             raise GraphError(f"stage Repeat {self.name!r}: {self.stage_for_index!r} is not a function of the index")
 
@@ -74,7 +74,7 @@ class Repeat(FlowStage):
         return value
 
     def at(self, i: int) -> FlowStage:
-        """Stage i."""
+        """Return stage i."""
         return _stage(self.stage_for_index(i), f"stage Repeat: '{self.name}.{i}'")
 
 
@@ -137,7 +137,7 @@ class ResidualAdd(FlowStage):
         saved = ctx.state.residuals[-1]
         if x.shape != saved.shape:  # broadcasting would add a row of one sequence to another
             hint = "if both are equal whenever this runs, say so: x.assume_equal(shape=...)"
-            raise ShapeError(f"stage ResidualAdd: the value is {x.type}, what was saved is {saved.id.type}", hint=hint)
+            raise ShapeError(f"stage ResidualAdd: the value is {x.type}, the saved one is {saved.id.type}", hint=hint)
         return ctx.wrap(x + ctx.state.residuals.pop().id)
 
 
@@ -145,22 +145,22 @@ class ResidualAdd(FlowStage):
 Visit = Callable[[str, FlowStage], FlowStage | None]
 
 
-def edited(stage: FlowStage, visit: Visit, at: str = "", name: str = "") -> FlowStage:
-    """The stage with other stages inside: `visit(path, stage)` gives what takes a stage's place, None to look inside.
+def edit_stage(stage: FlowStage, visit: Visit, at: str = "", name: str = "") -> FlowStage:
+    """Replace stages inside a stage: `visit(path, stage)` returns a replacement, or None to look inside.
 
-    Paths are those that nodes carry, such as `layers.3.ffn`; a stage without a path of its own goes by its class.
+    Paths are those of nodes, such as `layers.3.ffn`; a stage without a path is addressed by its class name.
     """
     here = ".".join(part for part in (at, name or stage.path) if part)
     path = here if name or stage.path else ".".join(part for part in (at, type(stage).__name__) if part)
     match stage:
-        case Named():  # the name stays, whatever is put under it
-            return replace(stage, inner=edited(stage.inner, visit, at, stage.name))
-        case _ if (given := visit(path, stage)) is not None:
-            return given
+        case Named():  # the name stays
+            return replace(stage, inner=edit_stage(stage.inner, visit, at, stage.name))
+        case _ if (replacement := visit(path, stage)) is not None:
+            return replacement
         case Repeat():
-            parts = [edited(stage.at(i), visit, here, f"{stage.name}.{i}") for i in range(stage.count)]
+            parts = [edit_stage(stage.at(i), visit, here, f"{stage.name}.{i}") for i in range(stage.count)]
             return replace(stage, stage_for_index=parts.__getitem__)
         case Sequence():
-            return replace(stage, stages=[edited(part, visit, here) for part in stage.stages])
+            return replace(stage, stages=[edit_stage(part, visit, here) for part in stage.stages])
         case _:
             return stage

@@ -17,7 +17,7 @@ from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind
 
-Keys = str | tuple[str, str, str] | None  # of one weight for q, k and v, or of three
+Keys = str | tuple[str, str, str] | None  # the key of one weight for q, k and v, or three keys
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class VitSelfAttn(FlowStage):
         q, k, v = self.heads(ctx, x)
         mask = ctx.state.named.get(MASK)
         kind = MaskKind.NONE if mask is None else MaskKind.CUSTOM
-        seen = ctx.hir().one("self_attention", q, k, v, mask, mask_kind=kind)
-        return ctx.wrap(linear(ctx, seen, self.out_weight, self.out_bias, out=x.shape[-1]))
+        attended = ctx.hir().one("self_attention", q, k, v, mask, mask_kind=kind)
+        return ctx.wrap(linear(ctx, attended, self.out_weight, self.out_bias, out=x.shape[-1]))
 
     def heads(self, ctx: FlowCtx, x: Value) -> Sequence[Value]:
-        """q, k and v, `[batch, seq, heads, head_dim]` each."""
+        """Project x to q, k and v, `[batch, seq, heads, head_dim]` each."""
         width = self.num_heads * self.head_dim
         if isinstance(self.qkv_weight, str):
             assert self.qkv_bias is None or isinstance(self.qkv_bias, str)
@@ -94,7 +94,7 @@ class VisionSwiGluFfn(FlowStage):
 def pre_norm_layer(
     norms: Sequence[str], attention: FlowStage, ffn: FlowStage, eps: float, scales: Sequence[str] = ()
 ) -> FlowStage:
-    """x + scale · attention(norm x), then + scale · feed-forward(norm ·)."""
+    """Return the stages of h = x + scale · attention(norm(x)), then h + scale · ffn(norm(h))."""
     stages: list[FlowStage] = []
     for i, part in enumerate((attention, ffn)):
         stages += [ResidualSave(), LayerNorm(f"{norms[i]}.weight", f"{norms[i]}.bias", eps), part]

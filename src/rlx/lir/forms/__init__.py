@@ -1,6 +1,6 @@
-"""Portable forms: how each op becomes launches of kernels on any target, a file per group of ops.
+"""Portable loop forms: lower each op to kernel launches for any target, one file per op group.
 
-The scheduler imports a group when it meets an op of it, since most programs need few; `load_all` imports every one.
+The scheduler imports a group on first use, since most programs need few; `load_all` imports all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ GROUPS = (
 
 
 def load_all() -> None:
-    """Fill the table of loop forms."""
+    """Register all loop forms."""
     for group in GROUPS:
         importlib.import_module(f"{__name__}.{group}")

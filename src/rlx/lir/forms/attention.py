@@ -1,6 +1,7 @@
-"""Attention as plain loops: a unit is one query of one head, which keeps the scores of its keys in a row of memory.
+"""Attention as plain loops: a unit is one query of one head, with the scores of its keys in a row of memory.
 
-So there is memory for seq × keys scores. Backends for long sequences replace these forms by kernels of their own.
+This needs memory for seq × keys scores per head; backends meant for long sequences replace these forms with their own
+kernels.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from rlx.ops.attention import parse_mask
 from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, dim_min, product
 
-# The unit at hand, and the key.
+# The current unit and key.
 BATCH, QUERY, HEAD, KV_HEAD, KEY = Ref("b", I64), Ref("i", I64), Ref("h", I64), Ref("kv", I64), Index("t")
 POSITION = Ref("position", I64)  # of the query
-Read = Callable[[Expr], Expr]  # an element of the key or value at hand
+Read = Callable[[Expr], Expr]  # an element of the current key or value
 
 
 class _Queries(Strided):
-    """A kernel with a unit per batch entry, query and head: the scores of a query, key by key."""
+    """A kernel with one unit per batch entry, query and head, which computes scores key by key."""
 
     def __init__(self, s: Scheduler, node: Node, q: View, kv_heads: Size) -> None:
         super().__init__(s, node.op)
@@ -37,47 +38,47 @@ class _Queries(Strided):
         self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
         self.softcap: float | None = node.attrs["softcap"]
         self.mask = parse_mask(node.attrs["mask_kind"])
-        self.kind = q.dtype.wide  # sums are wide on every target
+        self.kind = q.dtype.wide  # sums are accumulated in the wide type on every target
         self.q, self.head_dim, self.units = self.read(q), head_dim, product(q.shape[:3])
         unit = decode_unit(self.builder, q.shape[:3], ["b", "i", "h"])
         self.lets: list[Stmt] = [*unit, Let("kv", HEAD.quot(heads // kv_heads))]
 
     def dot(self, query: int, key: Read, size: int) -> Expr:
-        """A row of a query tensor times the key at hand."""
+        """The dot product of a row of a query tensor and the current key."""
         d = Index("d")
         return Reduce(
             "sum", "d", size, self.load(query, BATCH, QUERY, HEAD, d).cast(self.kind) * key(d).cast(self.kind)
         )
 
     def score(self, key: Read) -> list[Stmt]:
-        """Names `score`, before masks, and `slope`: how it grows with the product of query and key."""
-        scaled, bent = self.dot(self.q, key, self.head_dim) * self.scale, Ref("bent", self.kind)
+        """Define `score`, before masking, and `slope`, its derivative with respect to q·k."""
+        scaled, capped = self.dot(self.q, key, self.head_dim) * self.scale, Ref("bent", self.kind)
         if self.softcap is None:
             return [Let("score", scaled), Let("slope", number(self.scale, self.kind))]
         return [
             Let("bent", (scaled / self.softcap).tanh()),
-            Let("score", bent * self.softcap),
-            Let("slope", (1.0 - bent * bent) * self.scale),
+            Let("score", capped * self.softcap),
+            Let("slope", (1.0 - capped * capped) * self.scale),
         ]
 
-    def masked(self, mask: View | None, seen: Expr) -> list[Stmt]:
-        """Names `masked`: the score, or -inf for a key that the query does not see."""
+    def masked(self, mask: View | None, visible: Expr) -> list[Stmt]:
+        """Define `masked`: the score, or -inf for a masked key."""
         score: Expr = Ref("score", self.kind)
         if mask is not None and self.mask.segments:
             ids = self.read(mask)
             own = self.load(ids, BATCH, QUERY)
-            seen = seen & (own >= 0) & own.eq(self.load(ids, BATCH, KEY))
+            visible = visible & (own >= 0) & own.eq(self.load(ids, BATCH, KEY))
         elif mask is not None and self.mask.name == "custom":
             keep = self.load(self.read(mask), BATCH, KEY)
-            seen = seen & (keep if keep.dtype is BOOL else keep >= 0.5)
+            visible = visible & (keep if keep.dtype is BOOL else keep >= 0.5)
         elif mask is not None:
             strides = tuple(0 if size == 1 else step for size, step in zip(mask.shape, mask.strides, strict=True))
             bias = self.load(self.read(mask.with_(mask.shape, strides)), BATCH, HEAD, QUERY, KEY).cast(self.kind)
-            score, seen = score + bias, seen & bias.ne(-math.inf)
-        return [Let("masked", seen.select(score, -math.inf))]
+            score, visible = score + bias, visible & bias.ne(-math.inf)
+        return [Let("masked", visible.select(score, -math.inf))]
 
-    def seen(self, position: Expr) -> Expr:
-        """Whether the query may see a key at this position."""
+    def visible(self, position: Expr) -> Expr:
+        """Whether the query may attend to a key at this position."""
         last = POSITION + self.mask.ahead if self.mask.ahead else POSITION
         if self.mask.window:
             return (position <= last) & (position > last - self.mask.window)
@@ -95,15 +96,16 @@ def _optional(s: Scheduler, operand: Value | None) -> View | None:
 # -- forward ----------------------------------------------------------------------------------------------------------
 @loop_form("attention", "attention_lse")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """`attention`, and `attention_lse`, which also gives the logarithm of the sum of exp(scores)."""
+    """`attention`, and `attention_lse`, which also returns the log-sum-exp of the scores."""
     q, k, v = (s.view(o) for o in node.operands[:3])
     results = [s.result(node, i) for i in range(len(node.types))]
     a = _Queries(s, node, q, k.shape[2])
     keys, values = a.read(k), a.read(v)
-    a.lets.append(Let("position", QUERY + a.builder.arg("ahead", k.shape[1] - q.shape[1])))  # both end at one position
+    # Queries and keys end at the same position.
+    a.lets.append(Let("position", QUERY + a.builder.arg("ahead", k.shape[1] - q.shape[1])))
     scores = [
         *a.score(lambda d: a.load(keys, BATCH, KEY, KV_HEAD, d)),
-        *a.masked(_optional(s, node.operands[3]), a.seen(KEY)),
+        *a.masked(_optional(s, node.operands[3]), a.visible(KEY)),
     ]
     _attend(s, a, q, k.shape[1], scores, lambda j: a.load(values, BATCH, KEY, KV_HEAD, j), results)
     return results
@@ -111,7 +113,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Operands of `cached_attention` as rectangular tokens: ragged ones are a batch of single tokens."""
+    """Operands of `cached_attention` in rectangular form: ragged tokens become a batch of single tokens."""
 
     q: View  # [batch, seq, heads, head_dim]
     positions: View  # [batch, seq]
@@ -131,16 +133,16 @@ class CachedTokens:
         return cls(_single(tokens[0]), _single(tokens[1]), tokens[2], s.view(rows), result, _single(result))
 
 
-def in_order(pool: View, axes: str) -> View:
-    """A pool as [pages, kv_heads, page, dim]."""
+def pages_first(pool: View, axes: str) -> View:
+    """A pool transposed to [pages, kv_heads, page, dim]."""
     return pool.transpose([axes.index(axis) for axis in POOL_AXES])
 
 
 def pools(s: Scheduler, node: Node) -> tuple[View, View]:
-    """Keys and values of `cached_attention`, in that order of axes."""
+    """The key and value pools of `cached_attention`, both as [pages, kv_heads, page, dim]."""
     _, keys, values, *_ = node.operands
     assert keys is not None and values is not None
-    return in_order(s.view(keys), node.attrs["key_axes"]), in_order(s.view(values), node.attrs["value_axes"])
+    return pages_first(s.view(keys), node.attrs["key_axes"]), pages_first(s.view(values), node.attrs["value_axes"])
 
 
 def _single(view: View) -> View:
@@ -150,9 +152,9 @@ def _single(view: View) -> View:
 
 @loop_form("cached_attention")
 def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
-    """Goes over all positions of the table; in a ring, over as many from the page of the oldest one that is seen.
+    """Loop over all positions of the table; in a ring, over as many from the page of the oldest visible position on.
 
-    So a ring gives the bits of a cache of everything.
+    So a ring buffer gives bitwise the same results as a full cache.
     """
     tokens, (keys, values) = CachedTokens.of(s, node), pools(s, node)
     storage = node.operands[1].dtype  # type: ignore[union-attr]
@@ -162,7 +164,7 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
     where, table = a.read(tokens.positions), a.read(tokens.table)
     a.lets.append(Let("position", a.load(where, BATCH, QUERY).cast(I64)))
     a.lets += _row(a, tokens)
-    some = dim_min(rows * blocks * pages, 1)  # 0 if there is no page to look at
+    some = dim_min(rows * blocks * pages, 1)  # 0 if there are no pages
     size = blocks * page * some
     capacity, count = a.builder.arg("capacity", size), size
     present = POSITION >= 0
@@ -180,15 +182,15 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
         Check((POSITION < 0) | known, OUTSIDE_TABLE),
         Let("looks", present & fits & known),
     ]
-    seen = Ref("looks", BOOL) & a.seen(position)
+    visible = Ref("looks", BOOL) & a.visible(position)
 
     listed, paged, slot = a.load(table, Ref("row", I64), place // page).cast(I64), Ref("paged", I64), place % page
     in_pool = (listed >= 0) & (listed < a.builder.arg("pages", pages))
-    own_page = in_pool.select(listed, 0)  # page 0 stands in for one that does not exist
+    own_page = in_pool.select(listed, 0)  # page 0 replaces a page that does not exist
     exists = Ref("exists", BOOL)
     scores: list[Stmt] = [
         Let("exists", in_pool),
-        Check(exists | ~seen, OUTSIDE_POOL),
+        Check(exists | ~visible, OUTSIDE_POOL),
         Let("paged", own_page),
     ]
     key: Read
@@ -201,13 +203,13 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
         plain_keys, plain_values = a.read(keys), a.read(values)
         key = lambda d: a.load(plain_keys, paged, KV_HEAD, slot, d)
         value = lambda j: a.load(plain_values, own_page, KV_HEAD, slot, j)
-    scores += [*a.score(key), *a.masked(None, seen & exists)]
+    scores += [*a.score(key), *a.masked(None, visible & exists)]
     _attend(s, a, q, count, scores, value, [tokens.out])
     return [tokens.result]
 
 
 def _row(a: _Queries, tokens: CachedTokens) -> list[Stmt]:
-    """Names `row`, that of the query in the table, and `known`: whether there is one. If not, row 0 stands in."""
+    """Define `row`, the query's row of the table, and `known`, whether it exists; if not, row 0 replaces it."""
     if tokens.rows is None:
         return [Let("row", BATCH), Let("known", number(True, BOOL))]
     wanted = Ref("wanted", I64)
@@ -219,7 +221,7 @@ def _row(a: _Queries, tokens: CachedTokens) -> list[Stmt]:
 
 
 def _newest(a: _Queries, tokens: CachedTokens, where: int) -> Let:
-    """Names `newest`: the newest position of the row of the query in this call."""
+    """Define `newest`: the highest position in this call of the query's row."""
     p = Index("p")
     if tokens.rows is None:
         newest = a.load(where, BATCH, p).cast(I64)
@@ -232,7 +234,7 @@ def _newest(a: _Queries, tokens: CachedTokens, where: int) -> Let:
 def _attend(
     s: Scheduler, a: _Queries, q: View, keys: Size, scores: Sequence[Stmt], value: Read, results: Sequence[View]
 ) -> None:
-    """softmax(scores) times values. A key of weight 0 adds nothing, whatever its value is; no key at all gives 0."""
+    """softmax(scores) times values. Keys of weight 0 are skipped, even if their values are NaN; no keys give 0."""
     out, j = results[0], Index("j")
     row = a.write(s.temporary(TensorType((*q.shape[:3], keys), a.kind)))
     count = a.builder.arg("keys", keys)
@@ -264,7 +266,7 @@ def _attend(
 # -- gradient ---------------------------------------------------------------------------------------------------------
 @loop_form("attention_grad")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """Makes the weights P and the gradients dS of products again, then dQ = dS K, dK = dSᵀ Q and dV = Pᵀ dY."""
+    """Recompute the weights P and the score gradients dS, then dQ = dS K, dK = dSᵀ Q and dV = Pᵀ dY."""
     q, k, v, dy, lse, delta = (s.view(o) for o in node.operands[:6])
     dq, dk, dv = (s.result(node, i) for i in range(3))
     batch, queries, heads, head_dim = q.shape
@@ -283,7 +285,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     weight, gain = Ref("weight", a.kind), a.dot(outer, lambda d: a.load(values, BATCH, KEY, KV_HEAD, d), value_dim)
     of_key: list[Stmt] = [
         *a.score(lambda d: a.load(keys, BATCH, KEY, KV_HEAD, d)),
-        *a.masked(_optional(s, node.operands[6]), a.seen(KEY)),
+        *a.masked(_optional(s, node.operands[6]), a.visible(KEY)),
         Let("weight", (Ref("masked", a.kind) - Ref("base", a.kind)).exp()),
         a.store(a.write(p), weight, BATCH, HEAD, QUERY, KEY),
         Let("change", weight * (gain - Ref("delta", a.kind)) * Ref("slope", a.kind)),
@@ -299,24 +301,24 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         return view.transpose((0, 2, 1, 3))
 
     def per_key(view: View) -> View:
-        """A row per query of every head that shares a key head: [batch, kv_heads, group · queries, size]."""
+        """One row per query of each head in a group: [batch, kv_heads, group · queries, size]."""
         return _reshaped(s.contiguous(view), (batch, kv_heads, queries * group, view.shape[3]))
 
     out = _reshaped(heads_first(dq), (*by_head, queries, head_dim))
     multiply(s, _reshaped(ds, (*by_head, queries, k.shape[1])), [_one_group(heads_first(k))], [], [out], masked=True)
     for left, right, result in ((ds, q, dk), (p, dy, dv)):
-        turned = per_key(left).transpose((0, 1, 3, 2))
-        multiply(s, turned, [per_key(heads_first(right))], [], [heads_first(result)], masked=True)
+        transposed = per_key(left).transpose((0, 1, 3, 2))
+        multiply(s, transposed, [per_key(heads_first(right))], [], [heads_first(result)], masked=True)
     return [dq, dk, dv]
 
 
 def _reshaped(view: View, shape: tuple[Size, ...]) -> View:
-    found = view.reshape(shape)
-    assert found is not None, "an axis of heads can be split, and axes without gaps joined"
-    return found
+    reshaped = view.reshape(shape)
+    assert reshaped is not None, "the heads axis can be split, and contiguous axes merged"
+    return reshaped
 
 
 def _one_group(view: View) -> View:
-    """[batch, kv_heads, keys, size] with an axis for the heads that share a key head."""
+    """[batch, kv_heads, keys, size] with an axis of size 1 for the heads of a group."""
     (batch, heads, *shape), (first, second, *strides) = view.shape, view.strides
     return view.with_((batch, heads, 1, *shape), (first, second, 0, *strides))

@@ -1,4 +1,4 @@
-"""Loop forms of causal convolution: the sum over taps, and the tokens that stay for the next piece."""
+"""Loop forms of causal convolution: the sum over taps, and the last tokens, carried to the next call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import product
 
-CHANNELS = 32  # of one unit that moves the state on
+CHANNELS = 32  # per unit of the state update
 
 
 @loop_form("depthwise_conv1d_causal", "depthwise_conv1d_causal_carry")
@@ -51,8 +51,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def _last_tokens(s: Scheduler, node: Node, x: View, before: View, lengths: View) -> View:
-    """The tokens of `before` and `x` up to the length of each row, the last ones: in the order in which they are
-    written, none is read after its place was taken.
+    """The last tokens of `before` and `x` up to the length of each row.
+
+    Written in order, so that in place no token is overwritten before it is read.
     """
     operands = Operands(s, f"{node.op}_state")
     final = state_after(s, node, before)
@@ -76,7 +77,7 @@ def _last_tokens(s: Scheduler, node: Node, x: View, before: View, lengths: View)
 
 
 def _ragged(s: Scheduler, node: Node) -> Sequence[View]:
-    """A unit is some channels: they walk the tokens of each row, then have its last tokens for the next call."""
+    """A unit is a block of channels: it walks the tokens of each row, then stores its last tokens for the next call."""
     x, weight, before = (s.view(o) for o in node.operands[:3])
     operands, tokens, size = Operands(s, node.op), Tokens.of(s, node), node.attrs["kernel_size"]
     out, final = s.result(node), state_after(s, node, before)
@@ -89,10 +90,10 @@ def _ragged(s: Scheduler, node: Node) -> Sequence[View]:
     builder, j, b = operands.builder, Index("j"), Index("b")
 
     def token_at(name: str, number: Expr) -> tuple[list[Stmt], Expr]:
-        """A token of the row, the first of the state being number 0: those of `x` come after them."""
+        """Token `number` of the row, counting the tokens of the state first, then those of `x`."""
         at, own = Ref(name, I64), Ref(f"{name}_own", I64)
         since = at - (size - 1)
-        nearest = since - since.min(0)  # what is not chosen is not loaded, but has an address
+        nearest = since - since.min(0)  # clamped: the address is computed even if the load is not chosen
         lets: list[Stmt] = [Let(name, number), Let(own.name, operands.load("order", BEGIN + nearest).cast(I64))]
         return lets, (at < size - 1).choose(operands.load("state", b, at, j), operands.load("x", own, j))
 

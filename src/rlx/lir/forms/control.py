@@ -1,7 +1,7 @@
-"""Loops and branches as ranges of launches: bodies are scheduled once, operands move from step to step.
+"""Loops and branches as ranges of launches: bodies are scheduled once, operand offsets change from step to step.
 
-Carries have two rows each: a step reads one and writes the other, and which is which alternates. So nothing is copied
-but first values that something else needs too.
+Carries are double-buffered: each step reads one row and writes the other, alternating. Only initial values that have
+other readers are copied.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rlx.types import Size, TensorType, dim, dim_floordiv, product
 
 
 class _Range:
-    """A loop or branch under construction: its place in the program, which is before those inside it."""
+    """A loop or branch under construction, whose index in the program precedes those inside it."""
 
     def __init__(self, s: Scheduler) -> None:
         self.s = s
         self.first = self.here
         self.number = len(s.program.controls)
         self.symbol, self.parity = s.loop_symbol("t"), s.loop_symbol("p")
-        # What is inside finds these names taken.
+        # Reserves the symbol names for the body.
         s.program.controls.append(Loop(self.first, self.first, self.first, 0, self.symbol, self.parity))
 
     @property
@@ -37,7 +37,7 @@ class _Range:
         return len(self.s.program.launches)
 
     def close(self, kind: type[Loop] | type[Branch], **fields: Any) -> None:
-        """Make it what it is; nothing where it has no launches."""
+        """Replace the placeholder; drop it if it has no launches."""
         if self.here == self.first:
             del self.s.program.controls[self.number :]
         else:
@@ -45,7 +45,7 @@ class _Range:
 
 
 def _body(s: Scheduler, graph: Graph, inputs: Sequence[View], places: Sequence[View | None]) -> None:
-    """Launches of a body that data decides to run. Where its sizes do not fit then, there is a fault in its place."""
+    """Schedule a body that runs depending on data. If its size assertions fail, it reports a fault and does not run."""
     first, inside = len(s.program.launches), len(s.program.controls)
     asserted: list[Assertion] = []
     s.body(graph, inputs, places, asserted=asserted)
@@ -55,12 +55,12 @@ def _body(s: Scheduler, graph: Graph, inputs: Sequence[View], places: Sequence[V
     _check_sizes(s, asserted, fit)
     launches, controls = s.program.launches, s.program.controls
     launches.insert(first, launches.pop())
-    controls[inside:] = [control.moved(lambda i: i + 1) for control in controls[inside:]]
+    controls[inside:] = [control.renumbered(lambda i: i + 1) for control in controls[inside:]]
     controls.insert(inside, Branch(first + 1, len(launches), len(launches), fit))
 
 
 def _check_sizes(s: Scheduler, asserted: Sequence[Assertion], fit: View) -> None:
-    """A launch that says whether all assertions hold, and faults with the number of one that does not."""
+    """Launch a kernel that stores whether all assertions hold, and reports a fault for each one that does not."""
     base = len(s.program.assertions)
     s.program.assertions += [replace(a, launched=True) for a in asserted]
 
@@ -80,7 +80,7 @@ def _check_sizes(s: Scheduler, asserted: Sequence[Assertion], fit: View) -> None
 
 
 class _Carries:
-    """The carries of a loop: where a step reads and writes each. One that never changes is where it was before."""
+    """The carries of a loop: where a step reads and writes each. Unchanged carries stay in their initial buffers."""
 
     def __init__(self, s: Scheduler, node: Node, body: Graph) -> None:
         self.inits = [s.view(o) for o in node.operands[: node.attrs["carries"]]]
@@ -90,21 +90,21 @@ class _Carries:
             self.rows.append(_two_rows(s, node, i, self.inits[i]) if moves else None)
 
     def now(self, parity: str) -> list[View]:
-        """What a step reads."""
+        """The views a step reads."""
         return [i if r is None else r.row(dim(parity)) for i, r in zip(self.inits, self.rows, strict=True)]
 
     def next(self, parity: str) -> list[View | None]:
-        """Where a step writes; None for a carry that does not change."""
+        """The views a step writes; None for an unchanged carry."""
         return [None if rows is None else rows.row(1 - dim(parity)) for rows in self.rows]
 
     def after(self, steps: Size) -> list[View]:
-        """The carries after so many steps."""
+        """The carries after this many steps."""
         row = steps - 2 * dim_floordiv(steps, 2)
         return [i if r is None else r.row(row) for i, r in zip(self.inits, self.rows, strict=True)]
 
 
 def _two_rows(s: Scheduler, node: Node, position: int, init: View) -> View:
-    """Memory for a carry, its first value in row 0: the very buffer that has it, where nobody else needs that."""
+    """Two rows for a carry, with the initial value in row 0. Reuses its buffer if it has no other reader."""
     type_ = TensorType((2, *init.shape), init.dtype)
     buffer = s.program.buffers[init.buffer]
     fills = init.offset == 0 and init.is_contiguous() and buffer.type.elements == product(init.shape)
@@ -117,7 +117,7 @@ def _two_rows(s: Scheduler, node: Node, position: int, init: View) -> View:
 
 
 def _is_read_again(s: Scheduler, node: Node, position: int) -> bool:
-    """Whether the buffer of an operand has another reader: an operand of this node, a later node, the caller."""
+    """Whether the buffer of an operand has another reader: an operand of this node, a later node, or the caller."""
     own = s.view(node.operands[position]).buffer
     others = [*node.operands[:position], *node.operands[position + 1 :], *s.graph.outputs]
     others += [o for later in s.graph.nodes[node.id + 1 :] for o in later.operands]
@@ -130,7 +130,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     n, m = node.attrs["carries"], node.attrs["broadcasts"]
     broadcasts, xs = ([s.view(o) for o in part] for part in (node.operands[n : n + m], node.operands[n + m :]))
     ys = [s.result(node, i) for i in range(n, len(node.types))]
-    if not isinstance(length, int):  # without a step nothing in the body says so
+    if not isinstance(length, int):  # with no steps, the body checks nothing
         for size in (d for i in range(n, len(node.types)) for d in node.types[i].shape[1:]):
             require_at_most(s, 0, size)
     if length == 0:
@@ -147,7 +147,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("while_loop")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """How many steps there will be is not known, so the carries are copied from the row they end in."""
+    """The number of steps is not known in advance, so the carries are copied from the row they end in."""
     broadcasts = [s.view(o) for o in node.operands[node.attrs["carries"] :]]
     carries = _Carries(s, node, node.attrs["body"])
     inside = _Range(s)

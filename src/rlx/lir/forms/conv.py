@@ -1,4 +1,4 @@
-"""Loop forms of convolution and pooling: lanes run along a row of the output, each sums up its own window."""
+"""Loop forms of convolution and pooling: lanes run along an output row, each reducing its own window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlx.types import product
 
 
 def _source(out: Expr, kernel: Expr, stride: int, padding: int, dilation: int) -> Expr:
-    """Where on an axis of x an output looks, padding included: negative or too large there."""
+    """The index on an axis of x that an output reads; out of range in the padding."""
     return out * stride + kernel * dilation + -padding
 
 
@@ -39,7 +39,7 @@ class _Windows:
         self.lets = decode_unit(self.builder, out.shape[:3], ["b", "c", "y"])
 
     def load(self, channel: Expr, row: Expr, column: Expr, fill: float) -> Expr:
-        """x at a place of the window; `fill` where that lies in the padding."""
+        """x at a position of the window; `fill` in the padding."""
         builder = self.builder
         places: list[tuple[Expr, Expr]] = [(Ref("y", I64), row), (Index("j"), column)]
         at = [_source(o, k, *setting) for (o, k), setting in zip(places, self.settings, strict=True)]
@@ -66,7 +66,7 @@ class _Windows:
         builder.launch(s, root, units, flops=product(out.shape) * flops)
 
 
-def _over(op: str, sizes: Sequence[tuple[str, int]], value: Callable[..., Expr]) -> Expr:
+def _nested_reduce(op: str, sizes: Sequence[tuple[str, int]], value: Callable[..., Expr]) -> Expr:
     """A reduction over several axes, the last one innermost."""
     inner = value(*(Index(name) for name, _ in sizes))
     for name, size in reversed(sizes):
@@ -78,8 +78,8 @@ def _over(op: str, sizes: Sequence[tuple[str, int]], value: Callable[..., Expr])
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, weight = (s.view(o) for o in node.operands[:2])
     out = s.result(node)
-    least = {"stride": 1, "padding": 0, "dilation": 1}
-    stride, padding, dilation = (pair("conv2d", name, node.attrs[name], low) for name, low in least.items())
+    minimum = {"stride": 1, "padding": 0, "dilation": 1}
+    stride, padding, dilation = (pair("conv2d", name, node.attrs[name], low) for name, low in minimum.items())
     operand = node.operands[1]
     assert operand is not None
     channels, inside, *kernel = (int(d) for d in operand.shape)
@@ -97,7 +97,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         place = tuple(zip((Ref("c", I64), channel, row, column), steps, strict=True))
         return loops.load(first + channel, row, column, 0.0) * builder.load(taps, place)
 
-    total = _over("sum", [("i", inside), ("r", kernel[0]), ("q", kernel[1])], term)
+    total = _nested_reduce("sum", [("i", inside), ("r", kernel[0]), ("q", kernel[1])], term)
     if node.operands[2] is not None:
         bias = builder.param(s.contiguous(s.view(node.operands[2])), name="bias")
         total = total + builder.load(bias, ((Ref("c", I64), 1),)).cast(total.dtype)
@@ -115,7 +115,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     loops = _Windows(s, f"pool2d_{node.attrs['kind']}", x, out, kernel, stride, padding, (1, 1))
     fill = float("-inf") if largest else 0.0
     sizes = [("r", kernel[0]), ("q", kernel[1])]
-    value = _over("max" if largest else "sum", sizes, lambda r, q: loops.load(Ref("c", I64), r, q, fill))
+    value = _nested_reduce("max" if largest else "sum", sizes, lambda r, q: loops.load(Ref("c", I64), r, q, fill))
     if not largest:
         value = value / (kernel[0] * kernel[1])
     loops.launch(s, value, kernel[0] * kernel[1])

@@ -1,7 +1,7 @@
-"""`rlx.op`: users declare ops of their own, meaning and loop form in one place.
+"""`rlx.op`: declares user-defined ops, with semantics and loop form in one place.
 
-It is the declaration that rlx uses itself, and the op is a method of graphs and values at once. Custom functions, the
-group of this name, are inlined before kernels are made and have no loop form.
+rlx declares its own ops the same way; a new op immediately becomes a method of graphs and values. Custom functions,
+which are the op group of this name, are inlined before lowering and have no loop form.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def op(
 ) -> Callable[[Callable[..., Any]], OpDef]:
     """Declare an op called `name`; decorate its type rule.
 
-    The rule takes types of operands (None for an optional one that is left out) and attributes, which are keyword-only,
-    and gives the type of the result or a tuple of types. What the op means is `reference`, in NumPy, or `decompose`,
-    which builds it out of other ops: values in, values out. How it runs on the CPU is its decomposition, or `loop`, a
-    loop form, or `scalar`, an expression of one element, which makes it an elementwise op that fuses with others.
-    `replace` declares anew what was declared before, by you: graphs that are built already change their meaning.
+    The rule takes the operand types (None for an absent optional operand) and keyword-only attributes, and returns the
+    type of the result or a tuple of types. `reference` defines the op in NumPy; `decompose` builds it from other ops,
+    values in, values out. On the CPU it runs as its decomposition, as the loop form `loop`, or as `scalar`, an
+    expression for one element, which makes it an elementwise op that fuses with others. `replace` allows redeclaring
+    an op of your own, which also changes the meaning of graphs that already use it.
     """
 
     def declare(rule: Callable[..., Any]) -> OpDef:
@@ -50,7 +50,7 @@ def op(
         if loop is not None and scalar is not None:
             raise GraphError(f"op {name}: has both loop= and scalar=, one is enough")
         composed = decompose is not None and loop is None and scalar is None
-        # Nothing says whether a loop of the user may fault.
+        # Assume that a user's loop form may fault.
         traits = [COMPOSED] if composed else [ELEMENTWISE] if scalar is not None else [CHECKS_DATA]
         forget(name)
         definition = registry.op(
@@ -80,17 +80,17 @@ def _check_name(name: str, replace: bool) -> None:
         raise GraphError(f"op: {name!r} cannot be the name of a method", hint="use letters, digits and underscores")
     known = registry.OPS.get(name)
     if known is not None and known.is_builtin:
-        raise GraphError(f"op {name}: is one of rlx, declared at {known.place}", hint="choose another name")
+        raise GraphError(f"op {name}: is built into rlx, declared at {known.place}", hint="choose another name")
     if known is not None and not replace:
-        hint = "give replace=True to declare it anew"
+        hint = "pass replace=True to redeclare it"
         raise GraphError(f"op {name}: declared twice, first at {known.place}", hint=hint)
-    for holder, what in ((Graph("any"), "Graph"), (Value, "Value")):
+    for holder, owner in ((Graph("any"), "Graph"), (Value, "Value")):
         if known is None and hasattr(holder, name):
-            raise GraphError(f"op {name}: {what} has an attribute of this name", hint="choose another name")
+            raise GraphError(f"op {name}: {owner} has an attribute of this name", hint="choose another name")
 
 
 def forget(name: str) -> None:
-    """Take a declaration back; graphs that use the op can no longer be compiled."""
+    """Remove a declaration; graphs that use the op can no longer be compiled."""
     registry.OPS.pop(name, None)
     for table in (loop_form, scalar_form):
         table.drop(name)

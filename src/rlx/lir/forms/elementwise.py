@@ -1,4 +1,4 @@
-"""Loop forms of elementwise ops: each as a scalar expression. Regions are emitted by `fused.py`."""
+"""Elementwise ops as scalar expressions. `fused.py` emits regions of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.target import Target
 ScalarForm = Callable[..., Expr]
 scalar_form: registry.RuleTable[ScalarForm] = registry.RuleTable("scalar form", "src/rlx/lir/forms/{group}.py")
 
-FRACTION_BITS = {F64: 52, F32: 23, F16: 10, BF16: 7}  # of floats: from 2 to this power on they are whole numbers
+FRACTION_BITS = {F64: 52, F32: 23, F16: 10, BF16: 7}  # of floats: from 2 to this power on, all values are integers
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -35,10 +35,10 @@ def _(x: Expr) -> Expr:
 
 @scalar_form("round")
 def _(x: Expr) -> Expr:
-    """Numbers next to 2^23 in f32 are whole, so adding that rounds; the sign of zero is kept."""
+    """From 2^23 on all f32 values are integers, so adding 2^23 rounds; the sign of zero is preserved."""
     big, size = 2.0 ** FRACTION_BITS[x.dtype], abs(x)
-    whole = (size < big).select(size + big - big, size)
-    return x.eq(0.0).select(x, (x < 0.0).select(-whole, whole))
+    rounded = (size < big).select(size + big - big, size)
+    return x.eq(0.0).select(x, (x < 0.0).select(-rounded, rounded))
 
 
 @scalar_form("rsqrt")
@@ -54,11 +54,11 @@ def _(x: Expr) -> Expr:
 
 
 def scalar(op: str, args: Sequence[Expr], operand_types: Sequence[DType], result: DType, target: Target) -> Expr:
-    """One elementwise op on values in the types in which a target computes."""
+    """One elementwise op on values in the types the target computes in."""
     definition = registry.get(op)
     name, native = definition.scalar, target.native(result)
     if name == "cast":
-        return args[0].cast(result).cast(native)  # through the narrow type, so that it rounds
+        return args[0].cast(result).cast(native)  # through the narrow type, for rounding
     if name == "select":
         return args[0].select(args[1].cast(native), args[2].cast(native))
     if name in COMPARISONS:
@@ -71,14 +71,14 @@ def scalar(op: str, args: Sequence[Expr], operand_types: Sequence[DType], result
 
 
 def body_lets(body: Graph, inputs: Sequence[Expr], target: Target) -> tuple[list[Let], list[Expr]]:
-    """The nodes of a body as lets, given expressions for its inputs; and the expressions of its outputs."""
+    """The nodes of a body as lets, and expressions for its outputs; `inputs` are expressions for its inputs."""
     values: dict[Value, Expr] = {}
     lets: list[Let] = []
-    given = iter(inputs)
+    remaining = iter(inputs)
     for node in body.nodes:
         value = node[0]
         if node.op == "input":
-            expr = next(given)
+            expr = next(remaining)
         elif node.op == "const":
             data = node.attrs["value"].data.reshape(())
             native = target.native(value.dtype)

@@ -1,4 +1,4 @@
-"""Loop forms of ops that passes make: elementwise regions, and operands in a layout, which has its own loops."""
+"""Loop forms of ops created by passes: fused elementwise regions, and prepacking, whose loops the layout defines."""
 
 from __future__ import annotations
 

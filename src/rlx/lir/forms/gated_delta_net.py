@@ -1,4 +1,4 @@
-"""Loop forms of the gated delta net and its gradient, token by token. A unit is a head."""
+"""Loop forms of the gated delta net and its gradient, token by token, with one unit per head."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("gated_delta_net_with_states")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    out, last, *kept = (s.result(node, i) for i in range(4))
-    walk_matrix(s, node, out, state=s.view(node.operands[5]), last=last, kept=kept)
-    return [out, last, *kept]
+    out, last, *saved = (s.result(node, i) for i in range(4))
+    walk_matrix(s, node, out, state=s.view(node.operands[5]), last=last, saved=saved)
+    return [out, last, *saved]
 
 
 @loop_form("gated_delta_net_backward")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """From the last chunk to the first: computes what each token of the chunk found in the state (`old`), then goes
+    """From the last chunk to the first: recompute the decayed state before each token of the chunk (`old`), then walk
     back through the tokens with the gradient of the state (`ds`).
     """
     operands, results = Operands(s, node.op), [s.result(node, i) for i in range(6)]
@@ -63,65 +63,65 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     b, h, at, i, j = Ref("b", I64), Ref("h", I64), Ref("at", I64), Index("i"), Index("j")
     decay, scale = Ref("decay", kind), 1 / math.sqrt(n)
 
-    def mine(name: str, *place: Expr) -> Expr:
-        """An element of the memory of the unit."""
+    def own(name: str, *place: Expr) -> Expr:
+        """An element of the unit's scratch memory."""
         return operands.load(name, b, h, *place)
 
-    def put(name: str, value: Expr, *place: Expr) -> Stmt:
+    def store(name: str, value: Expr, *place: Expr) -> Stmt:
         return operands.store(name, value, b, h, *place)
 
-    def given(name: str, *place: Expr) -> Expr:
+    def at_token(name: str, *place: Expr) -> Expr:
         return operands.load(name, b, TOKEN, h, *place)
 
     def each_cell(*stmts: Stmt) -> For:
         return For("i", n, (For("j", n, stmts, vector=True),))
 
     def find_token(number: Expr) -> list[Stmt]:
-        """`token`, its gate, and what it changed."""
-        change = given("misses", j) * given("beta")
+        """Define `token`, its gate, and its change to the state."""
+        change = at_token("misses", j) * at_token("beta")
         return [
             Let("at", number), Let("token", FIRST + at), *find_start(operands, b, TOKEN),
-            Let("decay", given("g").exp()),
-            For("j", n, (put("change", change, j),), vector=True),
+            Let("decay", at_token("g").exp()),
+            For("j", n, (store("change", change, j),), vector=True),
         ]  # fmt: skip
 
     forwards = For("t", REST, (
         *find_token(Index("t")),
         each_cell(
-            Let("left", unless_start(operands, decay * mine("state", i, j))),
-            put("old", Ref("left", kind), at, i, j),
-            put("state", fma(given("k", i), mine("change", j), Ref("left", kind)), i, j),
+            Let("left", unless_start(operands, decay * own("state", i, j))),
+            store("old", Ref("left", kind), at, i, j),
+            store("state", fma(at_token("k", i), own("change", j), Ref("left", kind)), i, j),
         ),
     ))  # fmt: skip
-    new = fma(given("k", i), mine("change", j), mine("old", at, i, j))
-    wrote = Reduce("sum", "j", n, mine("ds", i, j) * mine("change", j))
-    read = Reduce("sum", "j", n, mine("old", at, i, j) * mine("row", j) * given("beta"))
-    of_row = Reduce("sum", "j", n, mine("ds", i, j) * mine("old", at, i, j))
+    new = fma(at_token("k", i), own("change", j), own("old", at, i, j))
+    wrote = Reduce("sum", "j", n, own("ds", i, j) * own("change", j))
+    read = Reduce("sum", "j", n, own("old", at, i, j) * own("row", j) * at_token("beta"))
+    of_row = Reduce("sum", "j", n, own("ds", i, j) * own("old", at, i, j))
     backwards = For("back", REST, (
         *find_token(REST - 1 - Index("back")),
-        each_cell(put("ds", fma(given("q", i) * scale, given("d_out", j), mine("ds", i, j)), i, j)),
+        each_cell(store("ds", fma(at_token("q", i) * scale, at_token("d_out", j), own("ds", i, j)), i, j)),
         For("i", n, (
-            operands.store("dq", Reduce("sum", "j", n, new * given("d_out", j)) * scale, b, TOKEN, h, i),
+            operands.store("dq", Reduce("sum", "j", n, new * at_token("d_out", j)) * scale, b, TOKEN, h, i),
         )),
         For("j", n, (
-            Let("pulled", Reduce("sum", "i", n, mine("ds", i, j) * given("k", i))),
-            put("row", Ref("pulled", kind), j),
-            operands.store("dv", Ref("pulled", kind) * given("beta"), b, TOKEN, h, j),
+            Let("pulled", Reduce("sum", "i", n, own("ds", i, j) * at_token("k", i))),
+            store("row", Ref("pulled", kind), j),
+            operands.store("dv", Ref("pulled", kind) * at_token("beta"), b, TOKEN, h, j),
         ), vector=True),
-        operands.store("dbeta", Reduce("sum", "j", n, mine("row", j) * given("misses", j)), b, TOKEN, h),
+        operands.store("dbeta", Reduce("sum", "j", n, own("row", j) * at_token("misses", j)), b, TOKEN, h),
         For("i", n, (operands.store("dk", wrote - read, b, TOKEN, h, i),)),
-        each_cell(put("ds", fma(-given("k", i), mine("row", j) * given("beta"), mine("ds", i, j)), i, j)),
+        each_cell(store("ds", fma(-at_token("k", i), own("row", j) * at_token("beta"), own("ds", i, j)), i, j)),
         Var("slope", Const(0.0, kind)),
         For("i", n, (Assign("slope", Ref("slope", kind) + of_row),)),
         operands.store("dg", unless_start(operands, Ref("slope", kind)), b, TOKEN, h),
-        each_cell(put("ds", unless_start(operands, mine("ds", i, j) * decay), i, j)),
+        each_cell(store("ds", unless_start(operands, own("ds", i, j) * decay), i, j)),
     ))  # fmt: skip
-    start = each_cell(put("state", operands.load("states", b, h, Ref("chunk", I64), i, j), i, j))
+    start = each_cell(store("state", operands.load("states", b, h, Ref("chunk", I64), i, j), i, j))
     body: tuple[Stmt, ...] = (
         *lets,
-        each_cell(put("ds", operands.load("d_last", b, h, i, j), i, j)),
+        each_cell(store("ds", operands.load("d_last", b, h, i, j), i, j)),
         walk_chunks(operands, seq, chunk, start, forwards, backwards, backwards=True),
-        each_cell(operands.store("d_state", mine("ds", i, j), b, h, i, j)),
+        each_cell(operands.store("d_state", own("ds", i, j), b, h, i, j)),
     )
     units = batch * heads
     root = For("u", builder.arg("units", units), body)

@@ -1,4 +1,4 @@
-"""Loop forms of products in which each row chooses its matrix, and of the order that brings its rows together."""
+"""Loop forms of grouped matmuls, where each row selects its matrix, and of sorting rows by group."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("outer_of_runs")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """out[g] = x[:, a:b] @ y[a:b] for the run from a = starts[g] to b = starts[g + 1]: how long it is, is data."""
-    x, y, starts = (s.view(o) for o in node.operands)
+    """out[g] = x[:, a:b] @ y[a:b] with a = offsets[g], b = offsets[g + 1]: run lengths are data."""
+    x, y, offsets = (s.view(o) for o in node.operands)
     out = s.result(node)
     t = Strided(s, "outer_of_runs")
-    left, right, begins, result = t.read(x), t.read(y), t.read(starts), t.write(out)
+    left, right, bounds, result = t.read(x), t.read(y), t.read(offsets), t.write(out)
     g, i, j, q = Ref("g", I64), Ref("i", I64), Index("j"), Ref("first", I64) + Index("q")
     kind = out.dtype.wide
     total, term = Ref("total", kind), t.load(left, i, q).cast(kind) * t.load(right, q, j).cast(kind)
@@ -40,8 +40,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     )
     body: tuple[Stmt, ...] = (
         *decode_unit(t.builder, out.shape[:2], ["g", "i"]),
-        Let("first", t.load(begins, g).cast(I64)),
-        Let("count", t.load(begins, g + 1).cast(I64) - Ref("first", I64)),
+        Let("first", t.load(bounds, g).cast(I64)),
+        Let("count", t.load(bounds, g + 1).cast(I64) - Ref("first", I64)),
         For("j", t.builder.arg("n", out.shape[2]), column, vector=True),
     )
     units = product(out.shape[:2])
@@ -52,25 +52,25 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("group_rows")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """A unit is one group: it counts the rows of those before it, then walks all rows and puts its own in order.
+    """A unit is one group: it counts the rows of earlier groups, then walks all rows and places its own in order.
 
-    One unit more finds the end. Rows of others go to a place behind all rows that a unit has for itself.
+    One extra unit computes the end. Rows of other groups are written to a spare slot per unit, after all rows.
     """
     index = s.contiguous(s.view(node.operands[0]))
     rows, units = index.shape[0], node.types[2].shape[0]
     both = [s.temporary(TensorType((rows + units,), I32)) for _ in range(2)]
-    starts = s.result(node, 2)
+    offsets = s.result(node, 2)
     builder = LoopBuilder("group_rows")
     builder.param(index)
-    for view in (*both, starts):
+    for view in (*both, offsets):
         builder.param(view, written=True)
     u, q, count, groups = Index("u"), Index("q"), builder.arg("rows", rows), builder.arg("groups", node.attrs["groups"])
     here = Load(0, ((q, 1),), index.dtype).cast(I64)
-    aside = count + u
+    spare = count + u
     own, at = Ref("own", BOOL), Ref("at", I64)
 
     def where(mine: Expr) -> Expr:
-        return own.select(mine, aside)
+        return own.select(mine, spare)
 
     before = Reduce("sum", "q", count, (here < u).cast(I64))
     walk: tuple[Stmt, ...] = (
@@ -89,4 +89,4 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     )
     builder.launch(s, For("u", builder.arg("units", units), body), units, flops=rows * units * 4)
     order, place = (View(v.buffer, I32, (rows,), (1,)) for v in both)
-    return [order, place, starts]
+    return [order, place, offsets]

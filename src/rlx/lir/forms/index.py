@@ -43,10 +43,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         ]
         row = (Ref("at", I64), step)
         if storage.is_packed:
-            found = element(e, storage, e.index(count), (row,), halves=2)
+            value = element(e, storage, e.index(count), (row,), halves=2)
         else:
-            found = e.load(0, row)
-        return stmts, [Ref("ok", BOOL).choose(found, 0)]
+            value = e.load(0, row)
+        return stmts, [Ref("ok", BOOL).choose(value, 0)]
 
     if storage.is_packed:
         units, halves = packed_reads(table, out.shape, table_strides)
@@ -58,11 +58,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("scatter_add")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """Narrow floats add up in a wide copy, so that they are rounded once and not with each update."""
-    out = _table(s, node)
+    """Narrow floats accumulate in a wide copy, so that they are rounded once and not with each update."""
+    out = _result_table(s, node)
     kind = out.dtype.wide
     total = out if out.dtype is kind else s.temporary(TensorType(out.shape, kind))
-    _scattered(s, node, total, lambda old, update: old + update.cast(kind))
+    _scatter(s, node, total, lambda old, update: old + update.cast(kind))
     if total is not out:
         s.copy_into(total, out)
     return [out]
@@ -70,21 +70,21 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("scatter")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    out = _table(s, node)
-    _scattered(s, node, out, lambda old, update: update)
+    out = _result_table(s, node)
+    _scatter(s, node, out, lambda old, update: update)
     return [out]
 
 
-def _table(s: Scheduler, node: Node) -> View:
-    """Where the result goes: where the table lies if nothing needs that again and sums fit there, else elsewhere."""
+def _result_table(s: Scheduler, node: Node) -> View:
+    """The result buffer: the table itself if nothing reads it later and its type is wide enough, else a new one."""
     x, indices, updates = (s.view(o) for o in node.operands)
     wide = node.op == "scatter" or x.dtype is x.dtype.wide
     free = x.is_contiguous() and not s.is_output(node) and may_reuse(s, node, x)
     return x if wide and free and x.buffer not in (indices.buffer, updates.buffer) else s.result(node)
 
 
-def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Expr], Expr]) -> None:
-    """Each column of the table, or of a copy, walks all updates in order: threads share columns, never rows."""
+def _scatter(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Expr], Expr]) -> None:
+    """Apply the updates, in order, to each column of the table or a copy of it: threads split columns, never rows."""
     x, indices, updates = (s.view(o) for o in node.operands)
     rows, count = x.shape[0], product(indices.shape)
     may_be_empty = not (isinstance(rows, int) and rows > 0)
@@ -103,15 +103,15 @@ def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Exp
     place: Place = ((Ref("at", I64), stride), (j, 1))
     old = builder.load(2, place)
     new = changed(old, builder.load(1, ((u, n), (j, 1))))
-    ok, found = Ref("ok", BOOL), Ref("found", I64)
+    ok, row = Ref("ok", BOOL), Ref("found", I64)
     body: tuple[Stmt, ...] = (
         Let("found", Load(0, ((u, 1),), indices.dtype).cast(I64)),
-        Let("ok", in_range(found, size)),
+        Let("ok", in_range(row, size)),
         Check(ok, OUT_OF_RANGE),
-        Let("at", ok.select(found, 0)),
+        Let("at", ok.select(row, 0)),
         Store(2, place, ok.select(new, old)),
     )
-    # An empty table has no row 0 that an update out of range could leave as it is: there the walk has no steps.
+    # Updates out of range rewrite row 0 unchanged; an empty table has no row 0, so there the walk has no steps.
     walk = For("q", builder.arg("updates", count * dim_min(rows, 1) if may_be_empty else count), body)
     columns_body: tuple[Stmt, ...] = (walk,)
     if may_be_empty:

@@ -1,4 +1,4 @@
-"""Loop forms of rows of 8-bit integers: one row is one unit, its range is found before it is written."""
+"""Loop forms of int8 row quantisation: one unit per row, which computes its range, then writes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import U8
 from rlx.ir.graph import Node
-from rlx.lir.forms.norm import normalised, scale_vectors, summed, vector, written
+from rlx.lir.forms.norm import add_rows, normalise, scale_vectors, store_row, vector
 from rlx.lir.forms.reduce import Rows, rows_over
 from rlx.lir.loops import Expr, Index, Let, Reduce, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
@@ -17,13 +17,13 @@ from rlx.types import product
 
 
 def _nearest(x: Expr) -> Expr:
-    """The nearest integer, ties to even, of what is within the levels; 0 for what is no number."""
+    """The nearest integer, ties to even, of a value within the levels; 0 for NaN."""
     return (x > 0).select(x, 0).nearest()
 
 
-def _quantised(rows: Rows, value: Expr, first: int) -> list[Stmt]:
-    """Statements that find the range of the row whose element q is `value`, and write its integers, its scale and its
-    offset: parameters `first` and the next two."""
+def _quantise(rows: Rows, value: Expr, first: int) -> list[Stmt]:
+    """Statements that compute the range of the row whose element q is `value`, and store its codes, scale and offset in
+    parameters `first` to `first + 2`."""
     low, high, step, inverse = (Ref(name, value.dtype) for name in ("low", "high", "step", "inverse"))
     return [
         Let("low", Reduce("min", "q", rows.extent(), value)),
@@ -32,7 +32,7 @@ def _quantised(rows: Rows, value: Expr, first: int) -> list[Stmt]:
         Let("inverse", 1 / step),
         Store(first + 1, rows.place(first + 1), step),
         Store(first + 2, rows.place(first + 2), low),
-        written(rows, first, _nearest((value - low) * inverse).cast(U8)),
+        store_row(rows, first, _nearest((value - low) * inverse).cast(U8)),
     ]
 
 
@@ -48,7 +48,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         builder.param(out, written=True)
     rows = rows_over(builder, [x, *outs], x.shape, (x.rank - 1,))
     rows.vector = False
-    rows.launch(s, _quantised(rows, rows.load(0, Index("q")), 1), product(x.shape) * 5)
+    rows.launch(s, _quantise(rows, rows.load(0, Index("q")), 1), product(x.shape) * 5)
     return outs
 
 
@@ -69,15 +69,15 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     gamma, beta = scale_vectors(s, builder, node, 2)
     first, kind = len(views) - len(outs), x.dtype.wide
     total = 0 if residual is None else len(views) - 1
-    stmts, value = normalised(rows, total, attrs["kind"] == "layer", attrs["eps"], gamma, beta)
-    if attrs["keep"]:  # written first and read back while it is in cache, as the sum is
-        stmts.append(written(rows, first + 3, value))
+    stmts, value = normalise(rows, total, attrs["kind"] == "layer", attrs["eps"], gamma, beta)
+    if attrs["keep"]:  # stored first and read back while in cache, like the sum
+        stmts.append(store_row(rows, first + 3, value))
         value = rows.load(first + 3, Index("q"))
     if node.operands[4] is not None:
         factor = vector(rows, builder.param(s.contiguous(s.view(node.operands[4])), name="even"), kind)
         value = value * factor
-    stmts = [*stmts, *_quantised(rows, value, first)]
+    stmts = [*stmts, *_quantise(rows, value, first)]
     if residual is not None:
-        stmts = [summed(rows, 0, 1, total), *stmts]
+        stmts = [add_rows(rows, 0, 1, total), *stmts]
     rows.launch(s, stmts, product(x.shape) * 14)
     return outs

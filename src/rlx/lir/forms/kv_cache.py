@@ -15,22 +15,23 @@ from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
 from rlx.types import Size, dim_min, product
 
-# Parameters of the kernel that appends; those after them are the rows of ragged tokens, then the pool, which is seen
-# twice if it is packed: as halves, then as bytes.
+# Parameters of the append kernel. They are followed by the rows of ragged tokens, then by the pool; a quantised pool is
+# passed twice, as f16 and as bytes.
 NEW, POSITIONS, TABLE = range(3)
 
 
 @loop_form("kv_append")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """A unit is one head of one batch entry, or of all ragged tokens. It takes the tokens in order, so of two at one
-    position the last one stays.
+    """A unit is one head of one batch entry, or of all ragged tokens.
+
+    It appends tokens in order, so of two tokens at the same position the last one wins.
     """
     pool, new, positions, table, *ragged = (s.view(o) for o in node.operands if o is not None)
     if not may_write(s, node, pool):
         pool = s.copied(pool)
     if new.buffer == pool.buffer:
         new = s.copied(new)
-    storage, ordered = node.types[0].dtype, attention.in_order(pool, node.attrs["axes"])
+    storage, ordered = node.types[0].dtype, attention.pages_first(pool, node.attrs["axes"])
     pages, kv_heads, page = ordered.shape[:3]
     assert isinstance(page, int)
     if ragged:  # one batch entry
@@ -44,7 +45,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     tokens, (row_count, blocks) = new.shape[1], table.shape
     append = _Append(builder, first, page, ragged=bool(ragged))
     capacity = builder.arg("capacity", blocks * page * dim_min(pages, 1))
-    # In a ring every position has its place, unless there is none at all.
+    # In a ring every position has a slot, unless there are no slots at all.
     some = dim_min(row_count * blocks * pages, 1)
     limit = builder.arg("positions", some * 2**62) if node.attrs["ring"] else capacity
     checks: list[Stmt] = [Check(append.position("c") < limit, BEYOND_CAPACITY)]
@@ -57,7 +58,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     body: tuple[Stmt, ...] = (
         *decode_unit(builder, (new.shape[0], kv_heads), ["b", "h"]),
         For("c", builder.arg("tokens", tokens), tuple(checks), vector=True),
-        # Without rows, blocks or pages there is nothing that a skipped token could look up either.
+        # With no rows, blocks or pages the loop must not run: even skipped tokens look up entry 0.
         For("t", builder.arg("room_for", tokens * some), (*append.place(limit, capacity, row_count, pages), *write)),
     )
     builder.launch(s, For("u", builder.arg("units", units), body), units, split="heads", flops=product(new.shape))
@@ -65,7 +66,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 class _Append:
-    """Statements of a unit of `kv_append`: head `h` of token `t` goes to slot `slot` of page `page`, if it is ok."""
+    """Statements of a `kv_append` unit: store head `h` of token `t` in slot `slot` of page `page`, if `ok`."""
 
     def __init__(self, builder: LoopBuilder, pool: int, page: int, *, ragged: bool) -> None:
         self.builder, self.pool, self.page, self.ragged = builder, pool, page, ragged
@@ -74,14 +75,14 @@ class _Append:
         return self._number(POSITIONS, Ref("b", I64), Index(token))
 
     def row(self, token: str) -> Expr:
-        """The row of the table of a token."""
+        """The table row of a token."""
         return self._number(TABLE + 1, Index(token)) if self.ragged else Ref("b", I64)
 
     def _number(self, param: int, *indices: Expr) -> Expr:
         return Load(param, _terms(self.builder, param, *indices), self.builder.views[param].dtype).cast(I64)
 
     def place(self, limit: Arg, capacity: Arg, rows: Size, pages: Size) -> tuple[Stmt, ...]:
-        """Names `page` and `slot`, and `count`: 1, or 0 for a token that is skipped."""
+        """Define `page` and `slot` of a token, and `ok`: false for a token that is skipped."""
         p, row, at, number = (Ref(name, I64) for name in ("p", "row", "at", "number"))
         known, ok = Ref("known", BOOL), Ref("ok", BOOL)
         in_table = (row >= 0) & (row < self.builder.arg("rows", rows))
@@ -100,7 +101,7 @@ class _Append:
         )
 
     def write(self) -> tuple[Stmt, ...]:
-        """One element after the other along `j`."""
+        """Store one element after the other along `j`."""
         builder, page, h, slot, j = self.builder, Ref("page", I64), Ref("h", I64), Ref("slot", I64), Index("j")
         at = _terms(builder, self.pool, page, h, slot, j)
         fresh = builder.load(NEW, _place_in_new(builder, j))
@@ -112,7 +113,7 @@ class _Append:
         )
 
     def quantise(self, storage: DType) -> tuple[Stmt, ...]:
-        """Block by block: a scale, then a byte per number, rounded as ggml rounds."""
+        """Quantise block by block: a scale, then one byte per value, rounded as ggml does."""
         builder, new, size = self.builder, self.builder.views[NEW], storage.block
         halves, codes, scale = self.pool, self.pool + 1, Ref("scale", F32)
 
@@ -125,8 +126,8 @@ class _Append:
             block = (Index("k"), storage.size // builder.views[param].dtype.size)
             return Store(param, (*row, block, *terms), value)
 
-        scaled, whole = Ref("scaled", F32), Ref("whole", I32)
-        beside = scaled - whole.cast(F32)  # exact, as is twice that: halves are rounded away from 0
+        scaled, truncated = Ref("scaled", F32), Ref("whole", I32)
+        fraction = scaled - truncated.cast(F32)  # exact, as is its double: halves round away from 0
         block: tuple[Stmt, ...] = (
             Let("largest", Reduce("max", "i", size, abs(number("i")))),
             Let("scale", Ref("largest", F32) / 127),
@@ -135,7 +136,7 @@ class _Append:
             For("j", size, (
                 Let("scaled", number("j") * Ref("inverse", F32)),
                 Let("whole", scaled.cast(I32)),
-                store(codes, whole + (beside + beside).cast(I32), (Const(UNIT, I64), 1), (Index("j"), 1)),
+                store(codes, truncated + (fraction + fraction).cast(I32), (Const(UNIT, I64), 1), (Index("j"), 1)),
             ), vector=True),
         )  # fmt: skip
         count = new.shape[3] // size
@@ -147,7 +148,7 @@ class _Append:
 
 
 def _as_type(view: View, dtype: DType) -> View:
-    """Rows of 16-bit units as elements of another type."""
+    """Reinterpret rows of 16-bit units as elements of another type."""
     if dtype.size == UNIT:
         return View(view.buffer, dtype, view.shape, view.strides, view.offset)
     parts = UNIT // dtype.size
@@ -160,7 +161,7 @@ def _place_in_new(builder: LoopBuilder, j: Index) -> Place:
 
 
 def _terms(builder: LoopBuilder, param: int, *indices: Expr) -> Place:
-    """The address of an element of a parameter, given its index on each axis, or on the first ones."""
+    """The address of an element of a parameter, given its indices on all or the leading axes."""
     strides = builder.views[param].strides
     last = len(strides) - 1
     steps = (builder.stride(param, str(axis), step, unit=axis == last) for axis, step in enumerate(strides))
@@ -168,7 +169,7 @@ def _terms(builder: LoopBuilder, param: int, *indices: Expr) -> Place:
 
 
 def _with_axis(view: View, axis: int) -> View:
-    """With another axis of one element."""
+    """Insert an axis of size 1."""
     shape, strides = list(view.shape), list(view.strides)
     shape.insert(axis, 1)
     strides.insert(axis, product(view.shape))

@@ -1,6 +1,6 @@
 """Matrix products as plain loops: one sum per element of the result, over run-time strides.
 
-A unit is a row of the result, its columns are a vector loop. Quantised weights are read as the blocks that files have.
+A unit is a row of the result; its columns are a vector loop. Quantised weights are read in their file format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlx.types import product
 
 
 class Strided:
-    """The parameters of a kernel under construction, each addressed by one index per axis."""
+    """Parameters of a kernel under construction, addressed by one index per axis."""
 
     def __init__(self, s: Scheduler, name: str) -> None:
         self.builder = LoopBuilder(name)
@@ -34,7 +34,7 @@ class Strided:
         return self.builder.param(view, written=True)
 
     def at(self, param: int, *indices: Expr) -> Place:
-        """The address of an element, given its index on each axis, or on the first ones."""
+        """The address of an element, given its indices on all or the leading axes."""
         strides = self.builder.views[param].strides
         last = len(strides) - 1
         steps = [self.builder.stride(param, str(axis), size, unit=axis == last) for axis, size in enumerate(strides)]
@@ -47,7 +47,7 @@ class Strided:
         return Store(param, self.at(param, *indices), value)
 
     def packed(self, rows: View, storage: DType) -> Callable[..., Expr]:
-        """Reads packed rows: the number at the last index, in the row that the indices before it name."""
+        """A function that loads from quantised rows: the last index is within the row, the others select it."""
         units, halves = self.read(rows), self.read(View(rows.buffer, F16, rows.shape, rows.strides, rows.offset))
 
         def load(*indices: Expr) -> Expr:
@@ -63,7 +63,7 @@ class Strided:
 # -- forms ------------------------------------------------------------------------------------------------------------
 @loop_form("matmul", "integer_matmul")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """Of floats or integers; leading axes broadcast."""
+    """Float or integer matmul; leading axes broadcast."""
     a, b = (s.view(o) for o in node.operands)
     out = s.result(node)
     multiply(s, a, [b], [], [out])
@@ -72,11 +72,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("fused_matmul", "fused_grouped")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """With one or several weights and an epilogue, grouped or not."""
+    """Matmul with one or more weights and an epilogue, grouped or not."""
     attrs = node.attrs
     if attrs["layout"] is not None:
         hint = "optimise the graph for a target that does not prepack weights"
-        raise LowerError(f"{node.op}: the weight is packed for another target than {s.target.name}", hint=hint)
+        raise LowerError(f"{node.op}: the weight is packed for a target other than {s.target.name}", hint=hint)
     a, *rest = (s.view(o) for o in node.operands)
     weights, kind = attrs["weights"], node.operands[1].dtype  # type: ignore[union-attr]
     storage = kind if kind.is_packed else None
@@ -93,8 +93,8 @@ def multiply(
 ) -> None:  # fmt: skip
     """outs = body(a @ each matrix, operands). With an `index`, row i is multiplied by `matrix[index[i]]`.
 
-    Matrices are [..., k, n]; with a `storage`, packed rows [..., n, k]. Where `masked`, a zero of a adds nothing,
-    whatever it is multiplied by: NaN, say, in keys that nobody sees.
+    Matrices are [..., k, n], or quantised rows [..., n, k] with a `storage`. With `masked`, zeros of `a` are skipped:
+    NaN in masked keys, for example, does not propagate.
     """
     out, j, q = outs[0], Index("j"), Index("q")
     *lead, rows, columns = out.shape
@@ -109,7 +109,7 @@ def multiply(
         ok = in_range(Ref("group", I64), builder.arg("groups", matrices[0].shape[0]))
         stmts += [Let("group", position), Let("ok", ok), Check(Ref("ok", BOOL), OUT_OF_RANGE)]
         which = [Ref("group", I64)]
-    kind = out.dtype if a.dtype.is_integer else a.dtype.wide  # of sums
+    kind = out.dtype if a.dtype.is_integer else a.dtype.wide  # of accumulators
     left = t.load(t.read(a.expand((*lead, rows, a.shape[-1]))), *at, q).cast(kind)
     sums: list[Let] = []
     for i, matrix in enumerate(matrices):
@@ -125,8 +125,8 @@ def multiply(
     values: list[Expr] = [Ref(let.name, kind) for let in sums]
     lets: list[Let] = []
     if body is not None:
-        beside = [t.load(t.read(v.expand(out.shape)), *at, j) for v in operands]
-        lets, values = body_lets(body, [*values, *beside], s.target)
+        epilogue_reads = [t.load(t.read(v.expand(out.shape)), *at, j) for v in operands]
+        lets, values = body_lets(body, [*values, *epilogue_reads], s.target)
     stores = [t.store(t.write(view), value, *at, j) for view, value in zip(outs, values, strict=True)]
     columns_loop = For("j", builder.arg("n", columns), (*sums, *lets, *stores), vector=True)
     units = product([*lead, rows])

@@ -1,4 +1,4 @@
-"""Loop forms of losses: a row of logits is one unit, read once for its sum and once for what is made of it."""
+"""Loop forms of losses: one unit per row of logits, read for its maximum and sum, then for the result."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rlx.types import Size, product
 
 
 def _rows(s: Scheduler, node: Node, x: View, out: View | None) -> tuple[Rows, list[Stmt], DType]:
-    """Loops over rows: logits, labels, then dy and what is written; and what both kernels begin with.
+    """Loops over rows with parameters logits, labels, then dy and the output; and the statements both kernels share.
 
-    Without `out`, what is made is written over the logits.
+    Without `out`, the result overwrites the logits.
     """
     views = [x, *(s.view(o) for o in node.operands[1:]), *([] if out is None else [out])]
     builder = LoopBuilder(node.op)
     for view in views:
         builder.param(view, written=view is out or (out is None and view is x))
-    whole = [v if v.rank == x.rank else View(v.buffer, v.dtype, x.shape, (*v.strides, 0), v.offset) for v in views]
-    rows = rows_over(builder, whole, x.shape, (x.rank - 1,))
+    row_views = [v if v.rank == x.rank else View(v.buffer, v.dtype, x.shape, (*v.strides, 0), v.offset) for v in views]
+    rows = rows_over(builder, row_views, x.shape, (x.rank - 1,))
     rows.vector = False
     kind, label, ignored = x.dtype.wide, Ref("label", I64), node.attrs["ignore_index"]
     counts, inside = Ref("counts", BOOL), Ref("inside", BOOL)
@@ -44,7 +44,7 @@ def _rows(s: Scheduler, node: Node, x: View, out: View | None) -> tuple[Rows, li
 
 
 def _power(rows: Rows, kind: DType) -> Expr:
-    """exp of logit q less the largest."""
+    """exp(logit q - the largest logit)."""
     return (rows.load(0, Index("q")) - Ref("top", kind)).exp()
 
 
@@ -69,11 +69,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("cross_entropy_grad")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """In the memory of the logits, if nothing needs them again: with many classes they are the largest of all."""
+    """In place of the logits if nothing reads them later: with many classes they are the largest tensor."""
     x = _logits(s, node)
-    over = x.is_contiguous() and not s.is_output(node) and may_reuse(s, node, x)
-    over = over and all(s.view(o).buffer != x.buffer for o in node.operands[1:])  # rows read theirs at any time
-    out = None if over else s.result(node)
+    in_place = x.is_contiguous() and not s.is_output(node) and may_reuse(s, node, x)
+    in_place = in_place and all(s.view(o).buffer != x.buffer for o in node.operands[1:])  # rows read these at any time
+    out = None if in_place else s.result(node)
     rows, start, kind = _rows(s, node, x, out)
     q, target = Index("q"), 0 if out is None else 3
     share = _power(rows, kind) / Ref("total", kind)

@@ -1,4 +1,4 @@
-"""Parameters of a kernel by name, addressed by one index per axis."""
+"""Kernel parameters by name, addressed by one index per axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.lir.views import View
 
 
 def state_after(s: Scheduler, node: Node, state: View) -> View:
-    """Where the second result of a node, the state that it carries on, goes: in place where the state is ours."""
+    """The buffer of a node's second result, its updated state: in place if the node may write the state."""
     return state if state.is_contiguous() and may_write(s, node, state) else s.result(node, 1)
 
 
@@ -30,7 +30,7 @@ class Operands:
         self.numbers[name] = self.builder.param(view, written=True, name=name)
 
     def carry(self, state: View, after: View) -> None:
-        """`state` is read and `final` written, which may be the same memory."""
+        """Add `state`, which is read, and `final`, which is written; they may share memory."""
         if after == state:
             self.write("state", state)
             self.numbers["final"] = self.numbers["state"]
@@ -39,7 +39,7 @@ class Operands:
             self.write("final", after)
 
     def place(self, name: str, *indices: Expr) -> Place:
-        """The last index moves one element at a time."""
+        """The address of an element; the last axis has stride 1."""
         strides = self.builder.views[self.numbers[name]].strides
         steps = [self.builder.arg(f"{name}_{i}", stride) for i, stride in enumerate(strides[:-1])]
         return (*zip(indices[:-1], steps, strict=True), (indices[-1], 1))
@@ -57,7 +57,7 @@ class Operands:
         return Store(self.numbers[name], place, value)
 
     def base(self, name: str, *indices: Expr) -> Let:
-        """`{name}_base`, the sum of an address once and for all: loops that are inside need not add it up again."""
+        """Define `{name}_base`, an address computed once outside inner loops."""
         total: Expr = Const(0, I64)
         for index, stride in self.place(name, *indices):
             total = total + index * stride

@@ -1,7 +1,7 @@
-"""Loop forms of quantised numbers: one expression an element, from the bytes that hold it.
+"""Loop forms of quantise and dequantise: one expression per element.
 
-Blocks and shared bytes are views: k is split into [k / block, block], of which scales have one row, and columns that
-share a byte are walked side by side. So loops are plain broadcasts.
+Blocks and shared bytes are expressed as views: k is split into [k / block, block], with scales broadcast over the
+block axis, and columns that share a byte are separate strided views. So all loops are plain broadcasts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rlx.types import Size
 
 # -- packed blocks ----------------------------------------------------------------------------------------------------
 def packed_reads(rows: View, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> tuple[View, View]:
-    """Packed rows seen as units and as halves, at the start of the row; `element` moves along it."""
+    """Views of packed rows as integer units and as f16, at the start of each row; `element` indexes into it."""
     units = View(rows.buffer, rows.dtype, shape, (*strides[:-1], 0), rows.offset)
     return units, View(units.buffer, F16, units.shape, units.strides, units.offset)
 
 
 def element(e: Elements, storage: DType, index: Expr, *terms: Place, halves: int = 1) -> Expr:
-    """The number at `index` of a packed row: read 0 is its units, read `halves` the same memory as halves."""
+    """Decode element `index` of a packed row: read 0 is its integer units, read `halves` the same memory as f16."""
     block = index >> storage.block.bit_length() - 1
     within = index & storage.block - 1
     units = storage.size // storage.unit
@@ -53,11 +53,11 @@ def _unpack(s: Scheduler, node: Node) -> Sequence[View]:
 
 # -- layout -----------------------------------------------------------------------------------------------------------
 class _Layout:
-    """The views of a node: `wide` is the side of the numbers, `narrow` that of the bytes."""
+    """The views of a node: `wide` are the float values, `narrow` the quantised bytes."""
 
     def __init__(self, s: Scheduler, node: Node, wide: View, narrow: View) -> None:
-        given = node.attrs["scheme"]
-        self.scheme = None if given is None else QuantScheme(given)
+        scheme = node.attrs["scheme"]
+        self.scheme = None if scheme is None else QuantScheme(scheme)
         self.kind = "int8" if self.scheme is None else self.scheme.kind
         self.parts = 1 if self.scheme is None else self.scheme.elements_per_byte
         self.narrow = self._in_blocks(narrow)
@@ -76,7 +76,7 @@ class _Layout:
         return view.with_((*leading, k // size, size, n), (*strides, row * size, row, column))
 
     def _spread(self, view: View | None, rank: int, axis: int | None) -> View | None:
-        """Scales with axes of size 1 where they are the same."""
+        """Scales with axes of size 1 where they broadcast."""
         if view is None or view.rank == 0:
             return view
         if self.scheme is not None and self.scheme.block > 1:
@@ -88,7 +88,7 @@ class _Layout:
         return view.with_(tuple(d for d, _ in ones), tuple(s for _, s in ones))
 
     def _columns(self, view: View | None) -> list[View]:
-        """The views of the numbers that are 1st, 2nd, ... in their bytes."""
+        """One view per position within a byte: all first elements, all second elements, ..."""
         if view is None or view.rank == 0 or self.parts == 1:
             return [] if view is None else [view] * self.parts
         *leading, n = view.shape
@@ -99,7 +99,7 @@ class _Layout:
 
 # -- dequantise -------------------------------------------------------------------------------------------------------
 def _number(stored: Expr, part: int, layout: _Layout) -> Expr:
-    """What is stored, before zero points and scales."""
+    """The stored value, before zero point and scale."""
     if layout.parts == 1:
         return small_float(stored.cast(I32), layout.kind) if layout.kind in FLOATS else stored.cast(F32)
     nibble = stored.cast(I32) >> 4 * part & 15
@@ -121,7 +121,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             value = _number(e.load_wide(0), part, layout).cast(out.dtype)
             scale = e.load_wide(1 + part) if layout.scales else None
             zp = e.load_wide(1 + len(layout.scales) + part) if layout.zero_points else None
-            if layout.kind == "nvfp4":  # scales of blocks are eight bit floats, and there is one of all
+            if layout.kind == "nvfp4":  # block scales are fp8, and there is one global scale
                 assert scale is not None
                 factors: list[Expr | None] = [small_float(scale.cast(I32), "fp8e4m3"), zp]
             else:
@@ -138,14 +138,14 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 # -- quantise ---------------------------------------------------------------------------------------------------------
-def _whole(x: Expr, scale: Expr, zp: Expr | None, parts: int) -> Expr:
+def _integer_code(x: Expr, scale: Expr, zp: Expr | None, parts: int) -> Expr:
     value = scalar_form["round"](x / scale.cast(x.dtype))
     value = value if zp is None else value + zp.cast(x.dtype)
     return value if parts == 1 else value.min(7).max(-8)
 
 
-def _small(x: Expr, scale: Expr, zp: Expr | None, layout: _Layout) -> Expr:
-    """The bits of a float of few bits; a block whose scale is 0 is zeros."""
+def _float_code(x: Expr, scale: Expr, zp: Expr | None, layout: _Layout) -> Expr:
+    """The bits of a small float; a block whose scale is 0 becomes zeros."""
     if layout.kind != "nvfp4":
         return small_bits(x / scale.cast(x.dtype), layout.kind).cast(I32)
     step = small_float(scale.cast(I32), "fp8e4m3").cast(x.dtype)
@@ -164,7 +164,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         for part in range(parts):
             x, scale = e.load_wide(part), e.load_wide(parts + part)
             zp = e.load_wide(2 * parts + part) if layout.zero_points else None
-            stored.append(_small(x, scale, zp, layout) if layout.kind in FLOATS else _whole(x, scale, zp, parts))
+            stored.append(
+                _float_code(x, scale, zp, layout) if layout.kind in FLOATS else _integer_code(x, scale, zp, parts)
+            )
         if parts == 1:
             return (), [stored[0].cast(out.dtype)]
         low, high = (v.cast(I32) & 15 for v in stored)

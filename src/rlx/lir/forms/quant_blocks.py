@@ -1,6 +1,6 @@
-"""Packed blocks in kernels: reads the bytes of a block as expressions, for the decoders of `formats/quant_blocks.py`.
+"""Quantised blocks in kernels: loads the bytes of a block as expressions for the decoders of `formats/quant_blocks.py`.
 
-A `Source` says where the bytes lie: blocks as files have them (`RowBlocks`), or as a backend lays them out.
+A `Source` locates the bytes: in the file format (`RowBlocks`), or in a backend's layout.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from rlx.lir.loops import (
 )
 
 UNIT = 2  # bytes
-RECENT = 12  # words that stay in registers
-Int = int | Expr  # a number that is known, or an expression
+RECENT = 12  # words kept in registers
+Int = int | Expr  # a constant or an expression
 
 
 def unit_of(storage: DType) -> DType:
-    """What blocks are read by."""
+    """The integer type that blocks are read as."""
     return I16 if storage.unit == UNIT else U8
 
 
-# -- where blocks lie -----------------------------------------------------------------------------------------------
+# -- where blocks are ------------------------------------------------------------------------------------------------
 class Source(Protocol):
-    """Reads the bytes of a block from where they lie."""
+    """Loads the bytes of a block."""
 
     def half(self, unit: int) -> Expr:
         """The f16 at a 16-bit unit of the block."""
 
     def single(self, unit: int) -> Expr:
-        """The f32 at two units, the low one first."""
+        """The f32 in two units, the low one first."""
 
     def split(self, byte: Int) -> tuple[Int, Int]:
-        """The word that a byte is in, and its first bit there."""
+        """The word that contains a byte, and the position of its first bit."""
 
     def byte(self, index: int) -> Expr:
-        """A byte, where units are bytes, as an i32."""
+        """A byte as an i32, if units are bytes."""
 
     def word(self, index: Int) -> Expr:
-        """A word, as wide as this source has them, as an i32."""
+        """A word of this source's width, as an i32."""
 
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """A block as files have it, read by 16-bit units, of which all but a few types are a whole number, or by bytes."""
+    """A block in the file format, read by 16-bit units, or by bytes for the few types of odd size."""
 
     unit_at: Callable[[Expr], Place]
     units: int  # the parameter that is read as integers
@@ -85,20 +85,20 @@ class RowBlocks:
 
 
 @functools.cache
-def _in_code(table: quant_blocks.Table) -> Table:
+def _code_table(table: quant_blocks.Table) -> Table:
     return Table.of(table.name, table.values)
 
 
 # -- reading a block ------------------------------------------------------------------------------------------------
 @dataclass
 class Block:
-    """A block under decoding. What is read or computed again and again is named by a `Let` in `stmts`, if asked."""
+    """A block being decoded. With `lets`, reused values are named by a `Let` in `stmts`."""
 
     source: Source
     lets: bool = True
     prefix: str = ""
     stmts: list[Stmt] = field(default_factory=list)
-    _kept: dict[object, Expr] = field(default_factory=dict)
+    _cached: dict[object, Expr] = field(default_factory=dict)
     _recent: dict[object, Expr] = field(default_factory=dict)
 
     def half(self, unit: int) -> Expr:
@@ -110,22 +110,22 @@ class Block:
         return self.keep(("single", unit), lambda: self.source.single(unit))
 
     def keep(self, key: object, make: Callable[[], Expr]) -> Expr:
-        """A value that is computed once a block or group."""
-        if key not in self._kept:
-            self._kept[key] = self.let(make())
-        return self._kept[key]
+        """A value computed once per block or group."""
+        if key not in self._cached:
+            self._cached[key] = self.let(make())
+        return self._cached[key]
 
     def bits(self, byte: Int, first: Int, width: int) -> Expr:
-        """`width` bits of a byte, from bit `first` on."""
+        """`width` bits of a byte, starting at bit `first`."""
         index, start = self.source.split(byte)
         return self.word(index) >> (start + first) & (1 << width) - 1
 
     def signed(self, byte: Int) -> Expr:
-        """A byte as a signed number."""
+        """A byte as a signed integer."""
         return self.top_byte(byte, 24)
 
     def byte(self, index: int) -> Expr:
-        """A byte, where units are bytes."""
+        """A byte, if units are bytes."""
         return self.source.byte(index)
 
     def top_byte(self, byte: Int, shift: int) -> Expr:
@@ -134,8 +134,8 @@ class Block:
         return self.word(index) << (24 - start) >> shift
 
     def lookup(self, table: quant_blocks.Table, index: Int) -> Expr:
-        """An entry of a table, which becomes part of the code."""
-        return known(table.values[index], I32) if isinstance(index, int) else Lookup(_in_code(table), index)
+        """An entry of a table, which is embedded in the code."""
+        return known(table.values[index], I32) if isinstance(index, int) else Lookup(_code_table(table), index)
 
     def where(self, condition: Int, then: Expr, other: Expr) -> Expr:
         """`then` where the condition is not 0."""
@@ -152,17 +152,17 @@ class Block:
         return small_float(bits, "f16")
 
     def word(self, index: Int) -> Expr:
-        """A word, as wide as the source has them; the last few stay in registers."""
-        found = self._recent.pop(index, None)
-        if found is None:
-            found = self.let(self.source.word(index))
-        self._recent[index] = found
+        """A word of the source; the most recent ones stay in registers."""
+        word = self._recent.pop(index, None)
+        if word is None:
+            word = self.let(self.source.word(index))
+        self._recent[index] = word
         if len(self._recent) > RECENT:
             del self._recent[next(iter(self._recent))]
-        return found
+        return word
 
     def let(self, value: Expr) -> Expr:
-        """A name for a value, where names are wanted."""
+        """Name a value, if names are wanted."""
         if not self.lets:
             return value
         name = f"{self.prefix}v{len(self.stmts)}"

@@ -1,4 +1,4 @@
-"""Loop forms of 8-bit activations: a unit is one row, so that what made the row can round it as well."""
+"""Loop forms of int8 activations: one unit per row, so that they merge with the kernel that writes the row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = Ref("block", I64)  # of all rows
 
 
 def over_rows(s: Scheduler, builder: LoopBuilder, block: int, body: Sequence[Stmt], flops: int) -> None:
-    """Launch `body`, which is about one block, over the blocks of each row."""
+    """Launch `body`, which handles one block, over the blocks of each row."""
     x, *_ = builder.views
     units, count = product(x.shape[:-1]), x.shape[-1] // block
     blocks = builder.arg("count", count)
@@ -26,17 +26,17 @@ def over_rows(s: Scheduler, builder: LoopBuilder, block: int, body: Sequence[Stm
 
 
 def code(builder: LoopBuilder, *at: tuple[Expr, int | Arg]) -> Expr:
-    """A number of the block times the inverse of its scale, rounded: it is small, or NaN, so two sums do that."""
+    """An element times the inverse of its block's scale, rounded by adding and subtracting a large number."""
     x = builder.load(0, at)
     far = 1.5 * 2.0 ** (52 if x.dtype is F64 else 23)
     return x * Ref("inverse", x.dtype) + far - far
 
 
 def scales(builder: LoopBuilder, block: int) -> list[Stmt]:
-    """`largest`, `scale` and `inverse` of the block."""
+    """Define `largest`, `scale` and `inverse` of the block."""
     x = builder.load(0, ((BLOCK, block), (Index("i"), 1)))
     largest = Ref("largest", x.dtype)
-    tiny = largest < MIN_LARGEST  # not so if there is a NaN
+    tiny = largest < MIN_LARGEST  # false if there is a NaN
     return [
         Let("largest", Reduce("max", "i", block, abs(x))),
         Let("scale", tiny.select(0.0, largest / LARGEST)),

@@ -1,7 +1,7 @@
-"""Tokens of recurrences: rectangular, or ragged, where a launch lists the tokens of each row, in order.
+"""Tokens of recurrences: rectangular, or ragged, where a launch first lists the tokens of each row in order.
 
-A form asks `Tokens` where the tokens of a state are. Kernels of rectangular tokens count them; those of ragged tokens
-read `order`, the numbers of all tokens row by row, and `starts`, where the tokens of each row begin in it.
+`Tokens` tells a form where the tokens of a state are. Kernels of rectangular tokens just count; kernels of ragged
+tokens read `order`, all token indices sorted by row, and `offsets`, where each row begins in it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ BEGIN, COUNT, TOKEN = Ref("begin", I64), Ref("count", I64), Ref("token", I64)
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens belong to which state. A kernel has `count_own` for each state before it walks its tokens."""
+    """Maps states to their tokens. A kernel calls `count_own` for each state before it walks its tokens."""
 
     states: Size
-    width: Size  # tokens of each state; of all of them if they are ragged
-    order: View | None = None  # [tokens + 1], if they are ragged
-    starts: View | None = None  # [states + 3]; those after the last state are padding
+    width: Size  # tokens per state; of all states together if ragged
+    order: View | None = None  # [tokens + 1], if ragged
+    offsets: View | None = None  # [states + 3]; tokens after the last state are padding
 
     @classmethod
     def of(cls, s: Scheduler, node: Node) -> Tokens:
@@ -36,8 +36,8 @@ class Tokens:
         if rows is None or state is None:
             return cls(first.shape[0], first.shape[1])
         key = "tokens by row", rows, state.shape[0]
-        if key not in s.shared:  # layers have the same rows
-            s.shared[key] = _listed(s, s.view(rows), state.shape[0])
+        if key not in s.shared:  # shared by all layers
+            s.shared[key] = _list_tokens(s, s.view(rows), state.shape[0])
         return cls(state.shape[0], first.shape[0], *s.shared[key])
 
     @property
@@ -51,20 +51,20 @@ class Tokens:
         return view.with_((1, *view.shape), (product(view.shape), *view.strides))
 
     def read(self, operands: Operands) -> None:
-        """Parameters that say where ragged tokens are."""
-        if self.order is not None and self.starts is not None:
+        """Add the parameters that locate ragged tokens."""
+        if self.order is not None and self.offsets is not None:
             operands.read("order", self.order)
-            operands.read("starts", self.starts)
+            operands.read("starts", self.offsets)
 
     def count_own(self, operands: Operands, state: Expr) -> list[Stmt]:
-        """`begin` and `count` of the tokens of a state, if they are ragged."""
+        """Define `begin` and `count` of the tokens of a state, if ragged."""
         if not self.ragged:
             return []
         begin, end = (operands.load("starts", at).cast(I64) for at in (state, state + 1))
         return [Let("begin", begin), Let("count", end - BEGIN)]
 
     def own(self, operands: Operands) -> Arg | Ref:
-        """How many tokens a state has."""
+        """The number of tokens of a state."""
         return COUNT if self.ragged else operands.builder.arg("seq", self.width)
 
     def entry(self, state: Expr) -> Expr:
@@ -72,28 +72,28 @@ class Tokens:
         return Const(0, I64) if self.ragged else state
 
     def find(self, operands: Operands, number: Expr) -> list[Stmt]:
-        """`token`, the place of a state's token of this number."""
+        """Define `token`, the index of a state's token `number`."""
         return [Let("token", operands.load("order", BEGIN + number).cast(I64) if self.ragged else number)]
 
     def unless_idle(self, operands: Operands, *body: Stmt) -> tuple[Stmt, ...]:
-        """Statements that carry a state on, which there is no need for if it has no tokens and is updated in place."""
+        """Statements that update a state; skipped if it has no tokens and is updated in place."""
         in_place = operands.numbers.get("final") == operands.numbers.get("state")
         if not self.ragged or not in_place:
             return body
         return Let("busy", COUNT.min(1)), For("once", Ref("busy", I64), body)
 
 
-def _listed(s: Scheduler, rows: View, states: Size) -> tuple[View, View]:
-    """`order` and `starts`: one unit counts the tokens of each row, then puts them in order.
+def _list_tokens(s: Scheduler, rows: View, states: Size) -> tuple[View, View]:
+    """Compute `order` and `offsets`: a single unit counts the tokens of each row, then sorts them by row.
 
-    Padding, and a token whose row does not exist, comes after all rows.
+    Padding and tokens whose row does not exist come after all rows.
     """
     operands, tokens = Operands(s, "list_tokens"), rows.shape[0]
-    # The one beyond the tokens is where a row after the last of them begins.
-    order, starts = (s.temporary(TensorType((size,), I32)) for size in (tokens + 1, states + 3))
+    # One entry past the tokens, where empty rows after the last token begin.
+    order, offsets = (s.temporary(TensorType((size,), I32)) for size in (tokens + 1, states + 3))
     operands.read("rows", rows)
     operands.write("order", order)
-    operands.write("starts", starts)
+    operands.write("starts", offsets)
     builder = operands.builder
     count, limit = builder.arg("tokens", tokens), builder.arg("states", states)
     i, row, group, at = Index("i"), Ref("row", I64), Ref("group", I64), Ref("at", I64)
@@ -109,7 +109,7 @@ def _listed(s: Scheduler, rows: View, states: Size) -> tuple[View, View]:
         Let("exists", (row >= 0) & (row < limit)),
         Let("group", Ref("exists", BOOL).select(row, limit)),
     )
-    # Counts are two places further on, so that placing tokens moves the start of each group up to that of the next.
+    # Counts are stored two entries further on, so that placing tokens advances each offset to that of the next group.
     body: tuple[Stmt, ...] = (
         For("i", builder.arg("places", states + 3), (put(known(0, I64), i),)),
         For("i", count, (
@@ -124,11 +124,11 @@ def _listed(s: Scheduler, rows: View, states: Size) -> tuple[View, View]:
         )),
     )  # fmt: skip
     builder.launch(s, For("u", builder.arg("units", 1), body), 1, flops=tokens)
-    return order, starts
+    return order, offsets
 
 
 def clear_padding(s: Scheduler, node: Node, out: View) -> None:
-    """Zeros in the result [tokens, ...] where a token has no row."""
+    """Zero the results [tokens, ...] of tokens without a row."""
     rows, state = node.operand("rows"), node.operand("state")
     if rows is None or state is None:
         return

@@ -1,4 +1,4 @@
-"""Loop forms of random numbers: every element works its own block out, in 64-bit integers."""
+"""Loop forms of random numbers: each element computes its own Philox block in 64-bit integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.types import product
 
 
 class _Names:
-    """Values that are used more than once get a name."""
+    """Names values that are used more than once."""
 
     def __init__(self) -> None:
         self.stmts: list[Stmt] = []
@@ -35,7 +35,7 @@ def _word(names: _Names, index: Expr, key: list[Expr]) -> Expr:
         if number:
             k = [names.let(word + weyl & WORD) for word, weyl in zip(k, WEYL, strict=True)]
         low, high = (names.let(c[i] * m) for i, m in zip((0, 2), MULTIPLIERS, strict=True))
-        # Products fill 64 bits; a shift brings copies of the sign in, which the mask takes off.
+        # Products fill 64 bits; the shift sign-extends, which the mask undoes.
         tops = [p >> 32 & WORD for p in (low, high)]
         c = [
             names.let(names.let(names.let(tops[1]) ^ c[1]) ^ k[0]),

@@ -1,4 +1,4 @@
-"""What loop forms of recurrences share: walks over chunks of tokens, resets at segment starts, matrices as states."""
+"""Shared parts of recurrent loop forms: walks over chunks of tokens, resets at segment starts, matrix states."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlx.lir.views import View
 from rlx.ops.recurrent import chunks_of
 from rlx.types import Size, TensorType, product
 
-FIRST, REST, STARTS = Ref("first", I64), Ref("rest", I64), Ref("starts", BOOL)
+FIRST, REST, AT_START = Ref("first", I64), Ref("rest", I64), Ref("starts", BOOL)
 
 
 def results_of(s: Scheduler, node: Node) -> tuple[list[View], View | None]:
-    """Where the results go, and the state that is carried."""
+    """The buffers of the results, and the carried state, if any."""
     out = s.result(node)
     if not node.op.endswith("_carry"):
         return [out], None
@@ -35,21 +35,21 @@ def read_segments(operands: Operands, node: Node) -> None:
 
 
 def find_start(operands: Operands, b: Expr, token: Expr) -> list[Stmt]:
-    """`starts`: whether `token` starts a segment. Nothing where there are no segments."""
+    """Define `starts`: whether `token` begins a segment. Empty without segments."""
     if "segments" not in operands.numbers:
         return []
     here, before = (operands.load("segments", b, at) for at in (token, token - token.min(1)))
-    return [Let(STARTS.name, here.ne(before))]
+    return [Let(AT_START.name, here.ne(before))]
 
 
 def unless_start(operands: Operands, value: Expr) -> Expr:
-    """A value of the state before the token, which is 0 where a segment starts."""
-    return STARTS.select(0, value) if "segments" in operands.numbers else value
+    """A value of the state before the token: 0 at the start of a segment."""
+    return AT_START.select(0, value) if "segments" in operands.numbers else value
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
 def walk_chunks(operands: Operands, seq: Size, chunk: int, *body: Stmt, backwards: bool = False) -> For:
-    """Does `body` for each chunk: `chunk` is its number, `first` its first token, `rest` how many it has."""
+    """Run `body` per chunk: `chunk` is its index, `first` its first token, `rest` its number of tokens."""
     builder = operands.builder
     chunks = builder.arg("chunks", chunks_of(seq, chunk))
     turn = chunks - 1 - Index("turn") if backwards else Index("turn")
@@ -63,11 +63,11 @@ def walk_chunks(operands: Operands, seq: Size, chunk: int, *body: Stmt, backward
 
 # -- states that are matrices ------------------------------------------------------------------------------------------
 def walk_matrix(
-    s: Scheduler, node: Node, out: View, *, state: View | None, last: View | None, kept: Sequence[View] = ()
+    s: Scheduler, node: Node, out: View, *, state: View | None, last: View | None, saved: Sequence[View] = ()
 ) -> None:
-    """Gated linear attention, or the gated delta net, token by token. A unit is a head, its matrix in its own memory.
+    """Gated linear attention or the gated delta net, token by token. A unit is a head, with its own matrix state.
 
-    `kept` are the states before each chunk, and what each token found missing.
+    `saved` receives the states before each chunk, and each token's prediction error.
     """
     corrects = node.op.startswith("gated_delta_net")
     operands, tokens = Operands(s, node.op), Tokens.of(s, node)
@@ -80,7 +80,7 @@ def walk_matrix(
     operands.write("out", out)
     if state is not None and last is not None:
         operands.carry(state, last)
-    for name, view in zip(("states", "misses"), kept, strict=False):
+    for name, view in zip(("states", "misses"), saved, strict=False):
         operands.write(name, view)
     batch, seq, (heads, columns) = tokens.states, tokens.width, out.shape[2:]
     groups, rows = s.view(node.operands[0]).shape[-2:]
@@ -106,7 +106,7 @@ def walk_matrix(
     if corrects:
         seen = unless_start(operands, decay * Reduce("sum", "i", rows, cell() * key))
         column.append(Let("miss", value - seen))
-        if kept:
+        if saved:
             column.append(operands.store("misses", Ref("miss", kind), b, TOKEN, h, j))
         value = Ref("miss", kind) * operands.load("beta", entry, TOKEN, h)
     scale = 1 / math.sqrt(rows) if corrects else 1.0
@@ -125,9 +125,9 @@ def walk_matrix(
     walk = For("t", REST, token)
     start = operands.load("state", b, h, i, j) if state is not None else Const(0.0, kind)
     body: list[Stmt] = [each_cell(operands.store("matrix", start, b, h, i, j))]
-    if kept:
-        keep = each_cell(operands.store("states", cell(), b, h, Ref("chunk", I64), i, j))
-        body.append(walk_chunks(operands, seq, node.attrs["chunk"], keep, walk))
+    if saved:
+        save = each_cell(operands.store("states", cell(), b, h, Ref("chunk", I64), i, j))
+        body.append(walk_chunks(operands, seq, node.attrs["chunk"], save, walk))
     else:
         body += [Let("first", known(0, I64)), Let("rest", known(0, I64) + tokens.own(operands)), walk]
     if last is not None:

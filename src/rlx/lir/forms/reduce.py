@@ -1,7 +1,7 @@
 """Loop forms of reductions, argmax, top-k and running sums.
 
-Where the reduced axis is contiguous, a row is one unit and the reduction itself is vectorised. Where a kept axis is
-contiguous, lanes run over that axis; plain reductions then go through blocks of whole rows in the order of memory.
+If the reduced axis is contiguous, a row is one unit and the reduction itself is vectorised. If a kept axis is
+contiguous, lanes run over that axis; plain reductions then walk blocks of complete rows in memory order.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from rlx.lir.views import View, collapse
 from rlx.ops.reduce import normal_axes
 from rlx.types import Size, TensorType, contiguous_strides, product
 
-# How columns are reduced. The numbers say in which order, so they depend on no thread.
-BLOCK = 32  # long rows of a unit
-LONG = 1024  # elements of a row that memory is read fast by: 8 shorter streams at once are half as fast
-STRIP = 4096  # columns of a unit at most, so that what they have so far stays near
-SMALL_STRIP = 256  # the same where all that threads can share is columns
-NARROW = 64  # columns of matrices of a batch up to which what they have so far stays in registers
-TOGETHER = 8  # rows between a column's store and its next load
+# Fixed blocking of column reductions; constant, so that results do not depend on the thread count.
+BLOCK = 32  # long rows per unit
+LONG = 1024  # elements per row for full memory bandwidth: 8 shorter streams at once reach half of it
+STRIP = 4096  # maximum columns per unit, so that their partial sums stay in cache
+SMALL_STRIP = 256  # the same if threads can split only columns
+NARROW = 64  # batched matrices with fewer columns keep their partial sums in registers
+TOGETHER = 8  # rows combined between a column's load and store
 
 
 @dataclass
 class Rows:
     """Loops over the kept axes of a reduction, and how each operand is addressed inside them.
 
-    `place(param, *indices)` gives the address terms of a parameter, with one index for each reduced axis it has.
+    `place(param, *indices)` returns the address terms of a parameter, with one index per reduced axis it has.
     """
 
     builder: LoopBuilder
@@ -99,23 +99,23 @@ class Rows:
         builder.launch(s, root, units, flops=flops, shares=self._shares() if len(outer) == 1 else None)
 
     def _shares(self) -> dict[int, Size]:
-        """The operands whose rows follow each other without gaps, and how long rows are."""
+        """The operands whose rows are contiguous with each other, and the lengths of their rows."""
         if self.vector:
             return {}
-        whole = list(contiguous_strides(tuple(self.reduced)))
+        contiguous = list(contiguous_strides(tuple(self.reduced)))
         rows: dict[int, Size] = {}
-        for param, (kept, inner) in enumerate(zip(self.kept_strides, self.reduced_strides, strict=True)):
-            row = product(self.reduced) if inner == whole else 1
-            if kept[0] == row and (inner == whole or all(stride == 0 for stride in inner)):
+        for param, (outer, inner) in enumerate(zip(self.kept_strides, self.reduced_strides, strict=True)):
+            row = product(self.reduced) if inner == contiguous else 1
+            if outer[0] == row and (inner == contiguous or all(stride == 0 for stride in inner)):
                 rows[param] = row
         return rows
 
 
 def rows_over(builder: LoopBuilder, views: Sequence[View], shape: Sequence[Size], axes: Sequence[int]) -> Rows:
     """Plan the loops of a reduction of `views` (all of `shape`, stride 0 where one lacks an axis) over `axes`."""
-    kept = [a for a in range(len(shape)) if a not in axes]
-    strides = [[v.strides[a] for a in kept] for v in views]
-    kept_sizes, kept_strides, _ = collapse([shape[a] for a in kept], strides)
+    kept_axes = [a for a in range(len(shape)) if a not in axes]
+    strides = [[v.strides[a] for a in kept_axes] for v in views]
+    kept_sizes, kept_strides, _ = collapse([shape[a] for a in kept_axes], strides)
     strides = [[v.strides[a] for a in axes] for v in views]
     reduced_sizes, reduced_strides, _ = collapse([shape[a] for a in axes], strides)
     if not reduced_sizes:
@@ -127,7 +127,7 @@ def rows_over(builder: LoopBuilder, views: Sequence[View], shape: Sequence[Size]
 
 
 def _aligned(view: View, shape: Sequence[Size], axes: Sequence[int], keepdims: bool) -> View:
-    """A reduced result seen with the operand's axes: stride 0 on the reduced ones."""
+    """A reduced result with the operand's axes: stride 0 on the reduced axes."""
     strides: list[Size] = []
     remaining = iter(s for i, s in enumerate(view.strides) if not (keepdims and i in axes))
     for axis in range(len(shape)):
@@ -166,15 +166,15 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         *outer, columns = rows.kept_strides[0]
         shape, strides = (*rows.kept_sizes[:-1], rows.reduced[0], rows.kept_sizes[-1]), rows.reduced_strides[0]
         matrix = View(x.buffer, x.dtype, shape, (*outer, strides[0], columns), x.offset)
-        kept = View(out.buffer, out.dtype, tuple(rows.kept_sizes), tuple(rows.kept_strides[1]), out.offset)
-        reduce_columns(s, node.op, op, Terms([matrix]), [kept], count)
+        result = View(out.buffer, out.dtype, tuple(rows.kept_sizes), tuple(rows.kept_strides[1]), out.offset)
+        reduce_columns(s, node.op, op, Terms([matrix]), [result], count)
     else:
-        rows.launch(s, [Store(1, rows.place(1), _over(rows.builder, _nested(rows, op), count))], product(x.shape))
+        rows.launch(s, [Store(1, rows.place(1), _divide(rows.builder, _nested(rows, op), count))], product(x.shape))
     return [out]
 
 
-def _over(builder: LoopBuilder, value: Expr, count: Size | None) -> Expr:
-    """A sum, or the mean of so many."""
+def _divide(builder: LoopBuilder, value: Expr, count: Size | None) -> Expr:
+    """The sum itself, or divided by `count` for a mean."""
     if count is None:
         return value
     return value / builder.arg("count", count).cast(value.dtype)
@@ -182,41 +182,41 @@ def _over(builder: LoopBuilder, value: Expr, count: Size | None) -> Expr:
 
 @dataclass(frozen=True)
 class Terms:
-    """Rows to be reduced to one: views of [..., rows, columns], and what to take of their elements at one place."""
+    """Rows to reduce to one: views of [..., rows, columns], and a function of their elements at one position."""
 
     views: Sequence[View]
-    values: Callable[[Sequence[Expr]], Sequence[Expr]] = lambda elements: elements  # one a result
-    flops: int = 1  # at one place
+    values: Callable[[Sequence[Expr]], Sequence[Expr]] = lambda elements: elements  # one per result
+    flops: int = 1  # per position
 
     @property
     def block(self) -> tuple[int, int]:
-        """How many rows a block has, and how many of them, one after the other without gaps, are taken as one row."""
+        """Rows per block, and how many contiguous rows are treated as one longer row."""
         columns = self.views[0].shape[-1]
         rows = -(-LONG // columns) if isinstance(columns, int) and columns > 0 else 1
         gapless = all(v.strides[-2] == columns and v.strides[-1] == 1 for v in self.views)
         return BLOCK * rows, rows if gapless else 1
 
     def cut(self, blocks: Size) -> tuple[Terms, Terms]:
-        """Blocks of rows, [blocks, rows, columns], and the rows after them."""
-        whole, rest = [], []
+        """Complete blocks, [blocks, rows, columns], and the remaining rows."""
+        complete, rest = [], []
         block, as_one = self.block
         for v in self.views:
             (rows, columns), (step, unit) = v.shape, v.strides
             shape = (blocks, block // as_one, columns * as_one)
-            whole.append(View(v.buffer, v.dtype, shape, (step * block, step * as_one, unit), v.offset))
+            complete.append(View(v.buffer, v.dtype, shape, (step * block, step * as_one, unit), v.offset))
             done = blocks * block
             rest.append(View(v.buffer, v.dtype, (rows - done, columns), v.strides, v.offset + step * done))
-        return replace(self, views=whole), replace(self, views=rest)
+        return replace(self, views=complete), replace(self, views=rest)
 
 
 def reduce_columns(
     s: Scheduler, name: str, op: str, terms: Terms, outs: Sequence[View], count: Size | None = None
 ) -> None:
-    """Reduce rows to one, [..., columns] of each of `outs`; of `count`, if given, the mean.
+    """Reduce rows to [..., columns] for each of `outs`; divided by `count`, if given.
 
-    Units have blocks of rows, which they read in order, as memory is fastest; what these come to, and the rows of no
-    whole block, are reduced by a second launch. Few rows need only that one. So do matrices of a batch: each is reduced
-    row by row, so that neutral rows at its end, padding to the length of others, change no bit.
+    Each unit reduces a block of rows in memory order, for bandwidth; a second launch reduces the block results and the
+    remaining rows. Few rows need only the second launch. So do batched matrices: each is reduced row by row, so that
+    neutral padding rows at its end do not change a bit.
     """
     *outer, rows, columns = terms.views[0].shape
     block, as_one = terms.block
@@ -224,9 +224,9 @@ def reduce_columns(
     if not outer and (not isinstance(blocks, int) or blocks > 1):
         reduced = [s.temporary(TensorType((blocks * as_one, columns), out.dtype.wide)) for out in outs]
         shape = (blocks, columns * as_one)
-        whole, rest = terms.cut(blocks)
+        complete, rest = terms.cut(blocks)
         into = [View(v.buffer, v.dtype, shape, contiguous_strides(shape)) for v in reduced]
-        _reduce_rows(s, f"{name}_blocks", op, [whole], into, STRIP)
+        _reduce_rows(s, f"{name}_blocks", op, [complete], into, STRIP)
         parts = [Terms(reduced), rest]
     _reduce_rows(s, name, op, parts, outs, LONG if outer else SMALL_STRIP, count)
 
@@ -235,22 +235,24 @@ def _reduce_rows(
     s: Scheduler, name: str, op: str, parts: Sequence[Terms], outs: Sequence[View], widest: int,
     count: Size | None = None,
 ) -> None:  # fmt: skip
-    """A unit reduces all rows of a strip of columns, some rows together; what columns have so far is in memory."""
+    """A unit reduces all rows of a strip of columns, several rows at a time; partial results are in memory."""
     builder = LoopBuilder(name)
     combine = functools.partial(binary, {"sum": "add", "prod": "mul"}.get(op, op))
     reads = [[builder.param(v) for v in part.views] for part in parts]
     wide = [v if v.dtype is v.dtype.wide else s.temporary(TensorType(v.shape, v.dtype.wide)) for v in outs]
-    held = [builder.param(v, written=True) for v in wide]
-    results = [h if v is out else builder.param(out, written=True) for h, v, out in zip(held, wide, outs, strict=True)]
+    accumulators = [builder.param(v, written=True) for v in wide]
+    results = [
+        h if v is out else builder.param(out, written=True) for h, v, out in zip(accumulators, wide, outs, strict=True)
+    ]
     lets, width, rows = _strips(builder, outs[0].shape, widest)
 
     def over_columns(values: Sequence[Expr], into: Sequence[int]) -> For:
-        named = [Let(f"value{i}", value) for i, value in enumerate(values)]  # all of them before the first is stored
+        named = [Let(f"value{i}", value) for i, value in enumerate(values)]  # all loads precede the first store
         stores = [Store(p, rows.place(p), Ref(n.name, n.value.dtype)) for p, n in zip(into, named, strict=True)]
         return For("j", width, (*named, *stores), vector=True)
 
-    so_far: list[Expr] = [Load(p, rows.place(p), builder.params[p].dtype) for p in held]
-    starts: list[list[Expr]] = []
+    partials: list[Expr] = [Load(p, rows.place(p), builder.params[p].dtype) for p in accumulators]
+    initial: list[list[Expr]] = []
     loops: list[For] = []
     for which, (part, params) in enumerate(zip(parts, reads, strict=True)):
 
@@ -259,35 +261,38 @@ def _reduce_rows(
 
         extent = part.views[0].shape[-2]
         groups = max(extent - 1, 0) // TOGETHER if isinstance(extent, int) else extent // TOGETHER
-        first = builder.arg(f"first{which}", extent - groups * TOGETHER)  # rows before those that go together
-        q, totals = Index(f"q{which}"), so_far
-        starts.append([Reduce(op, q.name, first, value) for value in values(q)])
+        first = builder.arg(f"first{which}", extent - groups * TOGETHER)  # rows before the groups of TOGETHER
+        q, totals = Index(f"q{which}"), partials
+        initial.append([Reduce(op, q.name, first, value) for value in values(q)])
         for i in range(TOGETHER):
             totals = list(map(combine, totals, values(Index("g") * TOGETHER + i + first)))
         if groups != 0:
-            loops.append(For("g", builder.arg(f"groups{which}", groups), (over_columns(totals, held),)))
-    body = [over_columns([functools.reduce(combine, of_parts) for of_parts in zip(*starts, strict=True)], held), *loops]
-    if count is not None or results != held:
-        body.append(over_columns([_over(builder, value, count) for value in so_far], results))
+            loops.append(For("g", builder.arg(f"groups{which}", groups), (over_columns(totals, accumulators),)))
+    body = [
+        over_columns([functools.reduce(combine, of_parts) for of_parts in zip(*initial, strict=True)], accumulators),
+        *loops,
+    ]
+    if count is not None or results != accumulators:
+        body.append(over_columns([_divide(builder, value, count) for value in partials], results))
     units = product(rows.kept_sizes[:-1])
     flops = functools.reduce(operator.add, (product(part.views[0].shape) * part.flops for part in parts))
     builder.launch(s, For("u", builder.arg("units", units), (*lets, *body)), units, flops=flops)
 
 
-def _strips(builder: LoopBuilder, kept: Sequence[Size], widest: int) -> tuple[list[Let], Ref, Rows]:
-    """Loops over `kept` axes, the last one in strips: what comes first, how wide a strip is, and where operands lie."""
-    *outer, columns = kept
+def _strips(builder: LoopBuilder, axes: Sequence[Size], widest: int) -> tuple[list[Let], Ref, Rows]:
+    """Loops over `axes`, the last in strips: returns the initial lets, the width of a strip, and the addressing."""
+    *outer, columns = axes
     count, step = (columns + (widest - 1)) // widest, widest
     if isinstance(columns, int) and isinstance(count, int) and count > 0:
-        step = 64 * -(-columns // (64 * count))  # all of about one width
+        step = 64 * -(-columns // (64 * count))  # of about equal width
     rows = Rows(builder, [], True, [*outer, count, step], [], [])
     for view in builder.views:
         strides = list(view.strides)
-        rows.reduced_strides.append([strides.pop(-2)] if view.rank > len(kept) else [])
+        rows.reduced_strides.append([strides.pop(-2)] if view.rank > len(axes) else [])
         rows.kept_strides.append([*strides[:-1], strides[-1] * step, strides[-1]])
-    names = [f"k{i}" for i in range(len(kept))]
-    whole, last = builder.arg("step", step), Ref(names[-1], I64)
-    width = Let("width", (builder.arg("columns", columns) - last * whole).min(whole))
+    names = [f"k{i}" for i in range(len(axes))]
+    stride, last = builder.arg("step", step), Ref(names[-1], I64)
+    width = Let("width", (builder.arg("columns", columns) - last * stride).min(stride))
     return [*decode_unit(builder, rows.kept_sizes[:-1], names), width], Ref(width.name, I64), rows
 
 
@@ -307,13 +312,13 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def _key(value: Expr) -> Expr:
-    """An integer that orders as the value does, NaN above everything."""
+    """An integer that sorts like the value, NaN above everything."""
     if value.dtype in (F32, F64):
         return value.order().cast(I64)
     return value.cast(I64)
 
 
-LEAST = -(2**63)
+MIN_KEY = -(2**63)
 
 
 @loop_form("argmax")
@@ -328,7 +333,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         Assign("best", better.select(key, best)),
     )
     body: list[Stmt] = [
-        Var("best", Const(LEAST, I64)),
+        Var("best", Const(MIN_KEY, I64)),
         Var("at", Const(0, I64)),
         For("q", rows.extent(), step),
         Store(1, rows.place(1), at.cast(I32)),
@@ -339,7 +344,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("topk")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """k passes over a row, each finding the best element behind the one found before."""
+    """k passes over a row, each selecting the largest element that ranks after the previous one."""
     x = s.contiguous(s.view(node.operands[0]))
     require_at_most(s, node.attrs["k"], x.shape[-1])
     values, indices = s.result(node, 0), s.result(node, 1)
@@ -358,7 +363,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         Assign("best", better.select(key, best)),
     )
     pass_: tuple[Stmt, ...] = (
-        Var("best", Const(LEAST, I64)),
+        Var("best", Const(MIN_KEY, I64)),
         Var("at", Const(-1, I64)),
         For("q", n, scan),
         Assign("last", best),
@@ -366,7 +371,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         Store(1, ((row, k), (t, 1)), builder.load(0, ((row, n), (at, 1)))),
         Store(2, ((row, k), (t, 1)), at.cast(I32)),
     )
-    body: tuple[Stmt, ...] = (Var("last", Const(LEAST, I64)), Var("last_at", Const(-1, I64)), For("t", k, pass_))
+    body: tuple[Stmt, ...] = (Var("last", Const(MIN_KEY, I64)), Var("last_at", Const(-1, I64)), For("t", k, pass_))
     units = product(x.shape[:-1])
     builder.launch(s, For("u", builder.arg("units", units), body), units, flops=product(x.shape) * node.attrs["k"])
     return [values, indices]

@@ -1,4 +1,4 @@
-"""The loop form of a barrier: nothing is left of it."""
+"""The loop form of a barrier: the identity, without a launch."""
 
 from __future__ import annotations
 

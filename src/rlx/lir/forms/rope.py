@@ -1,4 +1,4 @@
-"""Loop form of rotary position embedding: a unit is one head of one token."""
+"""Loop form of rotary position embedding (RoPE): one unit per head of a token."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         return Ref("ok", BOOL).choose(builder.load(param, ((Ref("p", I64), n), (j, 1))), 0).cast(kind)
 
     a, b, c, d = (Ref(name, kind) for name in ("first", "second", "cosine", "sine"))
-    turn: tuple[Stmt, ...] = (
+    rotate: tuple[Stmt, ...] = (
         Let("first", element(0, outer, first)),
         Let("second", element(0, outer, second)),
         Let("cosine", angle(1)),
@@ -61,7 +61,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         Let("p", Load(3, ((Ref("b", I64), seq), (Ref("t", I64), 1)), positions.dtype).cast(I64)),
         Let("ok", in_range(Ref("p", I64), table)),
         Check(Ref("ok", BOOL), OUT_OF_RANGE),
-        For("j", n, turn, vector=True),
+        For("j", n, rotate, vector=True),
     ]
     if half * 2 != x.shape[3]:
         rest: Place = ((j, 1), (n, 2))

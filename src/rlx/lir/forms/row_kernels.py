@@ -1,4 +1,4 @@
-"""Writing kernels with one row per unit statement by statement: `Body` collects statements, `Rows` are operands."""
+"""Helpers to write kernels with one row per unit: `Body` collects statements, `Rows` are operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROW = Index("u")  # the unit
 
 
 class Body:
-    """A list of statements under construction; each method appends one. Named values are read through a `Ref`."""
+    """A list of statements under construction; each method appends one. Names are read through a `Ref`."""
 
     def __init__(self) -> None:
         self.stmts: list[Stmt] = []
@@ -65,5 +65,5 @@ class Rows:
 
     @property
     def only(self) -> Expr:
-        """The row's element of a parameter `[rows]`."""
+        """The row's single element, for a parameter `[rows]`."""
         return self[Const(0, I64)]

@@ -303,9 +303,9 @@ class _Sampler(LogitsKernel):
         with self._reaching(body, "equals", self.least) as (block, here):
             is_tie = self.weights[here * BLOCK + Q].eq(self.least).cast(I32)
             ties = block.let("ties_here", Reduce("sum", "q", BLOCK, is_tie).cast(I64))
-            found = block.let("tie_is_here", (seen < keep) & (seen + ties >= keep))
-            block.assign(block_at, found.select(here, block_at))
-            block.assign(before, found.select(seen, before))
+            is_here = block.let("tie_is_here", (seen < keep) & (seen + ties >= keep))
+            block.assign(block_at, is_here.select(here, block_at))
+            block.assign(before, is_here.select(seen, before))
             block.assign(seen, seen + ties)
         with body.loop("q", BLOCK) as each:
             place = each.let("tie_place", block_at * BLOCK + Q)
@@ -318,7 +318,7 @@ class _Sampler(LogitsKernel):
         body, g = self.body, Index("g")
         floor = body.let("floor", self.least.max(min_p * HEAVIEST))
 
-        def kept(place: Expr) -> Expr:
+        def selected(place: Expr) -> Expr:
             weight = self.weights[place]
             return ((weight >= floor) & ((weight > self.least) | (place <= self.last))).select(weight, 0.0)
 
@@ -328,7 +328,7 @@ class _Sampler(LogitsKernel):
             with filtered.loop("g", self.bounded) as block:
                 part = block.var("kept_part", 0, I64)
                 with block.when("kept_open", self.tops[g] >= floor) as inside:
-                    inside.assign(part, Reduce("sum", "q", BLOCK, kept(g * BLOCK + Q).cast(F64)).cast(I64))
+                    inside.assign(part, Reduce("sum", "q", BLOCK, selected(g * BLOCK + Q).cast(F64)).cast(I64))
                 self._store_sum(block, g, part)
                 block.assign(total, total + part)
         passed = body.let("passed", (uniform * total.cast(F64)).cast(I64).min(total - 1))
@@ -337,7 +337,7 @@ class _Sampler(LogitsKernel):
         with body.when("refilled", self.summed_only > 0) as block:
             self.read(block, "refill", at, lambda inner, rows: self._fill(inner, at, rows))
         rest = body.let("rest", passed - before)
-        within, _ = self._passes("token", "q", BLOCK, rest, kept(at * BLOCK + Q).cast(I64))
+        within, _ = self._passes("token", "q", BLOCK, rest, selected(at * BLOCK + Q).cast(I64))
         slot = body.let("slot", at * BLOCK + within.min(BLOCK - 1))
         return body.let("picked", self.limited.choose(self.ids[slot].cast(I64), slot))
 

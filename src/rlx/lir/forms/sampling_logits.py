@@ -48,7 +48,7 @@ class LogitsKernel:
         blocks = (vocab + (BLOCK - 1)) // BLOCK
         room = (blocks + 1) * BLOCK  # a block of nothing behind the last weight
         groups = (blocks + (GROUP - 1)) // GROUP
-        self.vocab, self.blocks, self.whole = (
+        self.vocab, self.blocks, self.full_blocks = (
             b.arg("vocab", vocab), b.arg("blocks", blocks), b.arg("whole_blocks", vocab // BLOCK),
         )  # fmt: skip
         self.part_blocks = b.arg("part_blocks", blocks - vocab // BLOCK)
@@ -106,11 +106,11 @@ class LogitsKernel:
 
         def split(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
             rest = e.load(0).cast(F64)
-            found: list[Expr] = []
+            terms: list[Expr] = []
             for _ in parts:
-                found.append(rest.cast(F32))
-                rest = rest - found[-1].cast(F64)
-            return (), found
+                terms.append(rest.cast(F32))
+                rest = rest - terms[-1].cast(F64)
+            return (), terms
 
         map_elements(self.s, "split_f64", view.shape, [view], parts, split)
         read = [Rows(self.builder, f"{name}{i}", part).only.cast(F64) for i, part in enumerate(parts)]
@@ -144,7 +144,7 @@ class LogitsKernel:
         with body.loop("g", self.blocks, vector=True) as each:
             each.store(self.copied, g, Const(0, I32))
         with body.loop("g", self.part_blocks) as last:
-            self._copy(last, self.whole, self.vocab - self.whole * BLOCK)
+            self._copy(last, self.full_blocks, self.vocab - self.full_blocks * BLOCK)
             with last.loop("q", BLOCK, vector=True) as pad:
                 pad.store(self.weights, self.vocab + Q, Const(-math.inf, F32))
         lengths = {
@@ -272,11 +272,11 @@ class LogitsKernel:
                 with block.when("top_known", self.copied[g].eq(0)) as plain:
                     plain.assign(self.raw_top, self.raw_top.max(self.tops[g]))
             base = sums.let("raw_base", self.raw_top.eq(-math.inf).select(0.0, self.raw_top))
-            with sums.loop("g", self.whole) as block:
+            with sums.loop("g", self.full_blocks) as block:
                 part = Reduce("sum", "q", BLOCK, exp2((self.raw[place] - base) * LOG2_E))
                 block.assign(self.raw_total, self.raw_total + block.let("exponentials", part).cast(F64))
             with sums.loop("last", self.part_blocks) as block:
-                place = self.whole * BLOCK + Q
+                place = self.full_blocks * BLOCK + Q
                 inside = place < self.vocab
                 power = (inside.choose(self.raw[place], -math.inf) - base) * LOG2_E
                 part = Reduce("sum", "q", BLOCK, inside.select(exp2(power), 0.0))

@@ -1,4 +1,4 @@
-"""Loop forms of shape ops: views cost nothing, concatenate and pad are one kernel each."""
+"""Loop forms of shape ops: views are free; concatenate and pad take one kernel each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlx.types import Size, evaluate, is_monotone, symbols_of
 @loop_form("reshape")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     view = s.view(node.operands[0])
-    found = view.reshape(node.types[0].shape)
-    if found is None:
-        found = s.copied(view).reshape(node.types[0].shape)
-    assert found is not None
-    return [found]
+    reshaped = view.reshape(node.types[0].shape)
+    if reshaped is None:
+        reshaped = s.copied(view).reshape(node.types[0].shape)
+    assert reshaped is not None
+    return [reshaped]
 
 
 @loop_form("assume_equal")
@@ -36,7 +36,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def require_at_most(s: Scheduler, a: Size, b: Size) -> None:
-    """Have run time check that a <= b, unless that holds whatever the symbols are."""
+    """Check at run time that a <= b, unless that holds for all values of the symbols."""
     gap = b - a
     if is_monotone(gap) and evaluate(gap, {symbol.name: 0 for symbol in symbols_of(gap)}) >= 0:
         return
@@ -60,7 +60,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("concatenate")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """Each element comes from the operand whose range its index on the axis lies in."""
+    """Each element is read from the operand whose range contains its index on the axis."""
     out = s.result(node)
     axis = node.attrs["axis"] % len(out.shape)
     reads: list[View] = []

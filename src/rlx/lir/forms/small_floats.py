@@ -1,4 +1,4 @@
-"""Floats of few bits as expressions: what the bits stand for, and the bits of what is nearest to a number."""
+"""Small floats (fp8, fp4, f16) as expressions: decoding bits, and rounding numbers to bits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _NAN = {"fp8e4m3": 0x7F, "fp8e5m2": 0x7E, "nvfp4": 0}
 
 
 def small_float(bits: Expr, kind: str) -> Expr:
-    """The f32 that a float of few bits is: its bits at the places of an f32, times what the biases differ by.
+    """Decode a small float to f32: shift its bits into place, then scale by two to the difference of the biases.
 
-    Denormals come out right: they are denormals of f32. E4M3 has no infinities, E2M1 neither these nor NaN.
+    Denormals are correct, since they become denormals of f32. E4M3 has no infinities, E2M1 neither infinities nor NaN.
     """
     exponent, mantissa, bias, _, infinities = FLOATS[kind]
     largest = (1 << exponent + mantissa) - 1
@@ -27,23 +27,23 @@ def small_float(bits: Expr, kind: str) -> Expr:
 
 
 def small_bits(value: Expr, kind: str) -> Expr:
-    """The bits of the float of few bits that is nearest to an f32 or f64, ties to even; too large ones are cut off.
+    """The bits of the small float nearest to an f32 or f64, ties to even; larger magnitudes saturate.
 
-    NaN stays NaN without a sign, in the bits that `ml_dtypes` gives it; E2M1 has none and makes it 0.
+    NaN becomes the unsigned NaN that `ml_dtypes` uses; E2M1 has no NaN and makes it 0.
     """
     exponent, mantissa, bias, largest, _ = FLOATS[kind]
     own, own_bias = (23, 127) if value.dtype is F32 else (52, 1023)
     assert value.dtype in (F32, F64)
     size = abs(value).min(largest)
     drop = own - mantissa
-    whole = size.order()  # of what is not negative: its bits
-    normal = (whole + ((whole >> drop & 1) + ((1 << drop - 1) - 1)) >> drop) - (own_bias - bias << mantissa)
-    # Below the normal numbers steps are equal: those of `shift`, so that adding it rounds to whole ones.
+    raw_bits = size.order()  # the bits of a non-negative float
+    normal = (raw_bits + ((raw_bits >> drop & 1) + ((1 << drop - 1) - 1)) >> drop) - (own_bias - bias << mantissa)
+    # Denormals are equally spaced, with the spacing of floats near `shift`, so adding that rounds to them.
     shift = 2.0 ** (own + 1 - bias - mantissa)
     offset = (own + 1 - bias - mantissa + own_bias) << own
     small = (size + shift).order() - offset
     rounded = (size < 2.0 ** (1 - bias)).select(small, normal)
-    negative = (value < 0.0) | (1.0 / value < 0.0)  # the second tells -0.0
+    negative = (value < 0.0) | (1.0 / value < 0.0)  # the second detects -0.0
     top = 1 << exponent + mantissa
-    signed = rounded | negative.select(number(top, whole.dtype), 0)
+    signed = rounded | negative.select(number(top, raw_bits.dtype), 0)
     return value.ne(value).select(_NAN[kind], signed)

@@ -1,4 +1,4 @@
-"""The loop form of softmax: maximum, sum of exponentials and quotients of a row in one kernel."""
+"""The loop form of softmax: maximum, sum of exponentials and division of a row in one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loop forms of optimiser steps: one pass over parameter, moments and gradient, the first of them written in place."""
+"""Loop forms of optimiser steps: one pass over parameter, moments and gradient; parameter and moments in place."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from rlx.lir.views import View
 
 @loop_form("assign")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    return _changed(s, node, [0])
+    return _update_in_place(s, node, [0])
 
 
 @loop_form("adamw_update")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    return _changed(s, node, [0, 1, 2])
+    return _update_in_place(s, node, [0, 1, 2])
 
 
 @loop_form("sgd_update")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    return _changed(s, node, [0] if node.operands[3] is None else [0, 3])
+    return _update_in_place(s, node, [0] if node.operands[3] is None else [0, 3])
 
 
-def _changed(s: Scheduler, node: Node, written: Sequence[int]) -> list[View]:
-    """One kernel that computes what the op is written with, with the operands `written` in their own memory."""
-    given = {i: s.view(o) for i, o in enumerate(node.operands) if o is not None}
-    mine: dict[int, View] = {}
+def _update_in_place(s: Scheduler, node: Node, written: Sequence[int]) -> list[View]:
+    """Launch one kernel that computes the op's decomposition and updates the operands `written` in place."""
+    operands = {i: s.view(o) for i, o in enumerate(node.operands) if o is not None}
+    updated: dict[int, View] = {}
     for i in written:
-        taken = any(view.buffer == given[i].buffer for view in mine.values())
-        own = given[i].is_contiguous() and not taken and may_write(s, node, given[i])
-        mine[i] = given[i] if own else s.copied(given[i])
-    buffers = {view.buffer for view in mine.values()}
-    reads = {i: s.copied(v) if v.buffer in buffers else v for i, v in given.items() if i not in mine}
-    numbers = {i: n for n, i in enumerate((*reads, *mine))}  # of the kernel's parameters
+        taken = any(view.buffer == operands[i].buffer for view in updated.values())
+        own = operands[i].is_contiguous() and not taken and may_write(s, node, operands[i])
+        updated[i] = operands[i] if own else s.copied(operands[i])
+    buffers = {view.buffer for view in updated.values()}
+    reads = {i: s.copied(v) if v.buffer in buffers else v for i, v in operands.items() if i not in updated}
+    numbers = {i: n for n, i in enumerate((*reads, *updated))}  # of the kernel's parameters
 
     types = [None if o is None else o.type.with_shape() for o in node.operands]
-    made = expand_decomposition(node.definition, types, node.attrs)  # of one element
+    scalar_graph = expand_decomposition(node.definition, types, node.attrs)  # for one element
 
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
-        return body_lets(made, [e.load(numbers[i]) for i in given], s.target)
+        return body_lets(scalar_graph, [e.load(numbers[i]) for i in operands], s.target)
 
-    shape = given[written[0]].shape
-    map_elements(s, node.op, shape, list(reads.values()), list(mine.values()), body, flops=2 * len(given))
-    return list(mine.values())
+    shape = operands[written[0]].shape
+    map_elements(s, node.op, shape, list(reads.values()), list(updated.values()), body, flops=2 * len(operands))
+    return list(updated.values())
 
 
 @loop_form("settled")

@@ -1,7 +1,7 @@
-"""Attention: its gradient is an op, which makes the weights again block by block; the rest is written with plain ops.
+"""Attention: its gradient is an op that recomputes the weights block by block; everything else uses plain ops.
 
-Plain ops have all scores in memory. They are for second derivatives, for forward mode, and for the gradient of a bias,
-which is as large as the scores itself.
+Plain ops materialise all scores. They serve second derivatives, forward mode, and the gradient of a bias, which is as
+large as the scores itself.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from rlx.dtypes import I32
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ops.attention import parse_mask, row_type
-from rlx.transforms.build import count, counter, flat, in_type, zeros_like
+from rlx.transforms.build import cast_to, count, flat, iota, zeros_like
 from rlx.transforms.rule_tables import Cotangents, Pull, Vmapped, batching, linearise, parts
-from rlx.transforms.vjp import through_parts
-from rlx.transforms.vmap import folded
+from rlx.transforms.vjp import linearise_decomposition
+from rlx.transforms.vmap import fold_batch
 from rlx.types import Size
 
-LOW = -1e30  # the score of a key that is not seen; -inf would make NaN of a row that sees nothing
+LOW = -1e30  # score of a masked key; -inf would give NaN for a fully masked row
 
 
 def visible(graph: Graph, kind: str, queries: Size, keys: Size) -> Value | None:
-    """[queries, keys]: which keys a query sees; None for all. Both end at the same position."""
+    """Return the mask [queries, keys] of visible keys; None for all. Queries and keys end at the same position."""
     mask = parse_mask(kind)
     if not mask.limited:
         return None
@@ -34,49 +34,49 @@ def visible(graph: Graph, kind: str, queries: Size, keys: Size) -> Value | None:
         gap = last - count(graph, queries, I32)
     if mask.ahead:
         gap = gap + mask.ahead
-    last_key = (counter(graph, queries) + gap).reshape(queries, 1)
-    key = counter(graph, keys).reshape(1, keys)
+    last_key = (iota(graph, queries) + gap).reshape(queries, 1)
+    key = iota(graph, keys).reshape(1, keys)
     seen = key <= last_key
     return seen if not mask.window else graph.one("logical_and", seen, key > last_key - mask.window)
 
 
 def grouped(x: Value, kv_heads: int) -> Value:
-    """[batch, seq, heads, d] as [batch, kv_heads, group · seq, d]."""
+    """Rearrange [batch, seq, heads, d] to [batch, kv_heads, group · seq, d]."""
     batch, seq, heads, d = x.shape
     rows = x.graph.one("transpose", x, axes=(0, 2, 1, 3))
     return rows.reshape(batch, kv_heads, heads // kv_heads * seq, d)
 
 
 def ungrouped(x: Value, heads: Size, seq: Size) -> Value:
-    """The opposite of `grouped`."""
+    """Undo `grouped`."""
     batch, d = x.shape[0], x.shape[3]
     return x.graph.one("transpose", x.reshape(batch, heads, seq, d), axes=(0, 2, 1, 3))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What weights are made of: q and k are [batch, kv_heads, group · queries, ...], scores [batch, heads, ...]."""
+    """Attention scores [batch, heads, ...] and the q and k they come from, [batch, kv_heads, group · queries, ...]."""
 
     q: Value
     k: Value
     scores: Value
-    seen: Value | None  # which keys are; None for all
-    capped: Value | None  # tanh of the scores, where they are capped
+    seen: Value | None  # mask of visible keys; None for all
+    capped: Value | None  # tanh of the scores, with softcap
     scale: float
 
     def where_seen(self, value: Value, other: float) -> Value:
-        """A number for each score; another one for keys that are not seen."""
+        """Return `value` where keys are visible, else `other`."""
         return value if self.seen is None else value.graph.one("where", self.seen, value, other)
 
 
 def score(q: Value, k: Value, mask: Value | None, mask_kind: str, scale: float | None, softcap: float | None) -> Scores:
-    """The scores of all queries and keys."""
+    """Compute the scores of all queries and keys."""
     graph, wide = q.graph, q.dtype.wide
     batch, seq, heads, dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     assert isinstance(dim, int) and isinstance(kv_heads, int)
     factor = scale if scale is not None else 1 / math.sqrt(dim)
-    qg, kg = (grouped(in_type(x, wide), kv_heads) for x in (q, k))
+    qg, kg = (grouped(cast_to(x, wide), kv_heads) for x in (q, k))
     scores = (qg @ kg.mT * factor).reshape(batch, heads, seq, keys)
     capped = None
     if softcap is not None:
@@ -92,11 +92,11 @@ def score(q: Value, k: Value, mask: Value | None, mask_kind: str, scale: float |
         seen = keep.reshape(batch, 1, 1, keys)
     elif mask is not None:
         seen = mask > -math.inf
-        scores = scores + in_type(graph.one("where", seen, mask, 0.0), wide)
+        scores = scores + cast_to(graph.one("where", seen, mask, 0.0), wide)
     return Scores(qg, kg, scores, seen, capped, factor)
 
 
-# -- written out ------------------------------------------------------------------------------------------------------
+# -- decompositions ---------------------------------------------------------------------------------------------------
 @parts("attention_lse")
 def _(
     q: Value, k: Value, v: Value, mask: Value | None, *, mask_kind: str, scale: float | None, softcap: float | None
@@ -110,15 +110,15 @@ def _(
     kv_heads = k.shape[2]
     assert isinstance(kv_heads, int) and isinstance(heads, int)
     rows = weights.reshape(batch, kv_heads, heads // kv_heads * seq, k.shape[1])
-    made = ungrouped(rows @ grouped(in_type(v, rows.dtype), kv_heads), heads, seq)
+    out = ungrouped(rows @ grouped(cast_to(v, rows.dtype), kv_heads), heads, seq)
     lse = graph.one("where", lse > LOW / 2, lse, -math.inf)
-    return in_type(made, q.dtype), lse.reshape(batch, heads, seq)
+    return cast_to(out, q.dtype), lse.reshape(batch, heads, seq)
 
 
 @parts("attention")
 def _(q: Value, k: Value, v: Value, mask: Value | None, **attrs: Any) -> Value:
-    kept = {name: value for name, value in attrs.items() if name not in ("num_heads", "head_dim")}
-    return parts["attention_lse"](q, k, v, mask, **kept)[0]
+    lse_attrs = {name: value for name, value in attrs.items() if name not in ("num_heads", "head_dim")}
+    return parts["attention_lse"](q, k, v, mask, **lse_attrs)[0]
 
 
 @parts("attention_grad")
@@ -127,7 +127,7 @@ def _(
     scale: float | None, softcap: float | None,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
     s, wide = score(q, k, mask, mask_kind, scale, softcap), q.dtype.wide
-    dy, v, lse, delta = (in_type(x, wide) for x in (dy, v, lse, delta))
+    dy, v, lse, delta = (cast_to(x, wide) for x in (dy, v, lse, delta))
     batch, seq, heads, _ = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     assert isinstance(kv_heads, int) and isinstance(heads, int)
@@ -140,18 +140,17 @@ def _(
     inner = weights * (dyg @ vg.mT - of_rows(delta.reshape(batch, heads, seq, 1))) * s.scale
     if s.capped is not None:
         inner = inner * of_rows(1 - s.capped * s.capped)
-    dq = ungrouped(inner @ s.k, heads, seq)  # of the others, what is turned is small
-    dk, dv = (
-        ungrouped((a.mT @ b).mT, kv_heads, keys) for a, b in ((s.q, inner), (dyg, weights))
-    )  # turns what is small
-    return in_type(dq, q.dtype), in_type(dk, q.dtype), in_type(dv, q.dtype)
+    dq = ungrouped(inner @ s.k, heads, seq)
+    # Transposes the small operands, not the scores.
+    dk, dv = (ungrouped((a.mT @ b).mT, kv_heads, keys) for a, b in ((s.q, inner), (dyg, weights)))
+    return cast_to(dq, q.dtype), cast_to(dk, q.dtype), cast_to(dv, q.dtype)
 
 
 # -- reverse mode -----------------------------------------------------------------------------------------------------
 @linearise("attention", "attention_lse")
 def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
-    if wanted[3] and node.attrs["mask_kind"] == "bias":  # its gradient is as large as the scores: all by plain ops
-        return through_parts(into, node, operands, wanted)
+    if wanted[3] and node.attrs["mask_kind"] == "bias":  # its gradient is as large as the scores: use plain ops
+        return linearise_decomposition(into, node, operands, wanted)
     attrs = {name: node.attrs[name] for name in ("mask_kind", "scale", "softcap")}
     q, k, v, mask = operands
     assert q is not None and k is not None and v is not None
@@ -160,7 +159,7 @@ def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> 
 
     def pull(cts: Cotangents) -> Cotangents:
         dy = zeros_like(y) if cts[0] is None else cts[0]
-        share = in_type(dy, wide) * in_type(y, wide)
+        share = cast_to(dy, wide) * cast_to(y, wide)
         delta = into.one("transpose", into.one("sum", share, axis=-1), axes=(0, 2, 1))
         for dlse in cts[1:]:
             delta = delta if dlse is None else delta - dlse
@@ -175,13 +174,13 @@ def _(vmapped: Vmapped) -> Sequence[Value]:
     at = len(vmapped.operands) - 1  # the mask is the last operand
     mask = vmapped.operands[at]
     if mask is None:
-        return folded(vmapped, range(at))
+        return fold_batch(vmapped, range(at))
     batch = vmapped.full(0).shape[1]
     if not vmapped.batched[at] and mask.shape[0] == 1 and batch != 1:
-        return folded(vmapped, range(at))
+        return fold_batch(vmapped, range(at))
     each = vmapped.full(at)
     if each.shape[1] == 1 and batch != 1:
         each = vmapped.graph.one("expand", each, shape=(vmapped.size, batch, *each.shape[2:]))
     operands = [flat(vmapped.full(i), 2) for i in range(at)]
-    made = vmapped.graph.build(vmapped.node.op, [*operands, flat(each, 2)], dict(vmapped.attrs))
-    return [r.reshape(vmapped.size, *t.shape) for r, t in zip(made.results, vmapped.node.types, strict=True)]
+    out = vmapped.graph.build(vmapped.node.op, [*operands, flat(each, 2)], dict(vmapped.attrs))
+    return [r.reshape(vmapped.size, *t.shape) for r, t in zip(out.results, vmapped.node.types, strict=True)]

@@ -1,6 +1,6 @@
-"""Custom functions: their own rules where they have them, their forward body where not.
+"""Custom functions: differentiated by their own rules if they have any, else through their forward body.
 
-One rule gives the other: the transpose of a JVP is the VJP, and the transpose of that the JVP again.
+Each rule implies the other: the transpose of a JVP is the VJP, and vice versa.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from rlx.transforms.build import zeros
 from rlx.transforms.jvp import push as push_graph
 from rlx.transforms.rule_tables import Cotangents, Pull, Vmapped, batching, linearise, push
 from rlx.transforms.vjp import linearise as linearise_graph
-from rlx.transforms.vjp import transposed
+from rlx.transforms.vjp import transpose_linear
 from rlx.transforms.vmap import batched_graph
-from rlx.transforms.walk import copied, leaves
+from rlx.transforms.walk import copy_node, leaves
 
-Stems = dict[str, Cotangents]  # of the inputs of a derivative body that are no operands: what stands for each
+Stems = dict[str, Cotangents]  # values for the inputs of a derivative body other than operands, by name stem
 
 
-def _ordered(body: Graph, operands: Cotangents, stems: Stems) -> list[Value | None]:
-    """What stands for the inputs of a derivative body, in its order."""
+def _input_values(body: Graph, operands: Cotangents, stems: Stems) -> list[Value | None]:
+    """Return the values for the inputs of a derivative body, in its order."""
     primals, roles = named_inputs(body, *stems)
-    given: dict[str, Value | None] = dict(zip(primals, operands, strict=True))
-    given |= {name: stems[stem][i] for (stem, i), name in roles.items()}
-    return [given[n.attrs["name"]] for n in leaves(body)]
+    values: dict[str, Value | None] = dict(zip(primals, operands, strict=True))
+    values |= {name: stems[stem][i] for (stem, i), name in roles.items()}
+    return [values[n.attrs["name"]] for n in leaves(body)]
 
 
-def _filled(into: Graph, body: Graph, given: Cotangents) -> list[Value]:
-    """Zeros where nothing stands for an input."""
-    return [zeros(into, n.types[0]) if v is None else v for n, v in zip(leaves(body), given, strict=True)]
+def _filled(into: Graph, body: Graph, values: Cotangents) -> list[Value]:
+    """Replace missing values by zeros."""
+    return [zeros(into, n.types[0]) if v is None else v for n, v in zip(leaves(body), values, strict=True)]
 
 
 def _linear_in(body: Graph, stem: str, stems: tuple[str, ...], count: Sequence[bool]) -> list[bool]:
-    """Which inputs of a derivative body are those of a stem whose number `count` allows."""
+    """Return which inputs of a derivative body belong to a stem, with a number that `count` flags."""
     _, roles = named_inputs(body, *stems)
-    names = {name for (found, i), name in roles.items() if found == stem and count[i]}
+    names = {name for (role, i), name in roles.items() if role == stem and count[i]}
     return [n.attrs["name"] in names for n in leaves(body)]
 
 
@@ -51,27 +51,27 @@ def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> 
     if vjp_body is None and jvp_body is None:
         inner = linearise_graph(into, node.attrs["fwd_body"], operands, wanted)
         return inner.outputs, inner.pull
-    results = copied(into, node, operands)
+    results = copy_node(into, node, operands)
 
     def pull(cts: Cotangents) -> Cotangents:
         if vjp_body is not None:
-            given = _ordered(vjp_body, operands, {"primal_output": results, "d_output": cts})
-            return _floats(inline(into, vjp_body, _filled(into, vjp_body, given)), node)
+            values = _input_values(vjp_body, operands, {"primal_output": results, "d_output": cts})
+            return _floats(inline(into, vjp_body, _filled(into, vjp_body, values)), node)
         blank: Cotangents = [None] * len(operands)
-        given = _ordered(jvp_body, operands, {"tangent": blank, "primal_output": results})
+        values = _input_values(jvp_body, operands, {"tangent": blank, "primal_output": results})
         which = _linear_in(jvp_body, "tangent", ("tangent", "primal_output"), wanted)
-        found = iter(transposed(into, jvp_body, given, which, cts))
+        cotangents = iter(transpose_linear(into, jvp_body, values, which, cts))
         numbered = _numbers(jvp_body, "tangent", ("tangent", "primal_output"), which)
-        pulled = dict(zip(numbered, found, strict=True))
+        pulled = dict(zip(numbered, cotangents, strict=True))
         return [pulled.get(i) for i in range(len(operands))]
 
     return results, pull
 
 
 def _numbers(body: Graph, stem: str, stems: tuple[str, ...], which: Sequence[bool]) -> list[int]:
-    """The numbers of the inputs of a stem that are in `which`, in the order in which the body declares them."""
+    """Return the numbers of a stem's inputs that `which` flags, in the declaration order of the body."""
     _, roles = named_inputs(body, *stems)
-    number = {name: i for (found, i), name in roles.items() if found == stem}
+    number = {name: i for (role, i), name in roles.items() if role == stem}
     return [number[n.attrs["name"]] for n, w in zip(leaves(body), which, strict=True) if w]
 
 
@@ -80,17 +80,17 @@ def _(into: Graph, node: Node, operands: Cotangents, tangents: Cotangents) -> tu
     vjp_body, jvp_body = node.attrs["vjp_body"], node.attrs["jvp_body"]
     if vjp_body is None and jvp_body is None:
         return push_graph(into, node.attrs["fwd_body"], operands, tangents)
-    results = copied(into, node, operands)
+    results = copy_node(into, node, operands)
     if jvp_body is not None:
-        given = _ordered(jvp_body, operands, {"tangent": tangents, "primal_output": results})
-        made = inline(into, jvp_body, _filled(into, jvp_body, given))
-        return results, [m if r.dtype.is_float else None for m, r in zip(made, results, strict=True)]
+        values = _input_values(jvp_body, operands, {"tangent": tangents, "primal_output": results})
+        tangents_out = inline(into, jvp_body, _filled(into, jvp_body, values))
+        return results, [m if r.dtype.is_float else None for m, r in zip(tangents_out, results, strict=True)]
     blank: Cotangents = [None] * len(results)
     stems = ("primal_output", "d_output")
-    given = _ordered(vjp_body, operands, {"primal_output": results, "d_output": blank})
+    values = _input_values(vjp_body, operands, {"primal_output": results, "d_output": blank})
     which = _linear_in(vjp_body, "d_output", stems, [r.dtype.is_float for r in results])
-    pushed = dict(zip(_numbers(vjp_body, "d_output", stems, which), transposed(into, vjp_body, given, which, tangents),
-                      strict=True))  # fmt: skip
+    numbers = _numbers(vjp_body, "d_output", stems, which)
+    pushed = dict(zip(numbers, transpose_linear(into, vjp_body, values, which, tangents), strict=True))
     return results, [pushed.get(i) for i in range(len(results))]
 
 

@@ -1,7 +1,7 @@
-"""Elementwise ops: a partial derivative for each operand.
+"""Elementwise ops: a partial derivative per operand.
 
-A partial is None for one, a number, a value, or a function of what it multiplies. Where two operands of `maximum` are
-equal, each gets half.
+A partial is None (meaning 1), a number, a value, or a function of the value it multiplies. If both operands of
+`maximum` are equal, each gets half of the gradient.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from rlx.transforms.rule_tables import NodeCtx, Vmapped, batching, partials, zer
 Partial = Any  # None, a number, a Value, or a function of a Value
 
 
-def of(x: Value, name: str) -> Value:
-    """An op of one operand."""
+def apply_unary(x: Value, name: str) -> Value:
+    """Apply a unary op."""
     return x.graph.one(name, x)
 
 
 # -- one operand ------------------------------------------------------------------------------------------------------
 def unary(name: str, derivative: Callable[[Value, Value], Partial]) -> None:
-    """The derivative of an op of one operand, from the operand and the result."""
+    """Register the derivative of a unary op, as a function of the operand and the result."""
     partials(name)(lambda at, i: derivative(at.operand(0), at.result))
 
 
 def sign(x: Value) -> Value:
-    """1, 0 or -1."""
+    """Return the sign of x: 1, 0 or -1."""
     g = x.graph
     return g.one("where", x > 0, 1.0, g.one("where", x < 0, -1.0, 0.0)).astype(x.dtype)
 
 
 def _silu(x: Value, y: Value) -> Value:
-    s = of(x, "sigmoid")
+    s = apply_unary(x, "sigmoid")
     return s + y * (1 - s)
 
 
 def _gelu(x: Value, y: Value) -> Value:
-    density = of(x * x * -0.5, "exp") * (1 / math.sqrt(2 * math.pi))
-    return 0.5 * (1 + of(x * math.sqrt(0.5), "erf")) + x * density
+    density = apply_unary(x * x * -0.5, "exp") * (1 / math.sqrt(2 * math.pi))
+    return 0.5 * (1 + apply_unary(x * math.sqrt(0.5), "erf")) + x * density
 
 
 def _gelu_tanh(x: Value, y: Value) -> Value:
     c = math.sqrt(2 / math.pi)
-    t = of(c * (x + 0.044715 * x * x * x), "tanh")
+    t = apply_unary(c * (x + 0.044715 * x * x * x), "tanh")
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (c * (1 + 3 * 0.044715 * x * x))
 
 
@@ -58,13 +58,13 @@ unary("exp", lambda x, y: y)
 unary("log", lambda x, y: lambda by: by / x)
 unary("sqrt", lambda x, y: lambda by: by * 0.5 / y)
 unary("rsqrt", lambda x, y: -0.5 * y / x)
-unary("sin", lambda x, y: of(x, "cos"))
-unary("cos", lambda x, y: -of(x, "sin"))
+unary("sin", lambda x, y: apply_unary(x, "cos"))
+unary("cos", lambda x, y: -apply_unary(x, "sin"))
 unary("tan", lambda x, y: 1 + y * y)
 unary("atan", lambda x, y: lambda by: by / (1 + x * x))
 unary("tanh", lambda x, y: 1 - y * y)
 unary("relu", lambda x, y: lambda by: by.graph.one("where", x > 0, by, 0.0))
-unary("erf", lambda x, y: of(-(x * x), "exp") * (2 / math.sqrt(math.pi)))
+unary("erf", lambda x, y: apply_unary(-(x * x), "exp") * (2 / math.sqrt(math.pi)))
 unary("sigmoid", lambda x, y: y * (1 - y))
 unary("silu", _silu)
 unary("gelu", _gelu)
@@ -74,7 +74,7 @@ zero_gradient("round", why="between halves it does not change")
 
 # -- two operands -----------------------------------------------------------------------------------------------------
 def binary(name: str, *derivatives: Callable[[Value, Value, Value], Partial]) -> None:
-    """The derivatives of an op of two operands, from the operands and the result."""
+    """Register the derivatives of a binary op, as functions of the operands and the result."""
     partials(name)(lambda at, i: derivatives[i](at.operand(0), at.operand(1), at.result))
 
 
@@ -85,11 +85,11 @@ def _pow_base(a: Value, b: Value, y: Value) -> Value:
 
 
 def _pow_exponent(a: Value, b: Value, y: Value) -> Value:
-    return y * of(a.graph.one("where", a.equal(0.0), 1.0, a), "log")
+    return y * apply_unary(a.graph.one("where", a.equal(0.0), 1.0, a), "log")
 
 
 def _larger(first: Value, second: Value) -> Callable[[Value], Value]:
-    """The share of an operand that is `first`: all where it is larger than the other, half where both are equal."""
+    """Return the partial for `first`: 1 where it is larger than `second`, 1/2 where both are equal, else 0."""
 
     def share(by: Value) -> Value:
         g = by.graph
@@ -107,7 +107,7 @@ binary("maximum", lambda a, b, y: _larger(a, b), lambda a, b, y: _larger(b, a))
 binary("minimum", lambda a, b, y: _larger(b, a), lambda a, b, y: _larger(a, b))
 zero_gradient(
     "equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or", "logical_not",
-    why="it gives truth values",
+    why="it returns booleans",
 )  # fmt: skip
 zero_gradient("floor_divide", "mod", why="it takes integers")
 
@@ -125,21 +125,21 @@ def _(at: NodeCtx, i: int) -> Partial:
 
 @partials("cast")
 def _(at: NodeCtx, i: int) -> Partial:
-    return None  # sum_to and the engine give what is pulled and pushed the right type
+    return None  # sum_to and the engine cast cotangents and tangents
 
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 def aligned(vmapped: Vmapped, operands: Sequence[Value], batched: Sequence[bool]) -> list[Value]:
-    """Operands of one rank beside the batch, so that the axis of the batch stays the first of what is broadcast."""
+    """Pad operands to equal rank after the batch axis, so that it stays first under broadcasting."""
     rank = max(v.rank - b for v, b in zip(operands, batched, strict=True))
     return [insert_axes(v, 1, rank - (v.rank - 1)) if b else v for v, b in zip(operands, batched, strict=True)]
 
 
-def _vmapped(vmapped: Vmapped) -> Sequence[Value]:
-    given = aligned(vmapped, [vmapped.operand(i) for i in range(len(vmapped.operands))], vmapped.batched)
-    return [vmapped.graph.one(vmapped.node.op, *given, **vmapped.attrs)]
+def _batch_elementwise(vmapped: Vmapped) -> Sequence[Value]:
+    operands = aligned(vmapped, [vmapped.operand(i) for i in range(len(vmapped.operands))], vmapped.batched)
+    return [vmapped.graph.one(vmapped.node.op, *operands, **vmapped.attrs)]
 
 
 batching(*(name for name, definition in OPS.items() if ELEMENTWISE in definition.traits and definition.is_builtin))(
-    _vmapped
+    _batch_elementwise
 )

@@ -1,4 +1,4 @@
-"""Gated linear attention, differentiated as a scan over tokens."""
+"""Gated linear attention: differentiated as a scan over tokens."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.rule_tables import Vmapped, batching, parts
-from rlx.transforms.rules.recurrent import Results, batched, chunked, reset
+from rlx.transforms.rules.recurrent import Results, batch_recurrence, reset, scan_chunks
 
 
-def _token_of_attention(state: Value, q: Value, k: Value, v: Value, g: Value, starts: Value | None = None) -> Results:
+def _token_of_attention(state: Value, q: Value, k: Value, v: Value, g: Value, begins: Value | None = None) -> Results:
     batch, heads, n, m = state.shape
-    state = reset(state, starts)
+    state = reset(state, begins)
     after = state * g.exp().reshape(batch, heads, 1, 1) + k.reshape(batch, heads, n, 1) * v.reshape(batch, heads, 1, m)
     return after, (q.reshape(batch, heads, 1, n) @ after).reshape(batch, heads, m)
 
@@ -33,10 +33,10 @@ def _(
         y, after = start.graph.apply("gated_linear_attention_carry", *rows, start, ids)
         return after, y
 
-    last, y = chunked(state, [], [for_heads(q), for_heads(k), v, g], segments, _token_of_attention, native)
+    last, y = scan_chunks(state, [], [for_heads(q), for_heads(k), v, g], segments, _token_of_attention, native)
     return y, last
 
 
 @batching("gated_linear_attention_carry")
 def _(vmapped: Vmapped) -> Sequence[Value]:
-    return batched(vmapped)
+    return batch_recurrence(vmapped)

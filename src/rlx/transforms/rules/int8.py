@@ -1,4 +1,4 @@
-"""Rows of 8-bit integers: how integer matmuls are run, not how they are trained."""
+"""Quantised rows of int8 matmuls: for inference, not for training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.ir.graph import Value
 from rlx.transforms.rule_tables import Vmapped, batching, no_derivative
 
-no_derivative("quantise_rows", why="it makes integers for integer matmuls; for training use fake_quantise")
+no_derivative("quantise_rows", why="it returns integers for integer matmuls; for training use fake_quantise")
 
 
 @batching("quantise_rows")

@@ -1,4 +1,4 @@
-"""Caches of keys and values: they are written in place while a model generates, which nothing is trained through."""
+"""KV caches: updated in place during generation, so nothing is differentiated through them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlx.transforms.vmap import by_scan
 
 no_derivative(
     "kv_append", "cached_attention",
-    why="a cache is written in place while a model generates; for training build the graph with attention",
+    why="a cache is updated in place during generation; for training build the graph with attention",
 )  # fmt: skip
 
 
 @batching("kv_append", "cached_attention")
 def _(vmapped: Vmapped) -> Sequence[Value]:
-    """One after the other: each has page numbers of its own."""
+    """Scan over the entries: each has page numbers of its own."""
     packed = [v for v in vmapped.operands if v is not None and v.dtype.is_packed]
     if packed and vmapped.node.op == "kv_append":
         raise DTypeError(

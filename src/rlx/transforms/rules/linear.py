@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.build import flat, in_type, one_of, sum_to
+from rlx.transforms.build import cast_to, flat, sum_present, sum_to
 from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, vjp
 from rlx.transforms.rules.elementwise import aligned
 
@@ -16,15 +16,15 @@ def _(at: NodeCtx, ct: Value) -> Cotangents:
     da = sum_to(ct @ b.mT, a.type) if at.wanted[0] else None
     if not at.wanted[1]:
         return da, None
-    if b.rank == 2 and a.rank > 2:  # a weight: one product over all rows, no sum of many afterwards
+    if b.rank == 2 and a.rank > 2:  # a weight: one product over all rows instead of a sum over the batch
         a, ct = flat(a, a.rank - 1), flat(ct, ct.rank - 1)
     return da, sum_to(a.mT @ ct, b.type)
 
 
 @jvp("matmul")
 def _(at: NodeCtx, ta: Value | None, tb: Value | None) -> Cotangents:
-    made = [None if ta is None else ta @ at.operand(1), None if tb is None else at.operand(0) @ tb]
-    return [one_of([None if m is None else in_type(m, at.result.dtype) for m in made])]
+    terms = [None if ta is None else ta @ at.operand(1), None if tb is None else at.operand(0) @ tb]
+    return [sum_present([None if m is None else cast_to(m, at.result.dtype) for m in terms])]
 
 
 @batching("matmul")

@@ -1,4 +1,4 @@
-"""Losses: the gradient of cross-entropy is an op of its own, which reads the logits and keeps nothing else."""
+"""Losses: the gradient of cross entropy is an op of its own, which needs only the logits and labels."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def _(at: NodeCtx, ct: Value) -> Cotangents:
 
 @batching("cross_entropy", "cross_entropy_grad")
 def _(vmapped: Vmapped) -> Sequence[Value]:
-    given = [vmapped.full(i) for i in range(len(vmapped.operands))]
-    return [vmapped.graph.one(vmapped.node.op, *given, **vmapped.attrs)]
+    operands = [vmapped.full(i) for i in range(len(vmapped.operands))]
+    return [vmapped.graph.one(vmapped.node.op, *operands, **vmapped.attrs)]

@@ -1,11 +1,11 @@
-"""Norms over the last axis: their gradient is an op of its own, which reads the operand and keeps nothing else."""
+"""Norms over the last axis: their gradient is an op of its own, which needs only the operands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.build import in_type, insert_axes
+from rlx.transforms.build import cast_to, insert_axes
 from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, vjp
 
 
@@ -16,8 +16,8 @@ def _(at: NodeCtx, ct: Value) -> Cotangents:
     dx, dgamma, dbeta = at.graph.apply("norm_grad", x, ct, gamma, kind=kind, eps=at.attrs["eps"])
     return [
         dx if at.wanted[0] else None,
-        in_type(dgamma, gamma.dtype) if gamma is not None and at.wanted[1] else None,
-        in_type(dbeta, beta.dtype) if beta is not None and at.wanted[2] else None,
+        cast_to(dgamma, gamma.dtype) if gamma is not None and at.wanted[1] else None,
+        cast_to(dbeta, beta.dtype) if beta is not None and at.wanted[2] else None,
     ]
 
 
@@ -31,5 +31,5 @@ def _(vmapped: Vmapped) -> Sequence[Value]:
         vector = vmapped.operands[i]
         if vector is not None:
             aligned = insert_axes(vector, 1, y.rank - 2) if vmapped.batched[i] else vector
-            y = in_type(vmapped.graph.one(op, y, aligned), y.dtype)
+            y = cast_to(vmapped.graph.one(op, y, aligned), y.dtype)
     return [y]

@@ -1,4 +1,4 @@
-"""Numbers rounded to 8 bits by blocks: straight-through, as if they were not rounded."""
+"""Activations quantised to int8 per block: straight-through, as if they were not rounded."""
 
 from __future__ import annotations
 

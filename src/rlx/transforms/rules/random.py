@@ -1,4 +1,4 @@
-"""Random numbers: made of keys, which are integers."""
+"""Random numbers: functions of integer keys, so they have zero gradient."""
 
 from __future__ import annotations
 

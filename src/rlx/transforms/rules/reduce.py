@@ -1,4 +1,4 @@
-"""Reductions, running sums. Equal largest elements share a gradient evenly."""
+"""Reductions and cumulative sums. Tied maxima share the gradient evenly."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlx.ir.graph import Graph, Value
 from rlx.transforms.build import (
     count,
     flat,
+    flat_row_indices,
     flip,
     full,
     insert_axes,
     keep_axes,
-    rows_of,
     zeros,
     zeros_like,
 )
@@ -21,12 +21,12 @@ from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, v
 from rlx.transforms.rules.shape import linear
 from rlx.types import product
 
-zero_gradient("argmax", why="it gives indices")
+zero_gradient("argmax", why="it returns indices")
 linear("sum", "mean", "cumsum")
 
 
 def axes_of(at: NodeCtx | Vmapped) -> tuple[int, ...]:
-    """The axes of a reduction, sorted and not negative, of the operand without a batch."""
+    """Return the axes of a reduction, sorted and non-negative, of the operand without its batch axis."""
     operand = at.node.operands[0]
     assert operand is not None
     return reductions.normal_axes(at.attrs["axis"], operand.rank, at.node.op)
@@ -51,7 +51,7 @@ def _(at: NodeCtx, ct: Value) -> Cotangents:
 
 @vjp("prod")
 def _(at: NodeCtx, ct: Value) -> Cotangents:
-    """The product of all others, as that of those before and those after: exact where some are zero."""
+    """Multiply the products of elements before and after each element: exact even if some are zero."""
     x, axes = at.operand(0), axes_of(at)
     others = [a for a in range(x.rank) if a not in axes]
     rows = at.graph.one("transpose", x, axes=(*axes, *others))
@@ -64,10 +64,10 @@ def _(at: NodeCtx, ct: Value) -> Cotangents:
     before, after = (
         at.graph.scan_general([start], step, length, xs=[rows], reverse=reverse)[1][0] for reverse in (False, True)
     )
-    found = (before * after).reshape(*(x.shape[a] for a in axes), *(x.shape[a] for a in others))
+    others_product = (before * after).reshape(*(x.shape[a] for a in axes), *(x.shape[a] for a in others))
     order = [*axes, *others]
-    found = at.graph.one("transpose", found, axes=tuple(order.index(a) for a in range(x.rank)))
-    return [found * keep_axes(ct, x.type, axes)]
+    others_product = at.graph.one("transpose", others_product, axes=tuple(order.index(a) for a in range(x.rank)))
+    return [others_product * keep_axes(ct, x.type, axes)]
 
 
 @vjp("cumsum")
@@ -83,7 +83,7 @@ def _(at: NodeCtx, ct: Value | None, _: Value | None) -> Cotangents:
         return [None]
     x, places = at.operand(0), at.results[1]
     rows, n = product(x.shape[:-1]), x.shape[-1]
-    where = rows_of(places.reshape(rows, places.shape[-1]), n)
+    where = flat_row_indices(places.reshape(rows, places.shape[-1]), n)
     none = zeros_like(x).reshape(rows * n)
     return [at.graph.one("scatter_add", none, where, ct.reshape(where.shape)).reshape(x.shape)]
 
@@ -98,7 +98,7 @@ def _(vmapped: Vmapped) -> Sequence[Value]:
 
 @batching("cumsum")
 def along_one_axis(vmapped: Vmapped) -> Sequence[Value]:
-    """Batches an op with one attribute `axis`: the batch is axis 0, so its own axis moves by one."""
+    """Batch an op with one attribute `axis`: the batch is axis 0, so its own axis shifts by one."""
     x = vmapped.operand(0)
     attrs = dict(vmapped.attrs) | {"axis": vmapped.attrs["axis"] % (x.rank - 1) + 1}
     return [vmapped.graph.one(vmapped.node.op, x, **attrs)]

@@ -1,4 +1,4 @@
-"""A barrier changes nothing; its cotangent needs none, a second gradient keeps what the first one keeps."""
+"""The barrier is the identity; its cotangent needs no barrier, and a second gradient saves what the first one saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling: more rows are a batch. There is no derivative, not even zeros: log-probabilities have one."""
+"""Sampling: a batch adds rows. It has no derivative, not even zero; differentiate log-probabilities instead."""
 
 from __future__ import annotations
 

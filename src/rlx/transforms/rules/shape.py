@@ -1,4 +1,4 @@
-"""Ops that move elements: the cotangent moves back, a batch moves along."""
+"""Ops that rearrange elements: the cotangent is moved back, a batch axis moves along."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from rlx.dtypes import I32
 from rlx.ir.graph import Value
-from rlx.transforms.build import count, counter, in_type, move_axis, sum_to, taken, zeros
+from rlx.transforms.build import cast_to, count, iota, move_axis, slice_axis, sum_to, zeros
 from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, vjp
 from rlx.types import Size
 
 
 def linear(*names: str, **fixed: Any) -> None:
-    """Ops that are linear in their first operand and have no other floats: a tangent goes through the op itself."""
+    """Register JVPs of ops that are linear in their first operand and have no other floats: the op itself."""
 
     def push(at: NodeCtx, tangent: Value, *_: Value | None) -> Cotangents:
         attrs = {k: v for k, v in at.attrs.items()} | fixed
@@ -67,22 +67,22 @@ def _(at: NodeCtx, ct: Value) -> Cotangents:
 
 
 def spread(value: Value, axis: int, step: int) -> Value:
-    """An axis of known size with `step - 1` zeros between its elements."""
+    """Insert `step - 1` zeros between the elements of an axis of static size."""
     size = value.shape[axis]
     assert isinstance(size, int)
     room = value.reshape(*value.shape[: axis + 1], 1, *value.shape[axis + 1 :])
     high = tuple(step - 1 if a == axis + 1 else 0 for a in range(room.rank))
     wide = value.graph.one("pad", room, low=(0,) * room.rank, high=high)
     wide = wide.reshape(*value.shape[:axis], size * step, *value.shape[axis + 1 :])
-    return taken(wide, axis, 0, max((size - 1) * step + 1, 0))
+    return slice_axis(wide, axis, 0, max((size - 1) * step + 1, 0))
 
 
 def scattered(value: Value, axis: int, start: Size, step: int, size: Size) -> Value:
-    """The elements of an axis at start, start + step, ... of one of `size` zeros."""
+    """Place the elements of an axis at start, start + step, ... of an axis of `size` zeros."""
     g = value.graph
     rows = move_axis(value, axis, 0)
     first: Any = count(g, start, I32)
-    at = counter(g, value.shape[axis]) * step + first
+    at = iota(g, value.shape[axis]) * step + first
     none = zeros(g, rows.type.with_shape(size, *rows.shape[1:]))
     return move_axis(g.one("scatter_add", none, at, rows), 0, axis)
 
@@ -90,14 +90,14 @@ def scattered(value: Value, axis: int, start: Size, step: int, size: Size) -> Va
 @vjp("concatenate")
 def _(at: NodeCtx, ct: Value) -> Cotangents:
     axis = at.attrs["axis"] % at.result.rank
-    made: list[Value | None] = []
+    cotangents: list[Value | None] = []
     start: Size = 0
     for operand, wanted in zip(at.operands, at.wanted, strict=True):
         assert operand is not None
         stop = start + operand.shape[axis]
-        made.append(in_type(taken(ct, axis, start, stop), operand.dtype) if wanted else None)
+        cotangents.append(cast_to(slice_axis(ct, axis, start, stop), operand.dtype) if wanted else None)
         start = stop
-    return made
+    return cotangents
 
 
 @jvp("concatenate")
@@ -114,7 +114,7 @@ def _(at: NodeCtx, *tangents: Value | None) -> Cotangents:
 @batching("reshape", "assume_equal", "expand")
 def _(vmapped: Vmapped) -> Sequence[Value]:
     x, shape = vmapped.operand(0), vmapped.attrs["shape"]
-    if vmapped.node.op == "expand":  # new axes come after the one of the batch
+    if vmapped.node.op == "expand":  # new axes come after the batch axis
         x = x.reshape(vmapped.size, *(1,) * (len(shape) - (x.rank - 1)), *x.shape[1:])
     return [vmapped.graph.one(vmapped.node.op, x, shape=(vmapped.size, *shape))]
 
@@ -139,5 +139,5 @@ def _(vmapped: Vmapped) -> Sequence[Value]:
 @batching("concatenate")
 def _(vmapped: Vmapped) -> Sequence[Value]:
     rank = len(vmapped.node.types[0].shape)
-    given = [vmapped.full(i) for i in range(len(vmapped.operands))]
-    return [vmapped.graph.one("concatenate", *given, axis=vmapped.attrs["axis"] % rank + 1)]
+    operands = [vmapped.full(i) for i in range(len(vmapped.operands))]
+    return [vmapped.graph.one("concatenate", *operands, axis=vmapped.attrs["axis"] % rank + 1)]

@@ -1,4 +1,4 @@
-"""Softmax: its gradient needs its result alone."""
+"""Softmax: its gradient needs only its result."""
 
 from __future__ import annotations
 

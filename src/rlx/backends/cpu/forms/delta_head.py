@@ -15,7 +15,7 @@ from rlx.dtypes import I32, I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
 from rlx.lir.forms.ragged import COUNT, Tokens
-from rlx.lir.forms.recurrent import STARTS, find_start, read_segments
+from rlx.lir.forms.recurrent import AT_START, find_start, read_segments
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Ref, Stmt, Store, Var, fma, known
 from rlx.lir.schedule import Scheduler, decode_unit
 from rlx.lir.views import View
@@ -315,7 +315,7 @@ class Head:
         given = {"gate": "g", "rate": "beta"}
         values = {m: self.operands.load(x, self.entry, TOKEN, H) for m, x in given.items()}
         if self.has_segments:  # the gate of a token that starts one is 0
-            values["gate"] = STARTS.select(-math.inf, values["gate"])
+            values["gate"] = AT_START.select(-math.inf, values["gate"])
         return [
             self.each_token(
                 *find_start(self.operands, B, TOKEN), *(self.put(m, value, (), one(T)) for m, value in values.items())
@@ -360,9 +360,9 @@ class Head:
 
 def long_rows(s: Scheduler, tokens: Tokens, chunk: int, limit: Size) -> View:
     """The rows that have at least `chunk` tokens, at most `limit` of them; -1 behind the last."""
-    assert tokens.starts is not None
+    assert tokens.offsets is not None
     operands, found = Operands(s, "list_long_rows"), s.temporary(TensorType((limit + 1,), I32))
-    operands.read("starts", tokens.starts)
+    operands.read("starts", tokens.offsets)
     operands.write("long", found)
     builder, at = operands.builder, Ref("at", I64)
 

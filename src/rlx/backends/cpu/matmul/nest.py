@@ -29,7 +29,7 @@ WIDE_PANELS = 4  # the fewest panels for that
 def nest(plan: Plan) -> Routine:
     """The loops over units, K slabs and tiles; what the epilogue computes is behind an address, so nests are shared."""
     kernel, form = plan.kernel, plan.form
-    operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.beside)
+    operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.epilogue_operands)
     finish = "epilogue" if kernel.epilogue else "copy"
     right = "panels" if plan.packed else "rows"
     if plan.blocks:
@@ -53,13 +53,14 @@ class Nest:
         self.b, self.plan, self.kernel, self.form = b, plan, plan.kernel, plan.form
         kernel = plan.kernel
         self.lo, self.hi, self.scratch = lo, hi, scratch
-        self.beside = tuple(o.name for o in kernel.beside)
+        self.beside = tuple(o.name for o in kernel.epilogue_operands)
         pointers = {"tiles", "epilogue", "blocks", "a", "b", "index", *self.beside}
         self.word = {
             name: b.load("ptr" if name in pointers else "i64", b.offset(args, 8 * i), align=8)
             for i, name in enumerate(plan.words)
         }
-        self.elements = tuple(f"i{8 * o.dtype.size}" for o in kernel.beside)  # LLVM types as large as those of operands
+        # LLVM integer types as wide as the operands.
+        self.elements = tuple(f"i{8 * o.dtype.size}" for o in kernel.epilogue_operands)
         if plan.epilogue is None:
             self.result_row = self.word[f"{self.beside[0]}_row"]
         self.sums = b.offset(scratch, HEADER_BYTES)
@@ -180,7 +181,9 @@ class Nest:
             b=here,
             operands=tuple(
                 b.offset(pointer, column, element) if operand.columns else pointer
-                for pointer, element, operand in zip(rows.operands, self.elements, self.kernel.beside, strict=True)
+                for pointer, element, operand in zip(
+                    rows.operands, self.elements, self.kernel.epilogue_operands, strict=True
+                )
             ),
             sums=b.offset(self.sums, b.mul(b.sub(panel, first), IN_PLACE_TILES * form.rows * form.panel), form.scalar),
             start=start,
@@ -189,7 +192,7 @@ class Nest:
             last=b.icmp("eq", b.add(slab, 1), slabs),
         )
         if self.kernel.epilogue is not None:
-            self._store_arg(1 + len(self.kernel.beside), stripe.columns)
+            self._store_arg(1 + len(self.kernel.epilogue_operands), stripe.columns)
         if self.quantised is not None:
             self.quantised.multiply(rows, stripe)
         else:

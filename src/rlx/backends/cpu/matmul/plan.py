@@ -177,16 +177,16 @@ class Plan:
             offset: Place = ((Const(self.columns * i, I64), 1),) if i else ()
             known[sum_name(i)] = Load(0, ((r, width), (j, 1), *offset), sums)
         places: list[Place] = []
-        for i, operand in enumerate(kernel.beside):
+        for i, operand in enumerate(kernel.epilogue_operands):
             row: Place = ((r, Arg(f"row{i}")),)
             places.append((*row, (j, 1)) if operand.columns else row)
             if not operand.written:
                 known[operand.name] = Load(1 + i, places[i], operand.dtype)
         lets = [Let(let.name, substitute(let.value, known)) for let in epilogue.lets]
-        written = [i for i, operand in enumerate(kernel.beside) if operand.written]
+        written = [i for i, operand in enumerate(kernel.epilogue_operands) if operand.written]
         values = (substitute(value, known) for value in epilogue.values)
         stores = [Store(1 + i, places[i], value) for i, value in zip(written, values, strict=True)]
-        params = (Param("sums", sums), *(Param(o.name, o.dtype, o.written) for o in kernel.beside))
-        args = ("columns", *(f"row{i}" for i in range(len(kernel.beside))))
+        params = (Param("sums", sums), *(Param(o.name, o.dtype, o.written) for o in kernel.epilogue_operands))
+        args = ("columns", *(f"row{i}" for i in range(len(kernel.epilogue_operands))))
         columns = For("j", Arg("columns"), (*lets, *stores), vector=True)
         return LoopKernel(epilogue.name, params, args, For("r", Arg("rows"), (columns,)))
