@@ -27,8 +27,8 @@ def activated(x: Array, name: str | None) -> Array:
 
 def dense(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """A linear map by a weight [out, in], one output at a time."""
-    found = np.einsum("...i,oi->...o", x, weight)
-    return found if bias is None else found + bias
+    result = np.einsum("...i,oi->...o", x, weight)
+    return result if bias is None else result + bias
 
 
 @oracle("linear")
@@ -51,8 +51,8 @@ def _norm(
     x: Array, weight: Array, bias: Array | None = None, *, kind: str, eps: float, unit_offset: bool = False
 ) -> Array:
     norms: dict[str, Any] = {"rms": _rms_norm, "layer": _layer_norm}
-    found: Array = norms[kind](x, weight + 1 if unit_offset else weight, bias, eps=eps)
-    return found
+    result: Array = norms[kind](x, weight + 1 if unit_offset else weight, bias, eps=eps)
+    return result
 
 
 @oracle("split_qkv")
@@ -129,8 +129,8 @@ def _moe_ffn(
         best = np.argsort(-odds, kind="stable")[:chosen]
         total = odds[best].sum() if normalise else 1.0
         for expert in best:
-            found = _gated_ffn(x[at], gate[expert], up[expert], down[expert], activation=activation)
-            result[at] += odds[expert] / total * found
+            results = _gated_ffn(x[at], gate[expert], up[expert], down[expert], activation=activation)
+            result[at] += odds[expert] / total * results
     return result
 
 
@@ -162,11 +162,13 @@ def present_rows(rows: Array | None, positions: Array | None) -> Array | None:
 def convolved(x: Array, weight: Array, bias: Array | None, before: Array | None, rows: Array | None) -> Array:
     size = weight.shape[-1]
     if rows is not None:
-        found = carry("depthwise_conv1d_causal_carry", {"x": x}, rows, weight=weight, state=before, kernel_size=size)[0]
-        return found if bias is None else found + bias
+        result = carry("depthwise_conv1d_causal_carry", {"x": x}, rows, weight=weight, state=before, kernel_size=size)[
+            0
+        ]
+        return result if bias is None else result + bias
     before = np.zeros((len(x), size - 1, x.shape[2])) if before is None else before
-    found = ORACLES["depthwise_conv1d_causal"](x, weight, before, kernel_size=size)
-    return found if bias is None else found + bias
+    result = ORACLES["depthwise_conv1d_causal"](x, weight, before, kernel_size=size)
+    return result if bias is None else result + bias
 
 
 def present(x: Array, positions: Array | None) -> Array:
@@ -189,8 +191,8 @@ def _mamba_block(
     decay = -np.exp(rates) if log_rates else rates
     state = np.zeros((len(x), *rates.shape)) if state is None else state
     tokens = {"x": x, "delta": steps, "b": b, "c": c}
-    found = carry("selective_scan_carry", tokens, own, a=decay, state=state, d=skip, state_size=n)[0]
-    return np.asarray(found * gate * sigmoid(gate))
+    result = carry("selective_scan_carry", tokens, own, a=decay, state=state, d=skip, state_size=n)[0]
+    return np.asarray(result * gate * sigmoid(gate))
 
 
 @oracle("mamba2_block")
@@ -212,9 +214,9 @@ def _mamba2_block(
     decay = (-np.exp(rates) if log_rates else rates).ravel()
     state = np.zeros((len(x), heads, n, inner // heads)) if state is None else state
     tokens = {"q": q, "k": k, "v": v * steps[..., None], "g": steps * decay}
-    found = carry("gated_linear_attention_carry", tokens, own, state=state)[0]
-    found = (found + v * skip.reshape(heads, 1)).reshape(*lead, inner) * gate * sigmoid(gate)
-    parts = _rms_norm(found.reshape(*lead, norm_groups, -1), eps=eps)
+    result = carry("gated_linear_attention_carry", tokens, own, state=state)[0]
+    result = (result + v * skip.reshape(heads, 1)).reshape(*lead, inner) * gate * sigmoid(gate)
+    parts = _rms_norm(result.reshape(*lead, norm_groups, -1), eps=eps)
     return parts.reshape(*lead, inner) * norm.ravel()
 
 
@@ -246,6 +248,6 @@ def _delta_net_block(
     state = np.zeros((len(x), heads, side, side)) if state is None else state
     beta = present(sigmoid(b), positions)
     tokens = dict(zip(("q", "k", "v", "g", "beta"), (*operands, gates, beta), strict=True))
-    found, after = carry("gated_delta_net_carry", tokens, own, state=state, state_size=side)
-    normed = _rms_norm(found[..., :size], norm, eps=eps)
+    result, after = carry("gated_delta_net_carry", tokens, own, state=state, state_size=side)
+    normed = _rms_norm(result[..., :size], norm, eps=eps)
     return normed.reshape(*lead, -1) * z * sigmoid(z), after

@@ -47,9 +47,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     Real models (`large`) need the memory, and tests of the GPU the device, for themselves.
     """
     option = config.option
-    whole = config.args_source is config.ArgsSource.TESTPATHS and option.markexpr in IN_PARALLEL
+    full_suite = config.args_source is config.ArgsSource.TESTPATHS and option.markexpr in IN_PARALLEL
     alone = option.usepdb or option.update or "PYTEST_XDIST_WORKER" in os.environ
-    if whole and not alone and hasattr(option, "numprocesses") and option.numprocesses is None:
+    if full_suite and not alone and hasattr(option, "numprocesses") and option.numprocesses is None:
         option.numprocesses = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         option.dist = "worksteal"  # neighbours share what they compile, and nobody waits at the end
 

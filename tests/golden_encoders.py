@@ -61,21 +61,21 @@ def numbers(name: str, shape: Sequence[int]) -> Array:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
-    found: Array = ((x >> np.uint64(40)).astype(np.float64) / (1 << 23) - 1).reshape(shape)
-    return found
+    result: Array = ((x >> np.uint64(40)).astype(np.float64) / (1 << 23) - 1).reshape(shape)
+    return result
 
 
 def weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
     """Weights by name: norms and scales about 1, matrices such that activations keep their size."""
-    made = {}
+    arrays = {}
     for name, shape in shapes.items():
         x = numbers(name, shape)
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "Norm.weight", "ln.weight", "lambda1")):
             x = 1 + 0.5 * x
         elif len(shape) == 2 and "embedding" not in name:
             x = x * 1.7 * shape[-1] ** -0.5
-        made[name] = x.astype(np.float32)
-    return made
+        arrays[name] = x.astype(np.float32)
+    return arrays
 
 
 def batch() -> dict[str, Array]:
@@ -119,16 +119,16 @@ def make(name: str, folder: Path) -> dict[str, Any]:
     model = kind.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         if name not in PROCESSORS:
-            given = batch()
-            found = model(torch.from_numpy(given["tokens"]).long(), torch.from_numpy(given["attention_mask"]))
-            states = found.last_hidden_state.numpy()
+            inputs = batch()
+            result = model(torch.from_numpy(inputs["tokens"]).long(), torch.from_numpy(inputs["attention_mask"]))
+            states = result.last_hidden_state.numpy()
             return golden | {"states": [_short(s[:n]) for s, n in zip(states, LENGTHS, strict=True)]}
         kind_of, said = PROCESSORS[name]
         processor = getattr(transformers, f"{kind_of}ImageProcessorPil")(**said)
         pixels = np.asarray(processor(picture(), input_data_format="channels_last")["pixel_values"])
-        found = model(torch.from_numpy(pixels).float())
-        states = found.last_hidden_state[0].numpy()
-        pooled = states[0] if family == "ViT" else found.pooler_output[0].numpy()
+        result = model(torch.from_numpy(pixels).float())
+        states = result.last_hidden_state[0].numpy()
+        pooled = states[0] if family == "ViT" else result.pooler_output[0].numpy()
         processor.save_pretrained(folder)
         golden["processor"] = json.loads((folder / "preprocessor_config.json").read_text())
         return golden | {"pixels": _short(pixels[0]), "pooled": _short(pooled), "states": _short(states)}

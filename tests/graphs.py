@@ -162,10 +162,10 @@ def any_graphs(draw: Draw, max_steps: int = 12) -> Graph:
     for _ in range(draw(st.integers(0, max_steps))):
         step = draw(st.sampled_from(STEPS))
         try:
-            made = step(draw, g, pick)
+            built = step(draw, g, pick)
         except RlxError:
             continue
-        values += made if isinstance(made, tuple) else [made]
+        values += built if isinstance(built, tuple) else [built]
     if g.level == "mir" and any(registry.get(n.op).level == "hir" for n in g.nodes):
         g.level = "hir"
     return g.set_outputs(draw(st.lists(st.sampled_from(values), max_size=3)))
@@ -241,9 +241,9 @@ def float_graphs(draw: Draw, dtype: str = "f64") -> Graph:
 def random_leaves(g: Graph, binding: dict[str, int], seed: int = 0) -> dict[str, Array]:
     """Arrays for all inputs and params, of size about 1."""
     rng = np.random.default_rng(seed)
-    found = {}
+    result = {}
     for node in (*g.inputs, *g.params):
         type_ = node.types[0]
         shape = rlx.types.concrete(type_.shape, binding)
-        found[node.attrs["name"]] = rng.uniform(-1, 1, shape).astype(type_.dtype.numpy)
-    return found
+        result[node.attrs["name"]] = rng.uniform(-1, 1, shape).astype(type_.dtype.numpy)
+    return result

@@ -58,11 +58,11 @@ def relative(a: Array, b: Array) -> float:
 # -- shapes and weights -------------------------------------------------------------------------------------------
 def shapes(sizes: Bert | Llama) -> dict[str, tuple[int, ...]]:
     """Params by name; matrices are [in, out]."""
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     h, f = sizes.hidden, sizes.ffn
     if isinstance(sizes, Llama):
         q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        found |= {"cos": (sizes.context, sizes.head_dim // 2), "sin": (sizes.context, sizes.head_dim // 2)}
+        result |= {"cos": (sizes.context, sizes.head_dim // 2), "sin": (sizes.context, sizes.head_dim // 2)}
         layer = {"norm1": (h,), "q": (h, q), "k": (h, kv), "v": (h, kv), "o": (q, h), "norm2": (h,)}
         layer |= {"gate": (h, f), "up": (h, f), "down": (f, h)}
     else:
@@ -71,23 +71,23 @@ def shapes(sizes: Bert | Llama) -> dict[str, tuple[int, ...]]:
             layer |= {name: shape, f"{name}.bias": shape[1:]}
         for name in ("norm1", "norm2"):
             layer |= {name: (h,), f"{name}.bias": (h,)}
-    return found | {f"{i}.{name}": shape for i in range(sizes.layers) for name, shape in layer.items()}
+    return result | {f"{i}.{name}": shape for i in range(sizes.layers) for name, shape in layer.items()}
 
 
 def weights(sizes: Bert | Llama, seed: int = 0) -> Weights:
     """Random weights that keep activations near 1, and true rotary tables."""
     rng = np.random.default_rng(seed)
-    found: Weights = {}
+    result: Weights = {}
     for name, shape in shapes(sizes).items():
         if name in ("cos", "sin"):
             half = shape[1]
             angles = np.outer(np.arange(shape[0]), 10000.0 ** (-np.arange(half) / half))
-            found[name] = (np.cos(angles) if name == "cos" else np.sin(angles)).astype(np.float32)
+            result[name] = (np.cos(angles) if name == "cos" else np.sin(angles)).astype(np.float32)
         else:
             noise = rng.standard_normal(shape, dtype=np.float32)
             scale = np.float32(shape[0] ** -0.5 if len(shape) == 2 else 0.1)
-            found[name] = noise * scale + np.float32("norm" in name and "bias" not in name)
-    return found
+            result[name] = noise * scale + np.float32("norm" in name and "bias" not in name)
+    return result
 
 
 # -- graphs -------------------------------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ def llama_inputs(sizes: Llama, batch: int, seq: int, past: int | None = None, se
     rng = np.random.default_rng(seed)
     first = (past or 0) % max(1, sizes.context - seq)  # tables may be shorter than the past of a test
     positions = ((first + np.arange(seq)) % sizes.context).astype(np.int32)
-    found = {"x": rng.standard_normal((batch, seq, sizes.hidden), dtype=np.float32)}
-    found["positions"] = np.repeat(positions[None], batch, axis=0)
+    result = {"x": rng.standard_normal((batch, seq, sizes.hidden), dtype=np.float32)}
+    result["positions"] = np.repeat(positions[None], batch, axis=0)
     if past is not None:
         for name in (f"{n}{i}" for i in range(sizes.layers) for n in "kv"):
-            found[name] = rng.standard_normal((batch, past, sizes.kv_heads, sizes.head_dim), dtype=np.float32)
-    return found
+            result[name] = rng.standard_normal((batch, past, sizes.kv_heads, sizes.head_dim), dtype=np.float32)
+    return result
 
 
 # -- NumPy, float64 -----------------------------------------------------------------------------------------------
@@ -175,13 +175,13 @@ def _attention(q: Array, k: Array, v: Array, seen: Array) -> Array:
     group = q.shape[2] // k.shape[2]
     q = q.transpose(0, 2, 1, 3)
     k, v = (np.repeat(t, group, axis=2).transpose(0, 2, 1, 3) for t in (k, v))
-    found = np.empty((*q.shape[:3], v.shape[3]))
+    result = np.empty((*q.shape[:3], v.shape[3]))
     seen = np.broadcast_to(seen, (*q.shape[:3], k.shape[2]))
     for at in range(0, q.shape[2], 256):  # some rows at a time, or long sequences would not fit into memory
         rows = np.s_[:, :, at : at + 256]
         scores = q[rows] @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1])
-        found[rows] = _softmax(scores, seen[rows]) @ v
-    return found.transpose(0, 2, 1, 3)
+        result[rows] = _softmax(scores, seen[rows]) @ v
+    return result.transpose(0, 2, 1, 3)
 
 
 def bert_numpy(sizes: Bert, params: Mapping[str, Array], x: Array, mask: Array) -> list[Array]:

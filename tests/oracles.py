@@ -103,8 +103,8 @@ def expected(op: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]
     """The exact results of an op on arrays of any element type: float64, int64 or bool."""
     plain = {k: str(v) if type(v).__name__ == "DType" else v for k, v in attrs.items()}
     with np.errstate(all="ignore"):
-        given = ORACLES[op](*(None if o is None else wide(o) for o in operands), **plain)
-    return tuple(np.asarray(r) for r in (given if isinstance(given, tuple) else (given,)))
+        outputs = ORACLES[op](*(None if o is None else wide(o) for o in operands), **plain)
+    return tuple(np.asarray(r) for r in (outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
 def tolerance(name: str, f32: float) -> float:
@@ -126,16 +126,16 @@ def magnitude(op: str, operands: Sequence[Array | None], attrs: Mapping[str, Any
     with np.errstate(all="ignore"):
         if op in ("sum", "mean", "cumsum", "matmul", "scatter_add", "linear"):  # terms that cancel leave their errors
             sizes = [o if o is None or o.dtype.kind in "iu" else np.abs(wide(o)) for o in operands]
-            found = expected(op, sizes, {k: v for k, v in attrs.items() if k != "activation"})[0]
+            actual = expected(op, sizes, {k: v for k, v in attrs.items() if k != "activation"})[0]
         elif op == "prod":  # every factor rounds once: 16 of them are what the tolerance is made for
-            found = expected(op, operands, attrs)[0]
-            found = found * max(1.0, x.size / max(found.size, 1) / 16)
+            actual = expected(op, operands, attrs)[0]
+            actual = actual * max(1.0, x.size / max(actual.size, 1) / 16)
         elif op == "layer_norm":  # the mean is rounded relative to x, not to the differences from it
             gamma = 1.0 if len(operands) == 1 or operands[1] is None else wide(operands[1])
-            found = x / np.sqrt(np.var(x, -1, keepdims=True) + attrs.get("eps", 1e-5)) * gamma if x.size else x
+            actual = x / np.sqrt(np.var(x, -1, keepdims=True) + attrs.get("eps", 1e-5)) * gamma if x.size else x
         else:
             return 0.0
-    return float(np.max(np.abs(found), initial=0.0, where=np.isfinite(found)))
+    return float(np.max(np.abs(actual), initial=0.0, where=np.isfinite(actual)))
 
 
 def assert_matches(actual: Array, exact: Array, *, relative: float, least: float = 0.0, where: str = "") -> None:
@@ -147,14 +147,14 @@ def assert_matches(actual: Array, exact: Array, *, relative: float, least: float
         np.testing.assert_array_equal(actual, exact.astype(actual.dtype), err_msg=where)
         return
     near = rounded(exact.astype(np.float64), name)
-    found = wide(actual)
+    computed = wide(actual)
     finite = np.isfinite(near)
-    np.testing.assert_array_equal(found[~finite], near[~finite], err_msg=f"{where}: NaN and infinities")
+    np.testing.assert_array_equal(computed[~finite], near[~finite], err_msg=f"{where}: NaN and infinities")
     if relative == 0:
-        np.testing.assert_array_equal(found[finite], near[finite], err_msg=f"{where}: rounded once")
+        np.testing.assert_array_equal(computed[finite], near[finite], err_msg=f"{where}: rounded once")
         return
     largest = np.max(np.abs(near[finite]), initial=least)
-    error = np.max(np.abs(found[finite] - exact[finite]), initial=0.0)
+    error = np.max(np.abs(computed[finite] - exact[finite]), initial=0.0)
     allowed = relative * largest
     assert error <= allowed, f"{where}: off by {error:.3g}, {allowed:.3g} allowed (largest {largest:.3g})"
 
@@ -232,8 +232,8 @@ def _cast(x: Array, *, dtype: str) -> Array:
 
 # -- reductions -----------------------------------------------------------------------------------------------------
 def _axes(axis: Any, rank: int) -> tuple[int, ...]:
-    given = range(rank) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    return tuple(a % rank for a in given)
+    axes = range(rank) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return tuple(a % rank for a in axes)
 
 
 def _fold(combine: np.ufunc, start: Callable[[Array], Any]) -> Oracle:
@@ -277,8 +277,8 @@ def _argmax(x: Array, *, axis: int = -1, keepdims: bool = False) -> Array:
     moved = np.moveaxis(x, axis, -1)
     rows = moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
     best = [_ranking(row)[0] if len(row) else 0 for row in rows]
-    found = np.array(best, np.int64).reshape(moved.shape[:-1])
-    return np.expand_dims(found, axis) if keepdims else found
+    indices = np.array(best, np.int64).reshape(moved.shape[:-1])
+    return np.expand_dims(indices, axis) if keepdims else indices
 
 
 @oracle("topk")
@@ -316,9 +316,9 @@ def _sample_tokens(logits: Array, *settings: Array | None) -> tuple[Array, Array
         weights = {t: math.exp((scores[t] - scores[ranked[0]]) / temperature) for t in ranked}
         sums = np.cumsum([weights[t] for t in ranked])
         nucleus = ranked[: int(np.searchsorted(sums, top_p * sums[-1])) + 1] if top_p < 1 else ranked
-        kept = sorted(t for t in nucleus if weights[t] >= min_p)
-        sums = np.cumsum([weights[t] for t in kept])
-        picks.append(kept[min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(kept) - 1)])
+        candidates = sorted(t for t in nucleus if weights[t] >= min_p)
+        sums = np.cumsum([weights[t] for t in candidates])
+        picks.append(candidates[min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(candidates) - 1)])
     likely = scipy.special.log_softmax(logits, -1)
     scores = np.take_along_axis(likely, np.array(picks)[:, None], -1)[:, 0]
     return np.array(picks, np.int64), np.where(silent, np.nan, scores)
@@ -348,10 +348,10 @@ def _cross_entropy(logits: Array, labels: Array, *, ignore_index: int = -100) ->
 @oracle("cross_entropy_grad")
 def _cross_entropy_grad(logits: Array, labels: Array, dy: Array, *, ignore_index: int = -100) -> Array:
     counts = labels != ignore_index
-    made = np.asarray(scipy.special.softmax(logits, axis=-1))
+    probabilities = np.asarray(scipy.special.softmax(logits, axis=-1))
     at = np.where(counts, labels, 0)[..., None]
-    np.put_along_axis(made, at, np.take_along_axis(made, at, -1) - 1, -1)
-    return np.asarray(made * np.where(counts, dy, 0)[..., None])
+    np.put_along_axis(probabilities, at, np.take_along_axis(probabilities, at, -1) - 1, -1)
+    return np.asarray(probabilities * np.where(counts, dy, 0)[..., None])
 
 
 @oracle("assign")
@@ -423,8 +423,8 @@ def _token_by_token(
     out, state = np.zeros_like(tokens[0]), state.copy()
     for t, row in enumerate(rows):
         if row >= 0:
-            found, state[row : row + 1] = carry([x[None, t : t + 1] for x in tokens], state[row : row + 1])
-            out[t] = found[0, 0]
+            output, state[row : row + 1] = carry([x[None, t : t + 1] for x in tokens], state[row : row + 1])
+            out[t] = output[0, 0]
     return out, state
 
 
@@ -569,8 +569,8 @@ def _gated_linear_attention_carry(
             out[batch, t, head] = (
                 scores @ v[batch, : t + 1, head] + math.exp(gates[t]) * queries[t] @ state[batch, head]
             )
-        kept = np.exp(gates[-1] - gates)[:, None] * keys
-        after[batch, head] = math.exp(gates[-1]) * state[batch, head] + kept.T @ v[batch, :, head]
+        decayed = np.exp(gates[-1] - gates)[:, None] * keys
+        after[batch, head] = math.exp(gates[-1]) * state[batch, head] + decayed.T @ v[batch, :, head]
     return out, after
 
 
@@ -634,8 +634,8 @@ def _pool2d(x: Array, *, kind: str, kernel: Any, stride: Any = None, padding: An
 def _pool1d(x: Array, *, kind: str, kernel: int, stride: int | None = None, padding: int = 0) -> Array:
     step = stride or kernel
     padded = np.pad(x, ((0, 0), (0, 0), (padding, padding)), constant_values=-np.inf if kind == "max" else 0)
-    starts = range(0, padded.shape[2] - kernel + 1, step)
-    seen = [padded[:, :, i : i + kernel] for i in starts]
+    offsets = range(0, padded.shape[2] - kernel + 1, step)
+    seen = [padded[:, :, i : i + kernel] for i in offsets]
     return np.stack([w.max(2) if kind == "max" else w.mean(2) for w in seen], axis=2)
 
 
@@ -725,11 +725,11 @@ def _quantise(
         step = _repeated(_tiny(scale, "fp8e4m3"), x.ndim, None, scheme) * (1.0 if zp is None else zp)
         nibbles = _nearest_tiny(np.divide(x, step, out=np.zeros(x.shape), where=step != 0), scheme)
         return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
-    whole = np.rint(x / _repeated(scale, x.ndim, axis, scheme))
-    whole = whole + (0 if zp is None else _repeated(zp, x.ndim, axis, scheme))
+    integers = np.rint(x / _repeated(scale, x.ndim, axis, scheme))
+    integers = integers + (0 if zp is None else _repeated(zp, x.ndim, axis, scheme))
     if scheme is None or not scheme.startswith("int4"):
-        return saturated(whole, dtype)
-    nibbles = np.clip(whole, -8, 7).astype(np.int64) % 16
+        return saturated(integers, dtype)
+    nibbles = np.clip(integers, -8, 7).astype(np.int64) % 16
     return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
 
 
@@ -835,17 +835,17 @@ def _grouped_matmul(x: Array, w: Array, index: Array) -> Array:
 @oracle("group_rows")
 def _group_rows(index: Array, *, groups: int) -> tuple[Array, ...]:
     rows = [i for group in range(groups) for i, at in enumerate(index) if at == group]
-    starts = [sum(at < group for at in index) for group in range(groups + 1)]
+    offsets = [sum(at < group for at in index) for group in range(groups + 1)]
     order = np.array(rows, np.int32)
-    return order, np.argsort(order).astype(np.int32), np.array(starts, np.int32)
+    return order, np.argsort(order).astype(np.int32), np.array(offsets, np.int32)
 
 
 @oracle("grouped_outer")
 def _grouped_outer(x: Array, y: Array, index: Array, *, groups: int) -> Array:
-    made = np.zeros((groups, x.shape[1], y.shape[1]))
+    sums = np.zeros((groups, x.shape[1], y.shape[1]))
     for left, right, at in zip(x.astype(np.float64), y.astype(np.float64), index, strict=True):
-        made[at] += np.outer(left, right)
-    return made
+        sums[at] += np.outer(left, right)
+    return sums
 
 
 @oracle("scatter_add")
@@ -910,8 +910,8 @@ def _rope(x: Array, cos: Array, sin: Array, positions: Array, *, style: str = "h
     result = x.copy()
     for batch, seq in np.ndindex(positions.shape):
         turn = cos[positions[batch, seq]] + 1j * sin[positions[batch, seq]]
-        turned = (x[batch, seq, :, first] + 1j * x[batch, seq, :, second]) * turn
-        result[batch, seq, :, first], result[batch, seq, :, second] = turned.real, turned.imag
+        rotated = (x[batch, seq, :, first] + 1j * x[batch, seq, :, second]) * turn
+        result[batch, seq, :, first], result[batch, seq, :, second] = rotated.real, rotated.imag
     return result
 
 

@@ -46,8 +46,8 @@ def randomise(model: Any) -> None:
                 value.normal_(0, 0.3 if "embedding" in name or value.ndim != 2 else value.shape[-1] ** -0.5)
 
 
-def difference(found: Array, wanted: Array) -> float:
-    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+def difference(actual: Array, wanted: Array) -> float:
+    return float(np.abs(actual - wanted).max() / np.abs(wanted).max())
 
 
 def check(folder: Path, model: Any, *, length: int = 75, avoid: int | None = None) -> None:
@@ -72,8 +72,8 @@ def check(folder: Path, model: Any, *, length: int = 75, avoid: int | None = Non
     seen = mask.astype(bool)
     for device in ("cpu", "reference"):
         f = built.compile(device)
-        (found,) = f.run({name: inputs[name] for name in f.input_types})
-        assert difference(found[seen], wanted[seen]) < TOLERANCE
+        (actual,) = f.run({name: inputs[name] for name in f.input_types})
+        assert difference(actual[seen], wanted[seen]) < TOLERANCE
 
 
 def embedded(folder: Path, model: Any, texts: list[str]) -> None:
@@ -85,7 +85,7 @@ def embedded(folder: Path, model: Any, texts: list[str]) -> None:
     rows = [ours.tokenizer.encode(text) for text in texts]
     with torch.no_grad():
         wanted = np.stack([model(torch.tensor([row])).last_hidden_state[0].mean(0).numpy() for row in rows])
-    found = ours.embed(texts, normalize=False)
-    assert difference(found, wanted) < TOLERANCE
-    for text, row in zip(texts, found, strict=True):
+    actual = ours.embed(texts, normalize=False)
+    assert difference(actual, wanted) < TOLERANCE
+    for text, row in zip(texts, actual, strict=True):
         assert np.array_equal(ours.embed(text, normalize=False), row)

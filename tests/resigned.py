@@ -45,13 +45,13 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 def changed(manifest: Any, place: tuple[Any, ...], number: int) -> tuple[str, Any]:
     """What was done, and the manifest with something else, or nothing, at a place."""
-    found = copy.deepcopy(manifest)
-    holder = found
+    result = copy.deepcopy(manifest)
+    holder = result
     for key in place[:-1]:
         holder = holder[key]
     if number == 0:
         del holder[place[-1]]
-        return f"without {place}", found
+        return f"without {place}", result
     value = random.Random(f"{place}{number}").choice(HOSTILE)
     holder[place[-1]] = copy.deepcopy(value)
-    return f"{value!r} at {place}", found
+    return f"{value!r} at {place}", result

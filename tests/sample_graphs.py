@@ -50,11 +50,11 @@ def kinds(s: Sample) -> set[str]:
 
 def element_types(op: OpDef) -> list[str]:
     """The element types that the samples of an op can be run in."""
-    found = set().union(*map(kinds, samples_of(op)))
+    result = set().union(*map(kinds, samples_of(op)))
     types: list[str] = []
-    types += FLOATS if "float" in found else ()
-    types += INTEGERS if "int" in found else ()
-    return types or (["bool"] if "bool" in found else [])
+    types += FLOATS if "float" in result else ()
+    types += INTEGERS if "int" in result else ()
+    return types or (["bool"] if "bool" in result else [])
 
 
 def _in_type(spec: Spec, name: str) -> Spec:
@@ -68,8 +68,8 @@ def _in_type(spec: Spec, name: str) -> Spec:
 
 
 def _wanted(s: Sample, name: str) -> bool:
-    kind, found = "float" if name in FLOATS else "int" if name in INTEGERS else "bool", kinds(s)
-    return "packed" not in found and (kind in found or (name in ("f32", "i32") and found == {"bool"}))
+    kind, result = "float" if name in FLOATS else "int" if name in INTEGERS else "bool", kinds(s)
+    return "packed" not in result and (kind in result or (name in ("f32", "i32") and result == {"bool"}))
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def _view(graph: rlx.Graph, leaf: str, label: str, array: Array, sizes: str) -> 
     else:  # equal sizes of one sample stay equal; a symbol would not broadcast as 1
         symbols = [rlx.dim(f"{sizes}_{d}") if d > 2 else d for d in larger.shape]
         start = [n // 2 for n in symbols]
-    whole = graph.input(label, symbols, array.dtype)
-    inner = graph.slice(whole, start=start, stop=symbols, step=[1] * array.ndim) if array.ndim else whole
+    full = graph.input(label, symbols, array.dtype)
+    inner = graph.slice(full, start=start, stop=symbols, step=[1] * array.ndim) if array.ndim else full
     return (graph.transpose(inner, axes=reverse) if array.ndim else inner), larger
 
 

@@ -34,28 +34,28 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
     def normal(*shape: int, mean: float = 0.0, spread: float = 0.3) -> Array:
         return (mean + spread * rng.standard_normal(shape)).astype(np.float32)
 
-    made: dict[str, Array] = {}
+    weights: dict[str, Array] = {}
 
     def norm(name: str) -> None:
-        made[f"{name}.weight"], made[f"{name}.bias"] = normal(dim, mean=1.0), normal(dim)
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = normal(dim, mean=1.0), normal(dim)
 
     for name, rows in {
         "word": "vocab_size",
         "position": "max_position_embeddings",
         "token_type": "type_vocab_size",
     }.items():
-        made[f"embeddings.{name}_embeddings.weight"] = normal(config[rows], dim)
+        weights[f"embeddings.{name}_embeddings.weight"] = normal(config[rows], dim)
     norm("embeddings.LayerNorm")
     for i in range(config["num_hidden_layers"]):
         layer = f"encoder.layer.{i}"
         shapes = {f"attention.self.{n}": (dim, dim) for n in ("query", "key", "value")}
         shapes |= {"attention.output.dense": (dim, dim), "intermediate.dense": (ffn, dim), "output.dense": (dim, ffn)}
         for name, shape in shapes.items():
-            made[f"{layer}.{name}.weight"] = normal(*shape, spread=shape[1] ** -0.5)
-            made[f"{layer}.{name}.bias"] = normal(shape[0])
+            weights[f"{layer}.{name}.weight"] = normal(*shape, spread=shape[1] ** -0.5)
+            weights[f"{layer}.{name}.bias"] = normal(shape[0])
         norm(f"{layer}.attention.output.LayerNorm")
         norm(f"{layer}.output.LayerNorm")
-    return made
+    return weights
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -107,8 +107,8 @@ def sentence_transformers(kind: str = "mean", *, normalize: bool = True, **trans
         for i, name in enumerate(modules)
     ]
     pooling = {"word_embedding_dimension": SIZES["hidden_size"], "pooling_mode": kind}
-    found = {"modules.json": entries, "1_Pooling/config.json": pooling}
-    return found | ({"sentence_bert_config.json": transformer} if transformer else {})
+    result = {"modules.json": entries, "1_Pooling/config.json": pooling}
+    return result | ({"sentence_bert_config.json": transformer} if transformer else {})
 
 
 def tokens_of(text: str) -> list[int]:
@@ -121,12 +121,12 @@ def hidden_states(weights: Mapping[str, Array], tokens: Sequence[int], heads: in
     w = {name: array.astype(np.float64) for name, array in weights.items()}
 
     def linear(x: Array, name: str) -> Array:
-        found: Array = x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-        return found
+        result: Array = x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+        return result
 
     def norm(x: Array, name: str) -> Array:
-        found: Array = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
-        return found * w[f"{name}.weight"] + w[f"{name}.bias"]
+        result: Array = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
+        return result * w[f"{name}.weight"] + w[f"{name}.bias"]
 
     x = w["embeddings.word_embeddings.weight"][list(tokens)] + w["embeddings.token_type_embeddings.weight"][0]
     x = norm(x + w["embeddings.position_embeddings.weight"][: len(tokens)], "embeddings.LayerNorm")
@@ -148,8 +148,8 @@ def hidden_states(weights: Mapping[str, Array], tokens: Sequence[int], heads: in
 def pooled(states: Array, kind: str) -> Array:
     """[hidden] of one text's states."""
     places = np.arange(1, len(states) + 1)[:, None]
-    found: Array = {
+    result: Array = {
         "mean": states.mean(0), "mean_sqrt_len_tokens": states.sum(0) / np.sqrt(len(states)), "cls": states[0],
         "lasttoken": states[-1], "max": states.max(0), "weightedmean": (states * places).sum(0) / places.sum(),
     }[kind]  # fmt: skip
-    return found
+    return result

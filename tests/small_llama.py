@@ -84,7 +84,7 @@ def values(
     kv_heads = c.get("num_key_value_heads") or heads
     head = c.get("head_dim") or c["hidden_size"] // heads
     n = len(tokens)
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
 
     def norm(x: Array, name: str) -> Array:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"]) * w[f"{name}.weight"]
@@ -95,7 +95,7 @@ def values(
     angles = np.arange(n)[:, None] / c["rope_theta"] ** (np.arange(0, head, 2) / head)
     cos, sin = (np.concatenate([f(angles)] * 2, -1)[:, None] for f in (np.cos, np.sin))  # [seq, 1, head]
 
-    def turned(x: Array) -> Array:
+    def rotated(x: Array) -> Array:
         a, b = np.split(x, 2, -1)
         return x * cos + np.concatenate([-b, a], -1) * sin
 
@@ -111,21 +111,21 @@ def values(
         )
         if f"{p}.self_attn.q_norm.weight" in w:  # Qwen3
             q, k = norm(q, f"{p}.self_attn.q_norm"), norm(k, f"{p}.self_attn.k_norm")
-        k, v = (t.astype(cache).astype(np.float64).repeat(heads // kv_heads, 1) for t in (turned(k), v))
-        scores = np.einsum("qhd,khd->hqk", turned(q), k) / head**0.5
+        k, v = (t.astype(cache).astype(np.float64).repeat(heads // kv_heads, 1) for t in (rotated(k), v))
+        scores = np.einsum("qhd,khd->hqk", rotated(q), k) / head**0.5
         scores = np.exp(np.where(hidden, -np.inf, scores - scores.max(-1, keepdims=True)))
         out = np.einsum("hqk,khd->qhd", scores / scores.sum(-1, keepdims=True), v).reshape(n, heads * head)
-        found[f"layers.{i}.attn"] = linear(out, f"{p}.self_attn.o_proj")
-        x = x + found[f"layers.{i}.attn"]
+        result[f"layers.{i}.attn"] = linear(out, f"{p}.self_attn.o_proj")
+        x = x + result[f"layers.{i}.attn"]
         h = norm(x, f"{p}.post_attention_layernorm")
         gate = linear(h, f"{p}.mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
         x = x if after is None or i not in after else after[i](x)
-        found[f"layers.{i}"] = x
+        result[f"layers.{i}"] = x
     table = w["model.embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"]
-    found["norm"] = norm(x, "model.norm")
-    found["logits"] = found["norm"] @ table.T
-    return found
+    result["norm"] = norm(x, "model.norm")
+    result["logits"] = result["norm"] @ table.T
+    return result
 
 
 def dense_table(rows: int, blocks: int) -> Array:
@@ -160,31 +160,31 @@ class Driver:
         flow = checkpoint.family.flow(checkpoint.config, context, checkpoint.rope_factors)
         return cls(flow.build(checkpoint.weights), checkpoint.weights, batch, context, device)
 
-    def feed(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int] | None = None
+    def forward(
+        self, rows: Sequence[Sequence[int]], offsets: Sequence[int], lengths: Sequence[int] | None = None
     ) -> list[Array]:
         """The logits `[len, vocab]` of each row; row i begins at position starts[i], its prompt has lengths[i]."""
         width = max(len(row) for row in rows)
         tokens, positions = np.zeros((len(rows), width), np.int32), np.full((len(rows), width), -1, np.int32)
-        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        for i, (row, start) in enumerate(zip(rows, offsets, strict=True)):
             tokens[i, : len(row)], positions[i, : len(row)] = row, np.arange(start, start + len(row))
             for state in self.states.values() if start == 0 else ():
                 state[i] = 0
         every = np.arange(tokens.size, dtype=np.int32)
-        given = {"tokens": tokens, "positions": positions, "last_token_idx": every}
+        inputs = {"tokens": tokens, "positions": positions, "last_token_idx": every}
         if "lengths" in self.f.input_types:
-            ends = [start + len(row) for row, start in zip(rows, starts, strict=True)]
-            given["lengths"] = np.array(ends if lengths is None else lengths, np.int32)
-        (logits,) = self.f.run({**given, **self.cache, **self.states})
+            ends = [start + len(row) for row, start in zip(rows, offsets, strict=True)]
+            inputs["lengths"] = np.array(ends if lengths is None else lengths, np.int32)
+        (logits,) = self.f.run({**inputs, **self.cache, **self.states})
         return [logits[i * width : i * width + len(row)] for i, row in enumerate(rows)]
 
     def by_chunks(self, tokens: Sequence[int], chunk: int) -> Array:
         """The logits of one sequence, read so many tokens at a time."""
         return np.concatenate(
-            [self.feed([tokens[at : at + chunk]], [at], [len(tokens)])[0] for at in range(0, len(tokens), chunk)]
+            [self.forward([tokens[at : at + chunk]], [at], [len(tokens)])[0] for at in range(0, len(tokens), chunk)]
         )  # fmt: skip
 
 
-def difference(found: Array, wanted: Array) -> float:
+def difference(actual: Array, wanted: Array) -> float:
     """The largest difference of any position, relative to that position's largest logit."""
-    return float((np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max())
+    return float((np.abs(actual - wanted).max(-1) / np.abs(wanted).max(-1)).max())

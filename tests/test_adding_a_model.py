@@ -46,9 +46,9 @@ def test_the_family_of_the_page_gives_what_transformers_gave(page: dict[str, Any
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.family.name == "mpnet"
     f = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights).compile()
-    given = batch()
-    (found,) = f.run({name: given[name] for name in f.input_types})
-    for row, length, wanted in zip(found, LENGTHS, golden["states"], strict=True):
+    inputs = batch()
+    (actual,) = f.run({name: inputs[name] for name in f.input_types})
+    for row, length, wanted in zip(actual, LENGTHS, golden["states"], strict=True):
         assert np.abs(row[:length] - wanted).max() / np.abs(wanted).max() < 2e-4
 
 

@@ -82,10 +82,10 @@ def test_the_chat_bot_answers_with_the_whole_conversation_in_mind(
 def test_the_chat_bot_stops_where_it_is_told(
     talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = str(rlx.load(talker).chat("Hello", max_tokens=12, temperature=0))
+    full = str(rlx.load(talker).chat("Hello", max_tokens=12, temperature=0))
     typed(monkeypatch, "Hello")
-    said = chat.main([str(talker), "--max-tokens", "12", "--stop", whole[5:7]])
-    assert said[1]["content"] == whole[: whole.index(whole[5:7])]
+    said = chat.main([str(talker), "--max-tokens", "12", "--stop", full[5:7]])
+    assert said[1]["content"] == full[: full.index(full[5:7])]
 
 
 def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(
@@ -201,11 +201,11 @@ def test_steering_adds_the_difference_of_two_prompts(talker: Path, tmp_path: Pat
         "It was", "--model", str(talker), "--towards", "I love", "--away", "I hate", "--words", "g", "b",
         "--tokens", "4", "--strengths", "-1", "0", "0.5", "--plot", str(picture),
     ])  # fmt: skip
-    for strength, found in odds.items():
+    for strength, actual in odds.items():
         add = lambda x, s=strength: x + s * direction
         logits = tiny_llama.forward(weights, ids["It was"], after={1: add})["logits"][-1]
         first, second = (model.tokenizer.encode(letter)[0] for letter in "gb")
-        assert found == pytest.approx(logits[first] - logits[second], abs=2e-3)
+        assert actual == pytest.approx(logits[first] - logits[second], abs=2e-3)
     assert len(set(odds.values())) == 3
     assert picture.read_text().count("<polyline") == 1
 

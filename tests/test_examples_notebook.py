@@ -12,12 +12,12 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_shows_what_it_keeps(path: Path, update: bool) -> None:
-    kept = notebooks.load(path)
-    result = notebooks.executed(kept)
+    stored = notebooks.load(path)
+    result = notebooks.executed(stored)
     if update:
         notebooks.save(path, result)
-        kept = result
-    for before, after in zip(kept["cells"], result["cells"], strict=True):
+        stored = result
+    for before, after in zip(stored["cells"], result["cells"], strict=True):
         if before["cell_type"] == "code" and notebooks.varies(before):
             assert after["outputs"] and before["outputs"]
         else:

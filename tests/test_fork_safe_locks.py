@@ -109,11 +109,11 @@ def test_fork_takes_locks_from_the_outermost_in() -> None:
 
 def test_a_child_is_repaired_after_its_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_safe_locks, "_repairs", list(fork_safe_locks._repairs))
-    lock, found = Lock(), list[bool]()
-    fork_safe_locks.in_child(lambda: found.append(lock.acquire(blocking=False)))
+    lock, actual = Lock(), list[bool]()
+    fork_safe_locks.in_child(lambda: actual.append(lock.acquire(blocking=False)))
     with held(lock):
-        assert in_child(lambda: found == [True]) == 0
-    assert found == []
+        assert in_child(lambda: actual == [True]) == 0
+    assert actual == []
 
 
 def test_a_property_that_another_thread_computes_is_computed_in_a_child() -> None:
@@ -139,7 +139,7 @@ def test_a_property_that_another_thread_computes_is_computed_in_a_child() -> Non
 
 def test_all_locks_of_the_package_are_of_this_kind() -> None:
     banned = {("threading", name) for name in MAKERS} | {("functools", "cached_property"), ("os", "register_at_fork")}
-    found = []
+    actual = []
     for path in sorted(ROOT.rglob("*.py")):
         name, text = str(path.relative_to(ROOT)), path.read_text()
         if not any(word in text for _, word in banned):
@@ -151,5 +151,5 @@ def test_all_locks_of_the_package_are_of_this_kind() -> None:
             elif isinstance(node, ast.ImportFrom):
                 used = {(node.module, alias.name) for alias in node.names}
             allowed = {("threading", "Event")} if name in EVENTS else set()
-            found += [(name, *each) for each in used & banned - allowed if name != "locks.py"]
-    assert not found, "rlx.fork_safe_locks has those that a forked child can use"
+            actual += [(name, *each) for each in used & banned - allowed if name != "fork_safe_locks.py"]
+    assert not actual, "rlx.fork_safe_locks has those that a forked child can use"

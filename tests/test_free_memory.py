@@ -120,8 +120,8 @@ def test_a_run_beyond_memory_is_refused_before_it_begins(device: str) -> None:
     notes = "\n".join(caught.value.notes)
     assert "f32[n, n]" in f"{caught.value}{notes}" and "test_free_memory.py" in notes and "smaller" in notes
     f.run(vectors(8))
-    (found,) = f.run(vectors(8))
-    np.testing.assert_array_equal(found, 8 * np.arange(1, 9, dtype=np.float32))
+    (actual,) = f.run(vectors(8))
+    np.testing.assert_array_equal(actual, 8 * np.arange(1, 9, dtype=np.float32))
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
@@ -150,8 +150,8 @@ def test_the_reference_has_views_of_any_size() -> None:
     g = rlx.Graph("views")
     n = rlx.dim("n")
     g.set_outputs([g.input("x", (n,)).expand(shape=(1 << 42, n))[5:6, :]])
-    (found,) = rlx.compile(g, device="reference").run({"x": np.ones(1, np.float32)})
-    assert found.shape == (1, 1)
+    (actual,) = rlx.compile(g, device="reference").run({"x": np.ones(1, np.float32)})
+    assert actual.shape == (1, 1)
 
 
 def test_a_cut_batch_counts_all_of_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +203,6 @@ def test_where_a_size_class_does_not_fit_its_exact_sizes_may(monkeypatch: pytest
     assert arena_of(rlx.compile(products(), threads=1), n) > room
     f = rlx.compile(products(), threads=1)
     monkeypatch.setattr(free_memory, "available", lambda: room)
-    (found,) = f.run(vectors(n))
-    np.testing.assert_array_equal(found, n * np.arange(1, n + 1, dtype=np.float32))
+    (actual,) = f.run(vectors(n))
+    np.testing.assert_array_equal(actual, n * np.arange(1, n + 1, dtype=np.float32))
     assert arena_of(f, n) <= room

@@ -29,8 +29,8 @@ def run(device: str, build: Callable[..., Any], profile: CompileProfile | None =
     values = {
         n: (g.param if n.startswith("w") else g.input)(n, a.shape, rlx.dtype(a.dtype).name) for n, a in arrays.items()
     }
-    made = build(**values)
-    g.set_outputs(made if isinstance(made, (tuple, list)) else [made])
+    built = build(**values)
+    g.set_outputs(built if isinstance(built, (tuple, list)) else [built])
     f = rlx.compile(g, device, profile=profile)
     f.set_params({n: arrays.pop(n) for n in list(arrays) if n.startswith("w")})
     return f.run(arrays)
@@ -43,8 +43,8 @@ def floats(*shape: int) -> Array:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 def test_a_cast_converts(device: str) -> None:
     x = np.array([-2.7, 0.3, 1.5, 300.0, np.nan, 1e20], np.float32)
-    whole, half, wide = run(device, lambda x: (x.cast("i32"), x.cast("f16"), x.cast("f64")), x=x)
-    assert whole.tolist() == [-2, 0, 1, 300, 0, 2**31 - 1] and wide.dtype == np.float64
+    integer, half, wide = run(device, lambda x: (x.cast("i32"), x.cast("f16"), x.cast("f64")), x=x)
+    assert integer.tolist() == [-2, 0, 1, 300, 0, 2**31 - 1] and wide.dtype == np.float64
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(half, x.astype(np.float16))
     np.testing.assert_array_equal(wide, x.astype(np.float64))
@@ -57,19 +57,19 @@ def test_halves_round_to_even(device: str) -> None:
 
 def test_types_promote_whatever_the_order(device: str) -> None:
     i, x, y = np.array([1, 2], np.int32), np.array([0.5, 0.25], np.float32), np.array([1e-9, 1], np.float64)
-    for found in run(device, lambda i, x: (i + x, x + i), i=i, x=x):
-        assert found.dtype == np.float32 and found.tolist() == [1.5, 2.25]
-    for found in run(device, lambda x, y: (x + y, y + x), x=x, y=y):
-        assert found.dtype == np.float64 and found.tolist() == [0.5 + 1e-9, 1.25]
+    for actual in run(device, lambda i, x: (i + x, x + i), i=i, x=x):
+        assert actual.dtype == np.float32 and actual.tolist() == [1.5, 2.25]
+    for actual in run(device, lambda x, y: (x + y, y + x), x=x, y=y):
+        assert actual.dtype == np.float64 and actual.tolist() == [0.5 + 1e-9, 1.25]
 
 
 def test_eight_bit_floats_go_on_beyond_240(device: str) -> None:
     """E4M3 has no infinities: exponent 15 holds numbers up to 448, and one NaN."""
     bits = np.array([[0x78, 0x7E, 0xF9, 0x7F, 0x08, 0x01]], np.uint8).T.copy()
     scale = np.ones(1, np.float32)
-    (found,) = run(device, lambda b, s: b.graph.dequantise(b, s, scheme="fp8e4m3"), b=bits, s=scale)
-    np.testing.assert_array_equal(found, bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    assert found[:3, 0].tolist() == [256, 448, -288] and np.isnan(found[3, 0])
+    (actual,) = run(device, lambda b, s: b.graph.dequantise(b, s, scheme="fp8e4m3"), b=bits, s=scale)
+    np.testing.assert_array_equal(actual, bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    assert actual[:3, 0].tolist() == [256, 448, -288] and np.isnan(actual[3, 0])
 
 
 def test_four_bit_integers_have_a_sign_and_a_zero_point(device: str) -> None:
@@ -98,10 +98,10 @@ def test_constants_fold_by_the_meaning_of_their_op(element_type: str) -> None:
         0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))),
         wide / (1 + np.exp(-wide)),
     ]
-    *found, whole = f.run({})
-    for have, want in zip(found, exact, strict=True):
+    *actual, integer = f.run({})
+    for have, want in zip(actual, exact, strict=True):
         np.testing.assert_allclose(have, want, rtol=0, atol=4 * np.finfo(dtype).eps)
-    assert whole.tolist() == [3 * (2**24 + 1), 21]
+    assert integer.tolist() == [3 * (2**24 + 1), 21]
 
 
 @pytest.mark.parametrize("compute", ["f16", "bf16"])
@@ -110,23 +110,23 @@ def test_narrow_precision_leaves_indices_alone(device: str, compute: str) -> Non
     table = np.arange(5000, dtype=np.float32)[:, None] % 100
     ids = np.array([2049, 4097, 257], np.int32)
     profile = CompileProfile(precision=Precision(compute))
-    (found,) = run(device, lambda wt, i: wt.gather(i), profile, wt=table, i=ids)
-    assert found[:, 0].tolist() == [49, 97, 57]
+    (actual,) = run(device, lambda wt, i: wt.gather(i), profile, wt=table, i=ids)
+    assert actual[:, 0].tolist() == [49, 97, 57]
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_gather_keeps_the_axes_before_its_own(device: str, axis: int) -> None:
     x, i = floats(3, 4, 5), np.array([[2, 0], [1, 1]], np.int32)
-    (found,) = run(device, lambda x, i: x.gather(i, axis=axis), x=x, i=i)
-    np.testing.assert_array_equal(found, np.take(x, i, axis=axis))
+    (actual,) = run(device, lambda x, i: x.gather(i, axis=axis), x=x, i=i)
+    np.testing.assert_array_equal(actual, np.take(x, i, axis=axis))
 
 
 def test_channels_broadcast_along_channels(device: str) -> None:
     """12 divides 144, but element i of the vector is not at i modulo 12."""
     x, c = floats(2, 3, 4, 6), floats(1, 3, 1, 1)
-    (found,) = run(device, lambda x, c: ((x * c).tanh() + c) * 2.0, x=x, c=c)
-    np.testing.assert_allclose(found, (np.tanh(x.astype(float) * c) + c) * 2, rtol=1e-6, atol=1e-6)
+    (actual,) = run(device, lambda x, c: ((x * c).tanh() + c) * 2.0, x=x, c=c)
+    np.testing.assert_allclose(actual, (np.tanh(x.astype(float) * c) + c) * 2, rtol=1e-6, atol=1e-6)
 
 
 def test_sizes_that_differ_are_refused() -> None:
@@ -140,8 +140,8 @@ def test_sizes_that_differ_are_refused() -> None:
 def test_every_axis_can_be_reduced(device: str) -> None:
     x = floats(3, 4, 5, 2)
     axes = (0, 1, (0, 2), (1, 3), (0, 1, 2, 3), -2)
-    for found, axis in zip(run(device, lambda x: [x.sum(axis=a) for a in axes], x=x), axes, strict=True):
-        np.testing.assert_allclose(found, x.astype(float).sum(axis=axis), rtol=1e-5, atol=1e-5)
+    for actual, axis in zip(run(device, lambda x: [x.sum(axis=a) for a in axes], x=x), axes, strict=True):
+        np.testing.assert_allclose(actual, x.astype(float).sum(axis=axis), rtol=1e-5, atol=1e-5)
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ def test_graphs_and_loops_compare_by_what_is_in_them(device: str) -> None:
     g = Graph("both")
     x = g.input("x", (4,))
     g.set_outputs([g.scan(x, body, 3) for body in bodies])
-    found = rlx.compile(g, device).run({"x": np.full(4, 0.5, np.float32)})
-    for have, f in zip(found, (np.tanh, np.sin), strict=True):
+    actual = rlx.compile(g, device).run({"x": np.full(4, 0.5, np.float32)})
+    for have, f in zip(actual, (np.tanh, np.sin), strict=True):
         np.testing.assert_allclose(have, f(f(f(np.full(4, 0.5)))), rtol=1e-6)
 
 
@@ -184,8 +184,8 @@ def test_a_checkpointed_scan_gives_the_last_carry(device: str) -> None:
     for _ in range(7):
         exact = exact * 1.5 + 1
     for k in (1, 3, 7):
-        (found,) = run(device, lambda x, k=k: x.graph.scan_checkpointed(x, body, 7, k), x=x)
-        np.testing.assert_allclose(found, exact, rtol=1e-5)
+        (actual,) = run(device, lambda x, k=k: x.graph.scan_checkpointed(x, body, 7, k), x=x)
+        np.testing.assert_allclose(actual, exact, rtol=1e-5)
 
 
 def test_bodies_may_be_changed_after_they_were_used(device: str) -> None:
@@ -209,8 +209,8 @@ def test_bodies_may_be_changed_after_they_were_used(device: str) -> None:
         inner.input("late", (3,))
     more.set_outputs([more.constant(False)])
     assert (g.fingerprint(), g.text()) == (before, text)
-    found = rlx.compile(g, device).run({"x": np.array([0, 1], np.float32)})
-    assert [y.tolist() for y in found] == [[3, 4], [4, 5], [-1, 0], [0, 2]]
+    actual = rlx.compile(g, device).run({"x": np.array([0, 1], np.float32)})
+    assert [y.tolist() for y in actual] == [[3, 4], [4, 5], [-1, 0], [0, 2]]
 
 
 def test_a_graph_may_be_built_on_after_it_was_compiled(device: str) -> None:
@@ -230,8 +230,8 @@ def test_a_sliding_window_counts_the_token_itself(device: str) -> None:
     v = np.arange(5, dtype=np.float32).reshape(1, 5, 1, 1) * np.ones((1, 1, 1, 4), np.float32)
     for window, wanted in ((1, [0, 1, 2, 3, 4]), (2, [0, 0.5, 1.5, 2.5, 3.5]), (9, [0, 0.5, 1, 1.5, 2])):
         kind = MaskKind.sliding(window)
-        (found,) = run(device, lambda q, v, kind=kind: q.graph.attention(q, q, v, mask_kind=kind), q=q, v=v)
-        np.testing.assert_allclose(found[0, :, 0, 0], wanted, rtol=1e-6)
+        (actual,) = run(device, lambda q, v, kind=kind: q.graph.attention(q, q, v, mask_kind=kind), q=q, v=v)
+        np.testing.assert_allclose(actual[0, :, 0, 0], wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "sliding(3)", "custom", "bias"])
@@ -276,5 +276,5 @@ def test_a_carried_state_counts_wherever_it_lies(device: str) -> None:
 
 def test_random_bits_are_those_of_philox(device: str) -> None:
     """The published answer for a counter and a key of zeros."""
-    (found,) = run(device, lambda k: k.graph.random_bits(k, shape=(4,)), k=np.zeros(2, np.uint32))
-    assert [int(x) for x in found] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    (actual,) = run(device, lambda k: k.graph.random_bits(k, shape=(4,)), k=np.zeros(2, np.uint32))
+    assert [int(x) for x in actual] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]

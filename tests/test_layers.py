@@ -46,13 +46,13 @@ def layer_of(module: str) -> str | None:
 
 @functools.cache
 def imports(path: Path) -> list[str]:
-    found = []
+    result = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            result += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
+            result += [f"{node.module}.{alias.name}" for alias in node.names]
+    return result
 
 
 def module_name(path: Path) -> str:
@@ -128,7 +128,7 @@ def test_nobody_else_imports_a_backend(path: Path) -> None:
 def test_tests_import_a_backend_only_in_its_folder() -> None:
     tests = Path(__file__).parent
     others = [p for p in tests.rglob("*.py") if not p.is_relative_to(tests / "backends")]
-    assert not {str(p.relative_to(tests)): found for p in others if (found := closed(p))}
+    assert not {str(p.relative_to(tests)): actual for p in others if (actual := closed(p))}
 
 
 def test_a_backend_sees_no_other() -> None:
@@ -149,16 +149,16 @@ ELSEWHERE = [p for p in FILES if not p.is_relative_to(ROOT / "backends" / "cpu")
 
 def names(path: Path) -> set[str]:
     """All names in the code of a file: variables, attributes, parameters, functions and classes."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         fields = (getattr(node, field, None) for field in ("id", "attr", "arg", "name"))
-        found |= {text for text in fields if isinstance(text, str)}
-    return found
+        result |= {text for text in fields if isinstance(text, str)}
+    return result
 
 
 def test_nobody_else_knows_what_a_processor_is_made_of() -> None:
     known = {str(p.relative_to(ROOT)): {n for n in names(p) if OF_PROCESSORS.fullmatch(n)} for p in ELSEWHERE}
-    assert not {path for path, found in known.items() if found}
+    assert not {path for path, actual in known.items() if actual}
 
 
 # How a backend cuts problems, and what its machine code calls: launches give operands, sizes and strides.

@@ -119,7 +119,7 @@ def test_hidden_tokens_do_not_change_the_others_by_a_bit() -> None:
 
 
 # -- how a prompt is cut ------------------------------------------------------------------------------------------
-def feed(f: rlx.CompiledGraph, sizes: Llama, inputs: dict[str, Array], ends: Sequence[int]) -> list[Array]:
+def run_steps(f: rlx.CompiledGraph, sizes: Llama, inputs: dict[str, Array], ends: Sequence[int]) -> list[Array]:
     """Give the tokens in pieces that stop at `ends`; gives the states of all tokens, and the last keys and values."""
     batch = inputs["x"].shape[0]
     names = [f"{n}{i}" for i in range(sizes.layers) for n in "kv"]
@@ -138,15 +138,15 @@ def feed(f: rlx.CompiledGraph, sizes: Llama, inputs: dict[str, Array], ends: Seq
 @pytest.mark.parametrize("sizes", LLAMAS[:3], ids=sizes_id)
 def test_one_token_at_a_time_gives_the_bits_of_the_whole_prompt(sizes: Llama, target: str) -> None:
     params, tokens = weights(sizes), 133
-    whole = compiled(llama_graph(sizes), params, target=target)
+    full = compiled(llama_graph(sizes), params, target=target)
     by_one = compiled(llama_graph(sizes, past=True, seq=1), params, target=target)
     in_pieces = compiled(llama_graph(sizes, past=True), params, target=target)
     inputs = llama_inputs(sizes, 2, tokens)
-    states, *cached = feed(by_one, sizes, inputs, range(1, tokens + 1))
-    assert_close([states], whole.run(inputs), "one by one")
-    assert same_bits([states], whole.run(inputs))
+    states, *cached = run_steps(by_one, sizes, inputs, range(1, tokens + 1))
+    assert_close([states], full.run(inputs), "one by one")
+    assert same_bits([states], full.run(inputs))
     for ends in ([tokens], [1, 2, 64, 65, 100, tokens], [63, 63, tokens]):
-        assert same_bits([states, *cached], feed(in_pieces, sizes, inputs, ends)), ends
+        assert same_bits([states, *cached], run_steps(in_pieces, sizes, inputs, ends)), ends
 
 
 def test_batch_neighbours_do_not_change_a_row_by_a_bit() -> None:

@@ -14,9 +14,9 @@ WAITS = re.compile(r"\b(?:timeout=|(?:wait|join|communicate|settimeout|within|al
 def test_no_time_limit_is_short() -> None:
     texts = {path: path.read_text() for path in Path(__file__).parent.rglob("*.py")}
     short = [
-        f"{path.name}: {found[0]}"
+        f"{path.name}: {match[0]}"
         for path, text in texts.items()
-        for found in WAITS.finditer(text)
-        if float(found[1]) < LONGEST_S
+        for match in WAITS.finditer(text)
+        if float(match[1]) < LONGEST_S
     ]
     assert not short, f"use limits.LONGEST_S: {short}"

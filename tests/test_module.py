@@ -82,8 +82,8 @@ def test_hir_module_block_builders_via_graph_module() -> None:
     a, b = m.shared_linear_pair(z, m.param("w1", (16, 16)), m.param("w2", (16, 16)))
     c = m.residual_rms_norm(a, b, m.param("s", (16,)), eps=1e-6)
     conv = m.depthwise_conv1d_causal(c, m.param("k", (16, 3)), m.input("pad", (1, 2, 16)), kernel_size=3)
-    turned = m.rope(conv, m.param("cos", (4, 4)), m.param("sin", (4, 4)), head_dim=8)
-    seen = m.attention(turned, turned, c, num_heads=2, head_dim=8, mask_kind=MaskKind.CAUSAL)
+    rotated = m.rope(conv, m.param("cos", (4, 4)), m.param("sin", (4, 4)), head_dim=8)
+    seen = m.attention(rotated, rotated, c, num_heads=2, head_dim=8, mask_kind=MaskKind.CAUSAL)
     normed = m.rms_norm(seen, m.param("t", (16,)), eps=1e-6)
     heads = [m.hir_mir("reshape", [normed], shape=(1, 4, 2, 8)) for _ in range(3)]
     gates = [m.hir_mir("sum", [h], axis=-1) for h in heads[:2]]
@@ -348,8 +348,8 @@ def test_attention_and_rope_are_the_ops_at_mir() -> None:
     m = GraphModule.mir("m")
     x, t = m.input("x", (1, 3, 2, 4)), m.param("t", (3, 2))
     at_ = m.input("at", (1, 3), "i32")
-    turned = m.rope(x, t, t, at_)
-    m.set_outputs([m.attention(turned, turned, x, mask_kind=MaskKind.CAUSAL)])
+    rotated = m.rope(x, t, t, at_)
+    m.set_outputs([m.attention(rotated, rotated, x, mask_kind=MaskKind.CAUSAL)])
     assert [n.op for n in m.nodes if n.op not in ("input", "param")] == ["rope", "attention"]
 
 
@@ -427,14 +427,14 @@ def test_a_product_that_is_an_output_stays_itself(device: str, policy: FusionPol
     biased = m.linear(x, w, b, activation="silu")
     m.finish_hir([product, product + b, biased, m.linear(x, w)])
     rng = np.random.default_rng(0)
-    given = {"w": rng.standard_normal((8, 8)).astype(np.float32), "b": rng.standard_normal(8).astype(np.float32)}
+    inputs = {"w": rng.standard_normal((8, 8)).astype(np.float32), "b": rng.standard_normal(8).astype(np.float32)}
     a = rng.standard_normal((3, 8)).astype(np.float32)
-    plain, added, active, again = run(m, device, {"x": a}, given)
-    want = a.astype(float) @ given["w"]
+    plain, added, active, again = run(m, device, {"x": a}, inputs)
+    want = a.astype(float) @ inputs["w"]
     np.testing.assert_allclose(plain, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(again, want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(added, want + given["b"], rtol=1e-5, atol=1e-5)
-    z = want + given["b"]
+    np.testing.assert_allclose(added, want + inputs["b"], rtol=1e-5, atol=1e-5)
+    z = want + inputs["b"]
     np.testing.assert_allclose(active, z / (1 + np.exp(-z)), rtol=1e-5, atol=1e-5)
 
 
@@ -463,8 +463,8 @@ def test_gelus_of_constants_fold_to_the_right_numbers(device: str, dtype: str) -
 def test_broadcasting_promotes_both_ways(device: str) -> None:
     """The type of a sum does not depend on which operand comes first."""
     m = GraphModule.hir("m")
-    narrow, wide, whole = m.input("a", (2, 1), "f16"), m.input("b", (3,), "f32"), m.input("c", (2, 3), "i32")
-    m.finish_hir([narrow + wide, wide + narrow, whole * wide, wide * whole, narrow * whole])
+    narrow, wide, integer = m.input("a", (2, 1), "f16"), m.input("b", (3,), "f32"), m.input("c", (2, 3), "i32")
+    m.finish_hir([narrow + wide, wide + narrow, integer * wide, wide * integer, narrow * integer])
     assert [str(o.dtype) for o in m.into_mir().outputs] == ["f32", "f32", "f32", "f32", "f16"]
     a, b = np.array([[0.5], [2]], np.float16), np.array([1e-6, 1e6, 3], np.float32)
     c = np.array([[1, 2, 3], [4, 5, 6]], np.int32)

@@ -31,37 +31,37 @@ def tree(path: Path) -> ast.Module:
 
 def defined(path: Path) -> set[str]:
     """Private names that a file defines: functions, methods, attributes that are set on self, fields, slots."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in ast.walk(tree(path)):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
+                result.add(name)
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
-                found.add(name)
+                result.add(name)
             case ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
+                result.add(name)
             case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=elements)):
-                found |= {e.value for e in elements if isinstance(e, ast.Constant) and isinstance(e.value, str)}
-    return {name for name in found if is_private(name)}
+                result |= {e.value for e in elements if isinstance(e, ast.Constant) and isinstance(e.value, str)}
+    return {name for name in result if is_private(name)}
 
 
 @functools.cache
 def defined_by_package() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for path in FILES:
-        found.setdefault(package(path), set()).update(defined(path))
-    return found
+        result.setdefault(package(path), set()).update(defined(path))
+    return result
 
 
 def used(path: Path) -> dict[str, int]:
     """Private names that a file asks something for, or imports, and on which line."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            found[node.attr] = node.lineno
+            result[node.attr] = node.lineno
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlx":
-            found |= {alias.name: node.lineno for alias in node.names if is_private(alias.name)}
-    return found
+            result |= {alias.name: node.lineno for alias in node.names if is_private(alias.name)}
+    return result
 
 
 def test_private_names_stay_in_their_package() -> None:

@@ -107,11 +107,11 @@ def test_toml_there_and_back(profile: CompileProfile, tmp_path: Path) -> None:
 
 def test_every_key_is_optional() -> None:
     assert CompileProfile.from_toml("") == CompileProfile()
-    found = CompileProfile.from_toml('[fusion]\npolicy = "fusable"  # for decoding\n[precision]\ncompute = "f16"\n')
-    assert found == CompileProfile(Fusion(FusionPolicy.FUSABLE), precision=Precision("f16"))
-    found = CompileProfile.from_toml("backend.cpu.unfuse_regions = true\n[kernel_dispatch]\npolicy = 'force_common'\n")
-    assert found.backend == BackendOptions({"cpu": {"unfuse_regions": True}}) and found.precision == Precision()
-    assert found.kernel_dispatch == KernelDispatchConfig(KernelDispatchPolicy.FORCE_COMMON)
+    actual = CompileProfile.from_toml('[fusion]\npolicy = "fusable"  # for decoding\n[precision]\ncompute = "f16"\n')
+    assert actual == CompileProfile(Fusion(FusionPolicy.FUSABLE), precision=Precision("f16"))
+    actual = CompileProfile.from_toml("backend.cpu.unfuse_regions = true\n[kernel_dispatch]\npolicy = 'force_common'\n")
+    assert actual.backend == BackendOptions({"cpu": {"unfuse_regions": True}}) and actual.precision == Precision()
+    assert actual.kernel_dispatch == KernelDispatchConfig(KernelDispatchPolicy.FORCE_COMMON)
 
 
 def test_lists_of_ops_have_no_order() -> None:
@@ -198,13 +198,13 @@ def test_the_profile_has_the_last_word_on_policy(policy: FusionPolicy) -> None:
 
 def unfused_nodes(f: CompiledGraph) -> list[str]:
     """Nodes of the optimised graph that do more than one thing."""
-    found = []
+    result = []
     for node in Graph.parse(f.plan.main_text).nodes:
         body = node.attrs.get("body")
         steps = 0 if body is None else sum(n.op not in ("input", "const") for n in body.nodes)
         if node.op == "residual_norm" or steps > (1 if node.op == "region" else 0) or node.attrs.get("weights", 1) > 1:
-            found.append(node.op)
-    return found
+            result.append(node.op)
+    return result
 
 
 @pytest.mark.parametrize("policy", FusionPolicy)
@@ -294,20 +294,20 @@ def with_constants() -> Graph:
 
 
 def test_constant_folding_off_leaves_constants() -> None:
-    folded, kept = compile(with_constants()), compile(with_constants(), passes=Passes(constant_folding=False))
-    both = [f.plan.main_text + f.plan.bind_text for f in (folded, kept)]
+    folded, unfolded = compile(with_constants()), compile(with_constants(), passes=Passes(constant_folding=False))
+    both = [f.plan.main_text + f.plan.bind_text for f in (folded, unfolded)]
     assert "exp(" not in both[0] and "exp(" in both[1]
     x = np.array([1, -2, 3, -4], np.float32)
-    for f in (folded, kept):
+    for f in (folded, unfolded):
         np.testing.assert_allclose(f.run({"x": x})[0], x * (np.exp([1.0, 2, 3, 4]) + 1), rtol=1e-6)
 
 
 def test_dce_off_keeps_what_nothing_reads() -> None:
-    lean, whole = compile(with_constants()), compile(with_constants(), passes=Passes(dce=False))
-    assert "sin(" not in lean.plan.main_text and "sin(" in whole.plan.main_text
-    assert len(whole.plan.main.launches) == len(lean.plan.main.launches) + 1
+    lean, full = compile(with_constants()), compile(with_constants(), passes=Passes(dce=False))
+    assert "sin(" not in lean.plan.main_text and "sin(" in full.plan.main_text
+    assert len(full.plan.main.launches) == len(lean.plan.main.launches) + 1
     x = np.array([1, -2, 3, -4], np.float32)
-    assert whole.run({"x": x})[0].tobytes() == lean.run({"x": x})[0].tobytes()
+    assert full.run({"x": x})[0].tobytes() == lean.run({"x": x})[0].tobytes()
 
 
 def test_verbose_tells_what_the_passes_did(capfd: pytest.CaptureFixture[str]) -> None:
@@ -447,9 +447,9 @@ def test_f64_caches_and_packed_weights_are_left_alone() -> None:
     cache = np.zeros((1, 1, 4, 64), np.float32)
     x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)
     row = np.array([1.0, 2.0, 3.0, 1 / 3], np.float32).reshape(1, 1, 1, 4)
-    tripled, kept, product = f.run({"wide": third, "keys": cache, "new": row, "x": x})
+    tripled, cached, product = f.run({"wide": third, "keys": cache, "new": row, "x": x})
     np.testing.assert_array_equal(tripled, third * 3.0)
-    np.testing.assert_array_equal(kept[0, 0, :, 0], rounded(row, "bf16").ravel())
+    np.testing.assert_array_equal(cached[0, 0, :, 0], rounded(row, "bf16").ravel())
     numbers_ = np.float32(np.float16(0.1)) * (np.arange(256).reshape(8, 32) % 7)
     np.testing.assert_allclose(product, rounded(x, "bf16") @ numbers_.T, rtol=1e-2, atol=1e-2)
 
@@ -483,10 +483,10 @@ def test_decisions_do_not_depend_on_the_precision(compute: str, device: str) -> 
     near = x + 0.0
     _, places = near.topk(k=2)
     numbers_ = ids.astype("f32")
-    whole = numbers_ + 0.5
+    shifted = numbers_ + 0.5
     draws = g.random_uniform(g.constant(np.array([1, 2], np.uint32)), shape=(64,))
     last = g.while_loop(g.constant(0.0, "f32"), more, step)
-    g.set_outputs([near > 2048.25, near.argmax(), places, numbers_, whole, draws, last, draws < 0.5])
+    g.set_outputs([near > 2048.25, near.argmax(), places, numbers_, shifted, draws, last, draws < 0.5])
     f = rlx.compile(g, device, profile=CompileProfile(precision=Precision(compute)))
     a, i = np.array([2048.0, 2048.3, 2048.2, 2048.4], np.float32), np.array([257, 2049, 40_001], np.int32)
     above, top, order, floats, halves, drawn, end, low = f.run({"x": a, "ids": i})

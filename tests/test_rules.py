@@ -57,26 +57,26 @@ OURS = [p for p in FILES if p.relative_to(ROOT).with_suffix("").parts[0] in KEPT
 
 def own_names(tree: ast.Module) -> set[str]:
     """What a file defines: functions, classes, variables, and attributes of `self`."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            result.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            result.add(node.id)
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            found.add(node.attr)
-    return found
+            result.add(node.attr)
+    return result
 
 
 def private_reaches(tree: ast.Module) -> list[str]:
     """Private names that are taken from elsewhere: attributes of other files' objects, and imports."""
-    own, found = own_names(tree), []
+    own, result = own_names(tree), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr not in own | OF_PYTHON:
-            found += [ast.unparse(node)] if re.match("_[^_]", node.attr) else []
+            result += [ast.unparse(node)] if re.match("_[^_]", node.attr) else []
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlx"):
-            found += [f"{node.module}.{alias.name}" for alias in node.names if re.match("_[^_]", alias.name)]
-    return found
+            result += [f"{node.module}.{alias.name}" for alias in node.names if re.match("_[^_]", alias.name)]
+    return result
 
 
 @pytest.mark.parametrize("path", OURS, ids=name_of)

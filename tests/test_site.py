@@ -45,8 +45,8 @@ def test_every_page_is_on_the_site_and_in_its_sidebar(site: Path) -> None:
 @needs_generator
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
-        for found in LOADED.findall(page.read_text()):
-            assert not re.match(r"\w+:|//", "".join(found)) or "".join(found).startswith("data:"), (page, found)
+        for url in LOADED.findall(page.read_text()):
+            assert not re.match(r"\w+:|//", "".join(url)) or "".join(url).startswith("data:"), (page, url)
     for style in site.rglob("*.css"):
         schemes = {match[1] for match in IN_STYLES.finditer(style.read_text())}
         assert schemes <= {"data:"}, style

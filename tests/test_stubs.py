@@ -34,8 +34,8 @@ def test_every_op_is_in_the_stub_of_each_class_or_the_class_has_it_itself(script
     classes = {c.name: c for c in ast.parse(script.PATH.read_text()).body if isinstance(c, ast.ClassDef)}
 
     def methods(name: str) -> set[str]:
-        found = {f.name for f in classes[name].body if isinstance(f, ast.FunctionDef)}
-        return found.union(*(methods(base.id) for base in classes[name].bases if isinstance(base, ast.Name)))
+        actual = {f.name for f in classes[name].body if isinstance(f, ast.FunctionDef)}
+        return actual.union(*(methods(base.id) for base in classes[name].bases if isinstance(base, ast.Name)))
 
     ops = {o.name for o in OPS.values() if o.is_builtin and LEAF not in o.traits} | set(SPELLINGS)
     assert {"softmax", "matmul", "quantize", "llama_decoder_block"} <= ops

@@ -34,11 +34,11 @@ def test_the_shapes_of_a_linear_pair_are_checked() -> None:
 def test_the_shape_of_a_carried_delta_net_is_checked() -> None:
     m = GraphModule.hir("m")
     heads, gates, state = m.input("h", (1, 3, 2, 4)), m.input("g", (1, 3, 2)), m.input("s", (1, 2, 4, 4))
-    given = (heads, heads, heads, gates, gates, state)
-    out, _ = m.gated_delta_net_carry(*given, state_size=4, out_shape=(1, 3, 2, 4))
+    operands = (heads, heads, heads, gates, gates, state)
+    out, _ = m.gated_delta_net_carry(*operands, state_size=4, out_shape=(1, 3, 2, 4))
     assert out.shape == (1, 3, 2, 4)
     with pytest.raises(ShapeError, match=r"out_shape is \[7\]"):
-        m.gated_delta_net_carry(*given, state_size=4, out_shape=(7,))
+        m.gated_delta_net_carry(*operands, state_size=4, out_shape=(7,))
 
 
 def test_the_shapes_of_scans_backwards_are_checked() -> None:
@@ -50,12 +50,15 @@ def test_the_shapes_of_scans_backwards_are_checked() -> None:
     g = Graph("g")
     init, rows, few = g.input("init", (2,)), g.input("rows", (4, 2)), g.input("few", (2, 2))
     plain: tuple[Any, ...] = (init, rows, init, [rows], back, 4)
-    kept: tuple[Any, ...] = (init, few, init, [rows], back, 4)
+    arguments: tuple[Any, ...] = (init, few, init, [rows], back, 4)
     makers: list[tuple[Any, tuple[int, ...]]] = [
         (lambda **k: g.scan_backward(*plain, save_trajectory=False, **k), (2,)),
         (lambda **k: g.scan_backward_xs(*plain, 0, save_trajectory=False, **k), (4, 2)),
-        (lambda **k: g.scan_backward_with_checkpoints(*kept, 2, forward, save_trajectory=False, **k), (2,)),
-        (lambda **k: g.scan_backward_xs_with_checkpoints(*kept, 0, 2, forward, save_trajectory=False, **k), (4, 2)),
+        (lambda **k: g.scan_backward_with_checkpoints(*arguments, 2, forward, save_trajectory=False, **k), (2,)),
+        (
+            lambda **k: g.scan_backward_xs_with_checkpoints(*arguments, 0, 2, forward, save_trajectory=False, **k),
+            (4, 2),
+        ),
     ]
     for make, shape in makers:
         assert make().shape == make(out_shape=shape).shape == shape
@@ -74,13 +77,13 @@ def test_a_module_at_hir_builds_every_op() -> None:
     square.set_outputs([y * y])
     m.finish_hir((m.softmax(x), m.scan(x, body, 3), m.custom_fn([x], square), m.reshape(x, (3, 2))))
     f = rlx.compile(m)
-    given = draws(2, 3)
-    softmax, scanned, squared, reshaped = f.run({"x": given})
-    e = np.exp(given.astype(np.float64))
+    inputs = draws(2, 3)
+    softmax, scanned, squared, reshaped = f.run({"x": inputs})
+    e = np.exp(inputs.astype(np.float64))
     np.testing.assert_allclose(softmax, e / e.sum(-1, keepdims=True), rtol=1e-6)
-    np.testing.assert_allclose(scanned, given / 8, rtol=1e-6)
-    np.testing.assert_allclose(squared, given * given, rtol=1e-6)
-    np.testing.assert_array_equal(reshaped, given.reshape(3, 2))
+    np.testing.assert_allclose(scanned, inputs / 8, rtol=1e-6)
+    np.testing.assert_allclose(squared, inputs * inputs, rtol=1e-6)
+    np.testing.assert_array_equal(reshaped, inputs.reshape(3, 2))
 
 
 def test_outputs_are_set_at_any_level_that_builds() -> None:
@@ -100,8 +103,8 @@ def test_a_custom_function_may_have_no_inputs(device: str) -> None:
     g = Graph("g")
     x = g.input("x", (2,))
     g.set_outputs([g.custom_fn([], body) + x])
-    (found,) = rlx.compile(g, device).run({"x": np.float32([10, 20])})
-    np.testing.assert_array_equal(found, [13, 26])
+    (actual,) = rlx.compile(g, device).run({"x": np.float32([10, 20])})
+    np.testing.assert_array_equal(actual, [13, 26])
     pulled = rlx.transforms.grad(_total(g), ["x"])
     np.testing.assert_array_equal(rlx.compile(pulled, device).run({"x": np.float32([1, 1])})[-1], [1, 1])
 
@@ -120,9 +123,9 @@ def test_the_source_of_several_outputs_is_a_value(device: str) -> None:
     g = Graph("g")
     handle = g.custom_fn_multi([g.input("x", (2, 3))], body)
     g.set_outputs([handle.source, g.neg(handle.source)])
-    given = draws(2, 3)
-    flat, negative = rlx.compile(g, device).run({"x": given})
-    wanted = np.concatenate([(given * 2).ravel(), given.argmax(-1), given.sum(0)])
+    inputs = draws(2, 3)
+    flat, negative = rlx.compile(g, device).run({"x": inputs})
+    wanted = np.concatenate([(inputs * 2).ravel(), inputs.argmax(-1), inputs.sum(0)])
     np.testing.assert_allclose(flat, wanted, rtol=1e-6)
     np.testing.assert_allclose(negative, -wanted, rtol=1e-6)
     assert list(handle.offsets) == [0, 6, 8]

@@ -170,29 +170,29 @@ def test_a_variant_is_compiled_for_its_sizes(mode: CompilationMode, device: str)
 
 
 def test_eager_compiles_at_once_and_lazy_when_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    compiled: list[str] = []
     plain = Session._compile
 
     def watched(self: Session, graph: Graph, profile: CompileProfile) -> Any:
-        made.append(graph.name)
+        compiled.append(graph.name)
         return plain(self, graph, profile)
 
     monkeypatch.setattr(Session, "_compile", watched)
     config = ModelExecutionConfig.prefill(1, 2)
     config.compile(small())
-    assert made == ["small"]
+    assert compiled == ["small"]
     lazy = config.with_mode(CompilationMode.LAZY).compile(small())
     assert not lazy.is_compiled
     with pytest.raises(BindError, match="'w' not set"):
         lazy.run({"x": np.zeros((1, 2, 4), np.float32)})
     lazy.set_param("w", W)
-    assert made == ["small"], "nothing is compiled before it is needed"
+    assert compiled == ["small"], "nothing is compiled before it is needed"
     zeros = {"x": np.ones((1, 2, 4), np.float32)}
     first = lazy.run(zeros)
-    assert made == ["small"] * 2 and lazy.is_compiled
+    assert compiled == ["small"] * 2 and lazy.is_compiled
     lazy.set_param("w", W * 2)
     np.testing.assert_allclose(lazy.run(zeros)[0], first[0] * 2)
-    assert made == ["small"] * 2, "new weights do not compile again"
+    assert compiled == ["small"] * 2, "new weights do not compile again"
     assert lazy.report(zeros).launches
 
 
@@ -229,8 +229,8 @@ def test_modules_are_specialised_at_the_level_they_have() -> None:
 def test_what_is_made_ahead_of_time_is_loaded_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelExecutionConfig.prefill(1, 2).with_mode(CompilationMode.AOT)
     x = {"x": np.random.default_rng(0).standard_normal((1, 2, 4)).astype(np.float32)}
-    made = config.compile(small(), folder=tmp_path)
-    made.set_param("w", W)
+    built = config.compile(small(), folder=tmp_path)
+    built.set_param("w", W)
     (path,) = tmp_path.iterdir()
     assert path.name == config.file_name(config.specialise(small()), Session()) and path.suffix == ".rlxp"
 
@@ -239,13 +239,13 @@ def test_what_is_made_ahead_of_time_is_loaded_from_its_file(tmp_path: Path, monk
 
     with monkeypatch.context() as patched:
         patched.setattr(Session, "compile", forbidden)
-        found = config.compile(small(), folder=tmp_path)
-        found.set_param("w", W)
-        assert [a.tobytes() for a in found.run(x)] == [a.tobytes() for a in made.run(x)]
+        actual = config.compile(small(), folder=tmp_path)
+        actual.set_param("w", W)
+        assert [a.tobytes() for a in actual.run(x)] == [a.tobytes() for a in built.run(x)]
     path.write_bytes(path.read_bytes()[:-9])
     again = config.compile(small(), folder=tmp_path)
     again.set_param("w", W)
-    assert again.run(x)[0].tobytes() == made.run(x)[0].tobytes(), "a damaged file is made again"
+    assert again.run(x)[0].tobytes() == built.run(x)[0].tobytes(), "a damaged file is made again"
     ModelExecutionConfig.prefill(1, 3).with_mode(CompilationMode.AOT).compile(small(), folder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2, "a file for each variant"
 

@@ -1,6 +1,6 @@
-"""rlx: an ML compiler and runtime. Graphs become machine code through three levels that can all be looked at.
+"""rlx: an ML compiler and runtime. Graphs become machine code through three levels, each of which can be inspected.
 
-Importing rlx loads NumPy and nothing heavier; everything else is imported when it is first used.
+Importing rlx loads NumPy and nothing heavier; everything else is imported on first use.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ _PUBLIC = {
     "tree": ("rlx.functional.tree", ""),
 }
 
-# Functions of arrays, under the names that rlx.functional has them by.
+# Array functions, under their names in rlx.functional.
 _FUNCTION_NAMES = (
     "abs add all any arange arctan argmax argmin argsort asarray astype at attention broadcast_to ceil checkpoint "
     "clip concatenate cond conv1d conv2d cos cross_entropy cumsum custom_jvp custom_vjp dequantise divide dot "
@@ -186,14 +186,14 @@ __all__ = ["__version__", *_PUBLIC, *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
-    found = ("rlx.functional", name) if name in _FUNCTIONS else _PUBLIC.get(name)
-    if found is None:
+    place = ("rlx.functional", name) if name in _FUNCTIONS else _PUBLIC.get(name)
+    if place is None:
         raise AttributeError(f"module 'rlx' has no attribute {name!r}")
     with paused():
         if name in ("Graph", "Value", "MaskKind", "op"):
-            importlib.import_module("rlx.hir.blocks")  # the ops and blocks that graphs are built from
-        module = importlib.import_module(found[0])
-    value = getattr(module, found[1]) if found[1] else module
+            importlib.import_module("rlx.hir.blocks")  # registers the ops and blocks
+        module = importlib.import_module(place[0])
+    value = getattr(module, place[1]) if place[1] else module
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""The type of NumPy arrays in signatures: of any shape and element type, both of which are checked at run time."""
+"""The type of NumPy arrays in signatures: any shape and element type, both checked at run time."""
 
 from __future__ import annotations
 

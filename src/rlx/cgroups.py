@@ -1,4 +1,4 @@
-"""Control groups: the folders in which Linux limits what this process may use, of version 1 and of version 2."""
+"""Control groups: the cgroup v1 and v2 folders in which Linux limits the resources of this process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 
 class Group(NamedTuple):
-    """The folder of a control group, and the version of its files."""
+    """The folder of a control group, and the cgroup version of its files."""
 
     folder: Path
     version: int
 
 
 def groups(root: Path, controller: str) -> Iterator[Group]:
-    """The groups of this process that have a controller (`cpu`, `memory`), each followed by its parents.
+    """Yields the groups of this process that have a controller (`cpu`, `memory`), each followed by its parents.
 
-    In a container the innermost one may be mounted as the root; its path on the host then leads nowhere. So the root of
-    the mount always comes, too.
+    In a container the innermost group may be mounted as the root, so that its path on the host does not exist. The root
+    of the mount is therefore always included.
     """
     mount = root / "sys/fs/cgroup"
     try:
@@ -26,7 +26,7 @@ def groups(root: Path, controller: str) -> Iterator[Group]:
     except (OSError, ValueError):  # /proc is hidden
         lines = [f":{controller}:/", "0::/"]
     for line in lines:
-        _, controllers, path = line.split(":", 2)  # number of the hierarchy, its controllers, the group
+        _, controllers, path = line.split(":", 2)  # hierarchy number, controllers, group path
         if controllers and controller not in controllers.split(","):
             continue
         mounts = [mount / controllers, mount / controller] if controllers else [mount, mount / "unified"]

@@ -1,4 +1,4 @@
-"""Values of sizes at run time: which symbol has which size, and what expressions come to."""
+"""Binds symbolic sizes at run time and evaluates size expressions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from rlx.dims import Dim, Size, Symbol, as_size, dim, dim_text, symbols_of
 from rlx.errors import BindError, GraphError
 
-# The numbers that RLX has for its symbols. ROWS, number 2, is batch · seq.
+# RLX's numbers of its symbols. ROWS, number 2, is batch · seq.
 _NUMBERED = {0: "batch", 1: "seq", 3: "past_seq"}
 
 
 def symbol_name(like: Any, where: str) -> str:
-    """The name of a symbol that is given by name, as a Dim or by its number; number 7 is the symbol `s7`."""
+    """The name of a symbol, from its name, a Dim or its number; number 7 is the symbol `s7`."""
     if isinstance(like, int) and not isinstance(like, bool) and like >= 0:
         like = "batch*seq" if like == 2 else _NUMBERED.get(like, f"s{like}")
     if not isinstance(like, (str, Dim)):
@@ -25,7 +25,7 @@ def symbol_name(like: Any, where: str) -> str:
 
 
 class DimBinding:
-    """Sizes for symbols. Symbols may be given by name or as the Dim itself."""
+    """Maps symbols to sizes. Symbols can be names or Dims."""
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes: dict[str, int] = {}
@@ -34,16 +34,16 @@ class DimBinding:
 
     @classmethod
     def batch_seq(cls, batch: int, seq: int) -> DimBinding:
-        """BATCH and SEQ bound."""
+        """Binds BATCH and SEQ."""
         return cls({"batch": batch, "seq": seq})
 
     @classmethod
     def batch_past_seq(cls, batch: int, past: int) -> DimBinding:
-        """BATCH and PAST_SEQ bound."""
+        """Binds BATCH and PAST_SEQ."""
         return cls({"batch": batch, "past_seq": past})
 
     def get(self, symbol: str | Size) -> int | None:
-        """The size of a symbol, of an expression over bound symbols, or of the symbol of a number; None if unbound."""
+        """The size of a symbol (by name, Dim or number) or of an expression over bound symbols; None if unbound."""
         if isinstance(symbol, int):
             symbol = sym.ROWS if symbol == 2 else symbol_name(symbol, "binding")
         size = as_size(symbol)
@@ -71,7 +71,7 @@ class DimBinding:
 
 
 def evaluate(size: Size, binding: Mapping[str, int]) -> int:
-    """The value of a size under a binding of symbol names."""
+    """Evaluates a size under a binding of symbol names."""
     if isinstance(size, int):
         return size
     total = 0
@@ -91,7 +91,7 @@ def evaluate(size: Size, binding: Mapping[str, int]) -> int:
 
 
 def compile_sizes(symbols: Sequence[str], sizes: Sequence[Size]) -> Callable[..., tuple[int, ...]]:
-    """A function of the symbols' values, in order, that evaluates all sizes at once: far faster than one by one."""
+    """Compiles a function of the symbols' values, in order, that returns all sizes: far faster than one by one."""
     names = {symbol: f"s{i}" for i, symbol in enumerate(symbols)}
     for symbol in (s for size in sizes for s in symbols_of(size) if s.name not in names):
         raise BindError(f"dim: symbol {symbol.name!r} is not among {', '.join(symbols) or 'none'}")
@@ -99,19 +99,19 @@ def compile_sizes(symbols: Sequence[str], sizes: Sequence[Size]) -> Callable[...
     text = f"lambda {', '.join(names.values())}: ({body}{',' if sizes else ''})"
     run: Callable[..., tuple[int, ...]] = eval(text, {"__builtins__": {}, "min": min, "max": max})
 
-    def values(*given: int) -> tuple[int, ...]:
+    def values(*bound: int) -> tuple[int, ...]:
         try:
-            return run(*given)
+            return run(*bound)
         except ZeroDivisionError:
             for size in sizes:
-                evaluate(size, dict(zip(symbols, given, strict=True)))  # says which
+                evaluate(size, dict(zip(symbols, bound, strict=True)))  # names the size
             raise
 
     return values
 
 
 class sym:
-    """The symbols that the model families use."""
+    """The symbols used by the model families."""
 
     BATCH = dim("batch")
     SEQ = dim("seq")

@@ -1,8 +1,8 @@
 """Sizes: ints, and `Dim` expressions over named symbols; their arithmetic, text and parser.
 
-A `Dim` is a polynomial over symbols and over `//`, `min`, `max` of sizes, kept in a normal form, so that equal sizes
-are equal objects. Normal forms are bounded: a product of n sums has up to 2^n terms. Zero is legal everywhere; a symbol
-never broadcasts as 1.
+A `Dim` is a polynomial over symbols and over `//`, `min`, `max` of sizes, in a normal form, so equal sizes compare
+equal. Normal forms are bounded in size, since a product of n sums has up to 2^n terms. Zero is legal everywhere; a
+symbol never broadcasts as 1.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rlx.errors import GraphError, ParseError, ShapeError, shortened
 Size = Union[int, "Dim"]
 ShapeLike = Iterable[Any]  # ints, Dims or strings
 
-MAX_PARTS = 1024  # of a dim: a symbol or number counts 1, and // min max count 4
-MAX_DEPTH = 50  # of // min max in each other
-MAX_NAME = 256  # letters of a symbol's name
-MAX_NESTING = 128  # parentheses in the text of a size
-MAX_BITS = 3072  # of a number in a dim: its text has fewer digits than the parser takes
+MAX_PARTS = 1024  # per dim: a symbol or number counts 1; // min max count 4
+MAX_DEPTH = 50  # nesting of // min max
+MAX_NAME = 256  # characters of a symbol's name
+MAX_NESTING = 128  # nested parentheses in the text of a size
+MAX_BITS = 3072  # per number in a dim, so that its text has fewer digits than the parser accepts
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A named run-time size; `max` bounds it and is checked at run time, but does not tell symbols apart."""
+    """A named run-time size; `max` bounds it and is checked at run time, but is not part of its identity."""
 
     name: str
     max: int | None = field(default=None, compare=False)
@@ -64,7 +64,7 @@ class Dim:
     """A size known only at run time. Build with `rlx.dim("n")`, combine with + - * // and `dim_min`, `dim_max`."""
 
     __slots__ = ("_hash", "_text", "depth", "parts", "terms")
-    __array_ufunc__ = None  # NumPy hands `np.int64(2) * dim` to us
+    __array_ufunc__ = None  # so that NumPy defers `np.int64(2) * dim` to Dim
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self.terms = terms
@@ -137,7 +137,7 @@ class Dim:
         return f"Dim({self})"
 
     def symbols(self) -> Iterator[Symbol]:
-        """Every symbol in the expression, with repetitions."""
+        """Yields every symbol in the expression, with repetitions."""
         for monomial, _ in self.terms:
             for atom in monomial:
                 if isinstance(atom, Symbol):
@@ -179,18 +179,18 @@ def _combine(*weighted: tuple[Size, int]) -> Size:
 
 
 def _normal(total: Mapping[Monomial, int]) -> Size:
-    kept = [(m, c) for m, c in total.items() if c]
-    if not kept:
+    terms = [(m, c) for m, c in total.items() if c]
+    if not terms:
         return 0
-    if len(kept) == 1 and not kept[0][0]:
-        return kept[0][1]
-    if len(kept) > 1:
-        kept.sort(key=lambda t: _order(t[0]))
-    return Dim(tuple(kept))
+    if len(terms) == 1 and not terms[0][0]:
+        return terms[0][1]
+    if len(terms) > 1:
+        terms.sort(key=lambda t: _order(t[0]))
+    return Dim(tuple(terms))
 
 
 def _order(monomial: Monomial) -> tuple[int, list[tuple[int, str]]]:
-    """By degree, then by names: the order of terms in the normal form."""
+    """The order of terms in the normal form: by degree, then by names."""
     return -len(monomial), [_atom_key(atom) for atom in monomial]
 
 
@@ -198,12 +198,12 @@ def _atom(atom: Atom) -> Dim:
     return Dim((((atom,), 1),))
 
 
-# Words of the text form: a symbol of that name could not be told from an attribute that means something else.
+# Keywords of the text form, which cannot be symbol names.
 _RESERVED = {"none", "true", "false", "inf", "nan", *BY_NAME}
 
 
 def dim(name: str, *, max: int | None = None) -> Dim:
-    """A named run-time size; every use of the name in one graph is the same size."""
+    """A named run-time size; all uses of the name in one graph are the same size."""
     if not (name.isidentifier() and re.fullmatch(r"\w+", name) and len(name) <= MAX_NAME):
         hint = f"letters, digits and _ only, at most {MAX_NAME}"
         raise GraphError(f"dim: {shortened(name, 80)!r} is not a name", hint=hint)
@@ -213,7 +213,7 @@ def dim(name: str, *, max: int | None = None) -> Dim:
 
 
 def dim_floordiv(a: Size, b: Size) -> Size:
-    """`a // b`, without the division where it is exact; terms that a plain number divides come out of it."""
+    """`a // b`, simplified where the division is exact; terms divisible by a number b are moved out of it."""
     if b == 0:
         raise ShapeError(f"dim: {a} // 0")
     if isinstance(a, int) and isinstance(b, int):
@@ -223,21 +223,21 @@ def dim_floordiv(a: Size, b: Size) -> Size:
     exact = _exact_quotient(a, b)
     if exact is not None:
         return exact
-    whole: Size = 0
+    quotient: Size = 0
     if isinstance(b, int):
-        whole = _normal({m: c // b for m, c in _terms(a) if c % b == 0})
-        a = a - whole * b
-    return whole + (a // b if isinstance(a, int) and isinstance(b, int) else _atom(Composite("//", a, b)))
+        quotient = _normal({m: c // b for m, c in _terms(a) if c % b == 0})
+        a = a - quotient * b
+    return quotient + (a // b if isinstance(a, int) and isinstance(b, int) else _atom(Composite("//", a, b)))
 
 
 def _exact_quotient(a: Size, b: Size) -> Size | None:
-    """The size q with q * b == a as polynomials, by long division; None if there is none within the bounds."""
+    """The size q with q * b == a as polynomials, by long division; None if there is none within the size bounds."""
     (lead, scale), *others = _terms(b)
     if not lead:
         terms = _terms(a)
         return None if any(c % scale for _, c in terms) else _normal({m: c // scale for m, c in terms})
     rest = dict(_terms(a))
-    heap = [(_order(monomial), monomial) for monomial in rest]  # the leading term first
+    heap = [(_order(monomial), monomial) for monomial in rest]  # leading term first
     heapq.heapify(heap)
     quotient: dict[Monomial, int] = {}
     parts = 0
@@ -283,13 +283,13 @@ def _extreme(op: str, a: Size, b: Size) -> Size:
 
 
 def symbols_of(size: Size) -> Iterator[Symbol]:
-    """The symbols of a size; none for an int."""
+    """Yields the symbols of a size; none for an int."""
     if isinstance(size, Dim):
         yield from size.symbols()
 
 
 def known_equal(a: Size, b: Size) -> bool | None:
-    """True or False where it can be decided, None where it depends on run-time values."""
+    """True or False if decidable, None if it depends on run-time values."""
     if a == b:
         return True
     difference = _combine((a, 1), (b, -1))
@@ -297,7 +297,7 @@ def known_equal(a: Size, b: Size) -> bool | None:
 
 
 def is_monotone(size: Size) -> bool:
-    """Whether the size is never negative and only grows when a symbol grows; False where that is not plain to see."""
+    """Whether the size is provably non-negative and non-decreasing in every symbol."""
     if isinstance(size, int):
         return size >= 0
     return all(c > 0 and all(isinstance(atom, Symbol) or _is_monotone_atom(atom) for atom in m) for m, c in size.terms)
@@ -309,7 +309,7 @@ def _is_monotone_atom(atom: Composite) -> bool:
 
 # -- text -----------------------------------------------------------------------------------------------------------
 def dim_text(size: Size, names: Mapping[str, str] | None = None) -> str:
-    """A size as the expression that `parse_dim` reads; `names` are other names for its symbols."""
+    """Formats a size as an expression that `parse_dim` reads; `names` renames its symbols."""
     if isinstance(size, int):
         return str(size)
     text = ""
@@ -331,9 +331,9 @@ def _atom_text(atom: Atom, names: Mapping[str, str] | None) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_dim(text: str) -> Size:
-    """The size that an expression says: `4`, `batch*seq`, `(seq + 63) // 64`, `min(a, b)`."""
+    """Parses a size expression: `4`, `batch*seq`, `(seq + 63) // 64`, `min(a, b)`."""
     try:
-        return _DimParser(text).whole()
+        return _DimParser(text).parse()
     except (GraphError, SyntaxError, RecursionError) as error:
         why = f": {error}" if isinstance(error, GraphError) else ""
         hint = error.hint if isinstance(error, GraphError) else "sizes use names, integers, + - * // min max"
@@ -341,7 +341,7 @@ def parse_dim(text: str) -> Size:
 
 
 class _DimParser:
-    """Recursive descent over words, numbers and signs. Python's own parser would not take `in` or `lambda` as names."""
+    """Recursive descent over names, numbers and operators. Python's parser would reject `in` or `lambda` as names."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = [*re.findall(r"\w+|//|[^\s\w]", text), ""]
@@ -349,7 +349,7 @@ class _DimParser:
         self.depth = 0
 
     def take(self, *wanted: str) -> str:
-        """The next token if it is one of those wanted, else an empty string."""
+        """Consumes the next token if it is one of `wanted`; returns it, or an empty string."""
         token = self.tokens[self.at]
         if token not in wanted or not token:
             return ""
@@ -360,7 +360,7 @@ class _DimParser:
         if not self.take(token):
             raise SyntaxError
 
-    def whole(self) -> Size:
+    def parse(self) -> Size:
         size = self.sum()
         if self.tokens[self.at]:
             raise SyntaxError
@@ -371,7 +371,7 @@ class _DimParser:
         others: list[tuple[Size, int]] = []
         while sign := self.take("+", "-"):
             others.append((self.product(), 1 if sign == "+" else -1))
-        return _combine((first, 1), *others) if others else first  # at once: each sum is sorted
+        return _combine((first, 1), *others) if others else first  # in one go: each sum is sorted
 
     def product(self) -> Size:
         size = self.factor()
@@ -413,7 +413,7 @@ class _DimParser:
 
 
 def as_size(like: Any) -> Size:
-    """A size from an int, a Dim, a NumPy integer or text."""
+    """Converts an int, a Dim, a NumPy integer or text to a size."""
     if isinstance(like, str):
         like = parse_dim(like)
     if isinstance(like, Dim):
@@ -427,8 +427,8 @@ def as_size(like: Any) -> Size:
 
 
 def as_shape(like: ShapeLike) -> tuple[Size, ...]:
-    """A shape from any iterable of sizes."""
+    """Converts any iterable of sizes to a shape."""
     if isinstance(like, str) or not isinstance(like, Iterable):
-        what = "a string" if isinstance(like, str) else "not a shape"
-        raise ShapeError(f"shape: {like!r} is {what}", hint=f"write ({like!r},) for one axis")
+        description = "a string" if isinstance(like, str) else "not a shape"
+        raise ShapeError(f"shape: {like!r} is {description}", hint=f"write ({like!r},) for one axis")
     return tuple(as_size(d) for d in like)

@@ -1,11 +1,11 @@
 """Element types: their names, sizes, NumPy counterparts and promotion rules.
 
-A `DType` is one of a fixed set of records; `dtype("f32")`, `dtype(np.float32)` and `dtype("float32")` all give the
-same one. Promotion follows JAX: an int never widens a float, numbers beside arrays are weak, bf16 + f16 is f32.
+A `DType` is one of a fixed set of records; `dtype("f32")`, `dtype(np.float32)` and `dtype("float32")` return the same
+one. Promotion follows JAX: an int never widens a float, Python numbers are weak, bf16 + f16 is f32.
 
-Packed types (`q4_k`, `q8_0`, ...) store runs of weights along the last axis as blocks of bytes, as GGUF files do. Those
-of `f8e4m3_128` are 8-bit floats behind their scale. They are storage: `dequantise` makes numbers of them, or the kernel
-that reads them does.
+Packed types (`q4_k`, `q8_0`, ...) store runs of weights along the last axis as blocks of bytes, as GGUF files do.
+Blocks of `f8e4m3_128` hold a scale followed by 8-bit floats. Packed types are storage only: `dequantise`, or the kernel
+that reads them, converts them to numbers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlx.errors import DTypeError, nearest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type, equal only to itself. `kind` is 'float', 'int', 'uint', 'bool' or 'packed'.
+    """An element type, compared by identity. `kind` is 'float', 'int', 'uint', 'bool' or 'packed'.
 
-    `size` is the bytes of an element, or of a block of `block` elements where the type is packed.
+    `size` is the bytes per element or, for packed types, per block of `block` elements.
     """
 
     name: str
@@ -37,7 +37,7 @@ class DType:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dtype, (self.name,))  # pickles to the one record, so identity survives
+        return (dtype, (self.name,))  # unpickles to the same record, preserving identity
 
     @property
     def is_float(self) -> bool:
@@ -57,19 +57,19 @@ class DType:
 
     @property
     def weak(self) -> WeakScalar:
-        """What a number of this type counts as in an expression."""
+        """The weak scalar kind of a number of this type in an expression."""
         return WeakScalar("int" if self.kind == "uint" else self.kind)
 
     @property
     def unit(self) -> int:
-        """Bytes that kernels move blocks of a packed type in: 2, or 1 where a block has an odd number of them."""
+        """Granularity in bytes at which kernels load packed blocks: 2, or 1 if the block size is odd."""
         return 1 if self.size % 2 else 2
 
     @property
     def wide(self) -> DType:
-        """The type in which ops are defined: narrow floats are widened, computed with in f32, and results rounded.
+        """The type in which ops are defined: narrow floats are computed in f32 and the result is rounded.
 
-        What a machine computes in is another question, which `Target.native` answers.
+        `Target.native` says which type a machine actually computes in.
         """
         return F32 if self.kind == "float" and self.size < 4 else self
 
@@ -86,17 +86,17 @@ U32 = DType("u32", "uint", 4, np.dtype(np.uint32))
 U8 = DType("u8", "uint", 1, np.dtype(np.uint8))
 BOOL = DType("bool", "bool", 1, np.dtype(np.bool_))
 
-ALL = (F64, F32, F16, BF16, I64, I32, I16, I8, U32, U8, BOOL)  # the plain ones
+ALL = (F64, F32, F16, BF16, I64, I32, I16, I8, U32, U8, BOOL)  # the unpacked types
 
 
 def packed_type(name: str, elements: int, fields: list[Any]) -> DType:
-    """A packed type from its C struct, which has no padding."""
+    """Defines a packed type from its C struct, which has no padding."""
     layout = np.dtype(fields)
     return DType(name, "packed", layout.itemsize, layout, elements)
 
 
 _F2 = "<f2"
-GGUF_PACKED = (  # as GGUF files have them
+GGUF_PACKED = (  # as in GGUF files
     packed_type("q4_0", 32, [("d", _F2), ("qs", "u1", 16)]),
     packed_type("q4_1", 32, [("d", _F2), ("m", _F2), ("qs", "u1", 16)]),
     packed_type("q5_0", 32, [("d", _F2), ("qh", "u1", 4), ("qs", "u1", 16)]),
@@ -131,49 +131,49 @@ GGUF_PACKED = (  # as GGUF files have them
     packed_type("mxfp4", 32, [("e", "u1"), ("codes", "u1", 16)]),
     packed_type("nvfp4", 64, [("d", "u1", 4), ("codes", "u1", (4, 8))]),
 )
-# Floats of 8 bits (E4M3 without infinities) behind their scale. Folders of Hugging Face keep both in tensors of their
-# own, with a scale for each rectangle, row or tensor. The longest block first: it spends the least on scales.
+# A scale followed by 8-bit floats (E4M3 without infinities). Hugging Face folders keep both in separate tensors, with
+# one scale per rectangle, row or tensor. Longest block first, since it spends the least on scales.
 FLOAT8_PACKED = tuple(packed_type(f"f8e4m3_{n}", n, [("d", "<f4"), ("codes", "u1", n)]) for n in (128, 32))
 PACKED = (*GGUF_PACKED, *FLOAT8_PACKED)
 BY_NAME = {d.name: d for d in (*ALL, *PACKED)}
 _BY_NUMPY = {d.numpy: d for d in (*ALL, *PACKED)}
 _LONG_NAMES = {d.numpy.name: d for d in ALL} | {"float": F32, "int": I32}
-_BY_PYTHON = {float: F32, int: I32, bool: BOOL}  # what Python's own numbers become
+_BY_PYTHON = {float: F32, int: I32, bool: BOOL}  # types of Python numbers
 
 DTypeLike = Any  # a DType, "f32", "float32", np.float32, np.dtype(...)
 
 
 def dtype(like: DTypeLike) -> DType:
-    """The DType that `like` names."""
+    """Looks up a DType by name or by its NumPy or Python counterpart."""
     if isinstance(like, DType):
         return like
     if isinstance(like, str):
-        found = BY_NAME.get(like) or _LONG_NAMES.get(like)
-        if found is None:
+        match = BY_NAME.get(like) or _LONG_NAMES.get(like)
+        if match is None:
             raise DTypeError(f"dtype: no element type is called {like!r}", hint=nearest(like, BY_NAME))
-        return found
-    found = None
+        return match
+    match = None
     if isinstance(like, type) and like in _BY_PYTHON:
-        found = _BY_PYTHON[like]
-    elif like is not None:  # NumPy takes None for float64
+        match = _BY_PYTHON[like]
+    elif like is not None:  # np.dtype(None) would be float64
         with contextlib.suppress(TypeError, ValueError):
-            found = _BY_NUMPY.get(np.dtype(like))
-    if found is None:
+            match = _BY_NUMPY.get(np.dtype(like))
+    if match is None:
         raise DTypeError(f"dtype: {like!r} has no counterpart in rlx", hint="known: " + ", ".join(d.name for d in ALL))
-    return found
+    return match
 
 
 @dataclass(frozen=True, slots=True)
 class WeakScalar:
-    """A number in an expression: its kind counts, its width does not."""
+    """A number in an expression: its kind counts in promotion, its width does not."""
 
     kind: str
 
 
 def weak(x: Any) -> WeakScalar | None:
-    """What a number counts as beside arrays: Python's are weak, and so are NumPy's scalars, as `np.sqrt(2)` gives.
+    """The weak type of a Python number or NumPy scalar (such as `np.sqrt(2)` returns).
 
-    None for anything else. Arrays have the type that they say, those of rank 0 too: `np.array(2.0)` is f64.
+    None for anything else: arrays have the type they state, even at rank 0, so `np.array(2.0)` is f64.
 
     >>> weak(2.0), weak(np.float64(2)), weak(np.array(2.0))
     (WeakScalar(kind='float'), WeakScalar(kind='float'), None)
@@ -189,7 +189,7 @@ _KIND_RANK = {"bool": 0, "uint": 1, "int": 1, "float": 2}
 
 
 def promote(*operands: DType | WeakScalar) -> DType:
-    """The type of arithmetic over all operands.
+    """The result type of arithmetic over all operands.
 
     >>> promote(F32, I64), promote(BF16, F16), promote(U8, I8), promote(F16, WeakScalar("float"))
     (f32, f32, i16, f16)
@@ -222,7 +222,7 @@ def _promote_pair(a: DType, b: DType) -> DType:
         if not (a.is_float and b.is_float):
             return a if a.is_float else b
         if a.size == b.size:
-            return F32  # f16 and bf16: neither holds the other
+            return F32  # f16 and bf16: neither contains the other
         return a if a.size > b.size else b
     if a.is_bool or b.is_bool:
         return b if a.is_bool else a

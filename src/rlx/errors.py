@@ -5,29 +5,29 @@
     │   ├── ShapeError        sizes that do not fit
     │   └── DTypeError        element types that do not fit
     ├── ParseError            text that is not a graph
-    ├── VerifyError           a pass broke a graph: a defect of rlx itself
-    ├── LowerError            no rule takes this node one level down
-    ├── FusionError           a profile wants every fusion to happen, and one did not
+    ├── VerifyError           a pass broke a graph: a bug in rlx
+    ├── LowerError            no rule lowers this node
+    ├── FusionError           the profile asserts that every fusion happens, and one did not
     ├── FormatError           a broken file, or one that lacks a weight or has it in another shape
-    ├── NotFoundError         a model that is not here and could not be had
+    ├── NotFoundError         a model that is not installed and could not be downloaded
     ├── ResourceError         not enough memory (also a MemoryError)
     ├── CapabilityError       the device, this machine or this model cannot do it
     │   └── WrongVerb         a verb of another kind of model (rlx.engine.model; also an AttributeError)
-    ├── BindError             weights, inputs or dims given to a compiled graph do not fit it
+    ├── BindError             weights, inputs or dims that do not fit a compiled graph
     ├── KernelError           machine code reported a fault, such as an index out of range
-    ├── NonFiniteError        a run gave NaN or infinity while rlx.debug.nans watched (also a FloatingPointError)
-    └── RequestError          what was asked of a model cannot be meant: a setting, a prompt, a number out of range
-        └── UsageError        a command line that cannot be meant (rlx.cli.console)
+    ├── NonFiniteError        a run produced NaN or infinity under rlx.debug.nans (also a FloatingPointError)
+    └── RequestError          an invalid request to a model: a setting, a prompt, a number out of range
+        └── UsageError        an invalid command line (rlx.cli.console)
 
-A message says `where: what, with both values`. Layers on the way up add context with `add_note`. Messages and lines of
-notes are shortened to `MESSAGE` characters here, whatever was put into them.
+A message says `where: what, with both values`. Outer layers add context with `add_note`. Messages and note lines are
+cut to `MESSAGE` characters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-MESSAGE = 500  # characters of a message and of a line of a note, at most
+MESSAGE = 500  # maximum characters of a message and of a line of a note
 
 
 class RlxError(Exception):
@@ -42,12 +42,12 @@ class RlxError(Exception):
             self.add_note(f"  hint: {hint}")
 
     def add_note(self, note: str, /) -> None:
-        """Add a line, or several, of context."""
+        """Add one or more lines of context."""
         super().add_note("\n".join(shortened(line, MESSAGE) for line in note.split("\n")))
 
     @property
     def notes(self) -> list[str]:
-        """Context lines that the layers added, the hint among them."""
+        """Context lines added by outer layers, including the hint."""
         return list(getattr(self, "__notes__", ()))
 
 
@@ -68,31 +68,31 @@ class ParseError(RlxError):
 
 
 class VerifyError(RlxError):
-    """A pass left a graph in a state that cannot be: a defect of rlx."""
+    """A pass produced an invalid graph: a bug in rlx."""
 
 
 class LowerError(RlxError):
-    """No rule takes this node one level down."""
+    """No rule lowers this node."""
 
 
 class FusionError(RlxError):
-    """A profile wants every fusion to happen, and one did not. The notes say which and why."""
+    """The profile asserts that every fusion happens, and one did not. The notes say which and why."""
 
 
 class ResourceError(RlxError, MemoryError):
-    """Not enough memory, seen before it was taken."""
+    """Not enough memory, detected before allocating."""
 
 
 class FormatError(RlxError):
-    """A file that breaks its format, or does not hold the model that it says it holds."""
+    """A file that violates its format, or does not contain the model that it declares."""
 
 
 class NotFoundError(RlxError):
-    """A model that is not here and could not be had: an unknown name, no network, terms not accepted."""
+    """A model that is not installed and could not be downloaded: an unknown name, no network, terms not accepted."""
 
 
 class CapabilityError(RlxError):
-    """The device or this machine cannot do what was asked."""
+    """The device or this machine cannot do what was requested."""
 
 
 class BindError(RlxError):
@@ -100,19 +100,19 @@ class BindError(RlxError):
 
 
 class KernelError(RlxError):
-    """Machine code reported a fault while it ran."""
+    """Compiled code reported a fault at run time."""
 
 
 class NonFiniteError(RlxError, FloatingPointError):
-    """A run gave NaN or infinity while `rlx.debug.nans` watched. The message names the node that made it."""
+    """A run produced NaN or infinity under `rlx.debug.nans`. The message names the node responsible."""
 
 
 class RequestError(RlxError):
-    """What was asked of a model cannot be meant: a setting, a prompt, a number out of range."""
+    """An invalid request to a model: a setting, a prompt, a number out of range."""
 
 
 def shortened(text: str, limit: int) -> str:
-    """A text of at most `limit` characters: of a longer one both ends.
+    """Cuts text to at most `limit` characters, keeping both ends.
 
     >>> shortened("abcdefghijklmnopqrstuvwxyz", 11)
     'abcd...wxyz'
@@ -124,9 +124,9 @@ def shortened(text: str, limit: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """A hint with the known names closest to `name`, or None when nothing is close."""
+    """A hint with the known names closest to `name`, or None if none is close."""
     names = sorted(set(known))
-    import difflib  # for somebody who makes a mistake
+    import difflib  # only needed for errors
 
     close = difflib.get_close_matches(name[:MESSAGE], names, n=3, cutoff=0.5)
     if close:

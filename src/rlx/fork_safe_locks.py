@@ -1,9 +1,9 @@
-"""Locks that a forked child can use. Everything that rlx does around a fork goes through this module.
+"""Locks that a forked child can use. All fork handling in rlx goes through this module.
 
-A forked child has only the thread that called fork. A lock that another thread held would never be released there, so
-locks are of two kinds. Most are reset in the child: what they guard is valid after each bytecode, and what a lost
-thread had checked out or half built is simply not there. Where that is not so (LLVM in the middle of a compile,
-parameters in the middle of an update), fork waits until the lock is free (`Waits`).
+A forked child has only the thread that called fork. A lock held by another thread would never be released there, so
+there are two kinds. Most locks are reset in the child: the data they guard is valid after each bytecode, and objects
+that a lost thread had checked out or half built are simply dropped. Where that is unsafe (LLVM in the middle of a
+compile, parameters in the middle of an update), fork waits until the lock is free (`Waits`).
 """
 
 from __future__ import annotations
@@ -76,27 +76,27 @@ class Lock:
 
 
 class cached_property(functools.cached_property[T]):
-    """`functools.cached_property` without a lock: Python 3.11 holds one, that no child could release, while it runs."""
+    """`functools.cached_property` without a lock: Python 3.11 holds one while it runs, which no child could release."""
 
     def __init__(self, func: Callable[[Any], T]) -> None:
         super().__init__(func)
-        self.lock = contextlib.nullcontext()  # from Python 3.12 on there is none
+        self.lock = contextlib.nullcontext()  # Python 3.12 and later have none
 
 
 _locks: weakref.WeakValueDictionary[int, Lock] = weakref.WeakValueDictionary()  # in order of creation
 _numbers = itertools.count()
-_waited: dict[int, list[Lock]] = {}  # locks acquired for a fork, by the thread that forks
+_waited: dict[int, list[Lock]] = {}  # locks acquired for a fork, by forking thread
 _repairs: list[Callable[[], None]] = []
 
 
 def alive() -> list[Lock]:
     """All locks of this process, in order of creation."""
-    # A copy in one step: another thread may add a lock at any time.
+    # Copied in one step, since another thread may add a lock at any time.
     return [lock for ref in _locks.valuerefs() if (lock := ref()) is not None]
 
 
 def in_child(repair: Callable[[], None]) -> None:
-    """Call `repair` in every forked child, after locks were reset."""
+    """Registers `repair` to run in every forked child, after locks were reset."""
     _repairs.append(repair)
 
 

@@ -1,6 +1,6 @@
-"""GraphModule: one module at any of three levels, from blocks (HIR) over ops (MIR) to a planned program (LIR).
+"""GraphModule: one module at any of three levels: blocks (HIR), ops (MIR) or a planned program (LIR).
 
-It builds at the upper two levels, lowers, plans, prints every level, and `rlx.compile` takes it at each of them.
+It builds at the upper two levels, lowers, plans and prints every level; `rlx.compile` accepts it at each of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GraphStage(enum.Enum):
 # -- LIR --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LirModule:
-    """A planned module: the MIR it was planned from, what passes made of that, and the programs for a target."""
+    """A planned module: the MIR it was planned from, the optimised graph, and the programs for a target."""
 
     mir: Graph
     optimised: Optimised
@@ -54,13 +54,13 @@ class LirModule:
     target: Target
 
     def arena(self, sizes: Mapping[str, int]) -> memory.Plan:
-        """Where the temporary buffers lie when the symbols have these sizes."""
+        """The placement of the temporary buffers for these symbol sizes."""
         lives = memory.lifetimes(self.main)
         wanted = {x.name: evaluate(self.main.buffers[x.name].type.bytes, sizes) for x in lives}
         return memory.plan(lives, wanted)
 
     def naive_bytes(self) -> Size:
-        """Bytes of the temporary buffers if none shared memory, as an expression over the symbols."""
+        """Total bytes of the temporary buffers without memory sharing, as an expression over the symbols."""
         total: Size = 0
         for buffer in self.main.buffers.values():
             total = total + buffer.type.bytes if buffer.kind == ARENA else total
@@ -68,7 +68,7 @@ class LirModule:
 
 
 def plan_lir(graph: Graph, target: Target, profile: CompileProfile) -> LirModule:
-    """Lower, optimise and schedule a graph as a profile says."""
+    """Lower, optimise and schedule a graph according to a profile."""
     mir = lower(graph, profile.fusion.policy)
     done = optimise(mir, target, profile)
     if profile.fusion.assert_clean and done.report.missed:
@@ -81,14 +81,14 @@ def plan_lir(graph: Graph, target: Target, profile: CompileProfile) -> LirModule
 
 
 def _layout(prepack: Node) -> str:
-    """How a weight that a matmul kernel reads lies in memory."""
+    """Describes the memory layout of a prepacked weight."""
     layout, source = prepack.attrs["layout"], prepack.operands[0]
     assert isinstance(layout, Layout) and source is not None
     return layout.note(source.type)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
-# What may be read of the graph of a planned module; everything else on a Graph builds.
+# Attributes of a planned module's graph that can be read; everything else on a Graph builds.
 _READS = frozenset((
     "nodes", "inputs", "params", "outputs", "limits", "has", "users", "reachable", "symbols", "fingerprint", "text",
     "verify", "level", "copy",
@@ -96,7 +96,7 @@ _READS = frozenset((
 
 
 class _Block(Builder):
-    """The builder of a block: only modules at HIR have it."""
+    """The builder of a block, which only HIR modules have."""
 
     def __call__(self, module: GraphModule, /, *operands: Any, **attrs: Any) -> Any:
         results = module._blocks(self.__name__, *operands, **attrs)
@@ -113,17 +113,17 @@ class GraphModule(ModuleOps):
         self._lir: LirModule | None = None
         self._policy = FusionPolicy.DIRECT
 
-    # -- making one --
+    # -- constructors --
     @classmethod
     def define(cls, name: str, build: Callable[[GraphModule], Any]) -> GraphModule:
-        """An HIR module from a function that gets it and returns the output value, or a tuple of them."""
+        """Builds an HIR module with a function that takes it and returns the output value, or a tuple of them."""
         module = cls.hir(name)
-        given = build(module)
-        if given is not None:
-            if not isinstance(given, (Value, tuple, list)):
-                found = f"the function returned a {type(given).__name__}, wanted a value or several"
-                raise GraphError(f"define {name!r}: {found}")
-            module.set_outputs(given)
+        outputs = build(module)
+        if outputs is not None:
+            if not isinstance(outputs, (Value, tuple, list)):
+                problem = f"the function returned a {type(outputs).__name__}, wanted a value or several"
+                raise GraphError(f"define {name!r}: {problem}")
+            module.set_outputs(outputs)
         elif not module._graph.outputs:
             raise GraphError(f"define {name!r}: the function returned no value", hint="return the output, or a tuple")
         return module
@@ -140,12 +140,12 @@ class GraphModule(ModuleOps):
 
     @classmethod
     def from_hir(cls, graph: Graph) -> GraphModule:
-        """An HIR module of an HIR graph."""
+        """Wraps an HIR graph."""
         return cls(_at_level("from_hir", graph, HIR))
 
     @classmethod
     def from_mir(cls, graph: Graph) -> GraphModule:
-        """An MIR module of an MIR graph."""
+        """Wraps an MIR graph."""
         return cls(_at_level("from_mir", graph, MIR))
 
     @classmethod
@@ -155,7 +155,7 @@ class GraphModule(ModuleOps):
 
     @classmethod
     def from_lir(cls, lir: LirModule) -> GraphModule:
-        """An LIR module of a plan."""
+        """Wraps a plan."""
         if not isinstance(lir, LirModule):
             raise GraphError(
                 f"from_lir: takes an LirModule, found {type(lir).__name__}", hint="module.plan() makes one"
@@ -164,20 +164,20 @@ class GraphModule(ModuleOps):
         module._lir = lir
         return module
 
-    # -- what it is --
+    # -- properties --
     @property
     def name(self) -> str:
-        """The name of its graph."""
+        """The name of the module's graph."""
         return self._graph.name
 
     @property
     def stage(self) -> GraphStage:
-        """The level it is at."""
+        """The module's level."""
         return GraphStage.LIR if self._lir is not None else GraphStage(self._graph.level)
 
     @property
     def fusion_policy(self) -> FusionPolicy | None:
-        """How its blocks will be lowered; None where there are none, outside HIR."""
+        """How blocks will be lowered; None outside HIR."""
         return self._policy if self.stage is GraphStage.HIR else None
 
     def with_fusion_policy(self, policy: FusionPolicy) -> GraphModule:
@@ -197,7 +197,7 @@ class GraphModule(ModuleOps):
 
     # -- building --
     def block(self, name: str, build: Callable[[GraphModule], Built]) -> Built:
-        """A named part: what `build` adds carries the path `name`, nested with dots. Gives what `build` returns."""
+        """Calls `build` in a named scope: nodes it adds carry the path `name`, nested with dots. Returns its result."""
         self._need("block", GraphStage.HIR, GraphStage.MIR)
         with provenance(name):
             return build(self)
@@ -205,23 +205,23 @@ class GraphModule(ModuleOps):
     named = block
 
     def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
-        """A tensor given at each run."""
+        """A tensor passed to each run."""
         return self._open("input").input(name, shape, dtype)
 
     def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
-        """A weight: given once, kept for all runs."""
+        """A weight: set once and kept for all runs."""
         return self._open("param").param(name, shape, dtype)
 
     def state(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
-        """Memory given at each run that the module changes in place."""
+        """Memory passed to each run and updated in place."""
         return self._open("state").state(name, shape, dtype)
 
     def constant(self, data: Any, dtype: DTypeLike | None = None) -> Value:
-        """Numbers that are part of the module."""
+        """Numbers embedded in the module."""
         return self._open("constant").constant(data, dtype)
 
     def set_outputs(self, outputs: Iterable[Value] | Value) -> GraphModule:
-        """Say what the module gives; returns the module."""
+        """Set the module's outputs; returns the module."""
         self._open("set_outputs").set_outputs(outputs)
         return self
 
@@ -230,7 +230,7 @@ class GraphModule(ModuleOps):
         return self.set_outputs(outputs)
 
     def finish_hir(self, output: Iterable[Value] | Value) -> GraphModule:
-        """The finished module with this output."""
+        """Set the output and return the finished module."""
         return self.set_outputs(output)
 
     # -- blocks --
@@ -249,13 +249,13 @@ class GraphModule(ModuleOps):
     def linear_fused(
         self, x: Value, w: Value, bias: Value, *, activation: Any = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """The same, one op in MIR under every fusion policy."""
+        """`linear` as a single MIR op under every fusion policy."""
         return self._block("linear_fused", x, w, bias, activation=activation, out_shape=out_shape)
 
     def shared_linear_pair(
         self, x: Value, w_first: Value, w_second: Value, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """x @ w_first and x @ w_second. `out_shape` is that of the first, or has one for each."""
+        """x @ w_first and x @ w_second. `out_shape` is the shape of the first, or one per product."""
         first, second = self._blocks("shared_linear_pair", x, w_first, w_second, out_shape=out_shape)
         return first, second
 
@@ -292,7 +292,7 @@ class GraphModule(ModuleOps):
         return self._named_op("rope", x, cos, sin, positions, **attrs)
 
     def _named_op(self, name: str, *operands: Any, **attrs: Any) -> Value:
-        """An op that is a block of another name at HIR; errors speak of what was called."""
+        """Adds an op that has another name as an HIR block; errors use the name that was called."""
         op = f"{name}_block" if self.stage is GraphStage.HIR else name
         attrs = {key: value for key, value in attrs.items() if value is not None}
         try:
@@ -313,16 +313,16 @@ class GraphModule(ModuleOps):
         self, x: Value, weight: Value, left_pad: Value, segments: Value | None = None, *, kernel_size: int,
         out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
-        """Each channel filtered along the sequence; `left_pad` holds what came before, [batch, kernel_size - 1, C]."""
+        """Filters each channel along the sequence; `left_pad` holds the tokens before, [batch, kernel_size - 1, C]."""
         graph = self._open("depthwise_conv1d_causal")
-        given = {"kernel_size": kernel_size, "out_shape": out_shape}
-        return graph.one("depthwise_conv1d_causal", x, weight, left_pad, segments, **given)
+        attrs = {"kernel_size": kernel_size, "out_shape": out_shape}
+        return graph.one("depthwise_conv1d_causal", x, weight, left_pad, segments, **attrs)
 
     def gated_delta_net(
         self, q: Value, k: Value, v: Value, g: Value, beta: Value, segments: Value | None = None, *, state_size: int,
         out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
-        """Linear attention with a gated delta rule."""
+        """Linear attention with the gated delta rule."""
         graph = self._open("gated_delta_net")
         return graph.one("gated_delta_net", q, k, v, g, beta, segments, state_size=state_size, out_shape=out_shape)
 
@@ -330,9 +330,9 @@ class GraphModule(ModuleOps):
         self, q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None = None, *,
         state_size: int, out_shape: Any = None,
     ) -> tuple[Value, Value]:  # fmt: skip
-        """The same from a carried state; also gives the state after the last token."""
-        graph, given = self._open("gated_delta_net_carry"), {"state_size": state_size, "out_shape": out_shape}
-        out, after = graph.apply("gated_delta_net_carry", q, k, v, g, beta, state, segments, **given)
+        """`gated_delta_net` from a carried state; also returns the state after the last token."""
+        graph, attrs = self._open("gated_delta_net_carry"), {"state_size": state_size, "out_shape": out_shape}
+        out, after = graph.apply("gated_delta_net_carry", q, k, v, g, beta, state, segments, **attrs)
         return out, after
 
     def dequant_matmul(
@@ -343,7 +343,7 @@ class GraphModule(ModuleOps):
         return self._open("dequant_matmul").dequant_matmul(x, w, scale, zp, scheme=scheme, out_shape=out_shape)
 
     def hir_mir(self, op: str, inputs: Sequence[Value | None], **attrs: Any) -> Any:
-        """Any MIR op in an HIR module: its result, or a tuple of them."""
+        """Adds any MIR op to an HIR module. Returns its result, or a tuple of them."""
         self._need("hir_mir", GraphStage.HIR)
         if registry.get(op).level != MIR or LEAF in registry.get(op).traits:
             raise GraphError(f"hir_mir: {op} is not an MIR op", hint=f"call module.{op}(...)")
@@ -360,11 +360,11 @@ class GraphModule(ModuleOps):
 
     # -- levels --
     def lower(self) -> GraphModule:
-        """The MIR module of an HIR one; a module at another level is returned as it is."""
+        """Lowers HIR to MIR; a module at another level is returned unchanged."""
         return self if self.stage is not GraphStage.HIR else GraphModule(lower(self._graph, self._policy))
 
     def plan(self, target: Target | None = None, profile: CompileProfile | None = None) -> GraphModule:
-        """The LIR module for a target (None: this machine's); an LIR module is returned as it is."""
+        """Plans the module for a target (None: this machine); an LIR module is returned unchanged."""
         if self._lir is not None:
             return self
         if not self._graph.outputs:
@@ -374,12 +374,12 @@ class GraphModule(ModuleOps):
         chosen = target or backend("cpu").target()
         return GraphModule.from_lir(plan_lir(self._graph.verify(), chosen, self.profile(profile)))
 
-    def profile(self, given: CompileProfile | None = None) -> CompileProfile:
-        """The profile to compile by: the one given, else the default one with the module's own fusion policy."""
-        return (given or CompileProfile(Fusion(policy=self._policy))).in_environment()
+    def profile(self, explicit: CompileProfile | None = None) -> CompileProfile:
+        """The profile to compile with: the explicit one, else the default with the module's own fusion policy."""
+        return (explicit or CompileProfile(Fusion(policy=self._policy))).in_environment()
 
     def into_mir(self) -> Graph:
-        """The MIR graph: lowered from HIR, taken out of LIR."""
+        """The MIR graph: lowered from HIR, or the one an LIR module was planned from."""
         return self.lower()._graph
 
     def into_graph(self) -> Graph:
@@ -399,7 +399,7 @@ class GraphModule(ModuleOps):
         return self.into_hir()
 
     def as_hir_mut(self) -> Graph | None:
-        """The same as `as_hir`: what is built in that graph is in the module."""
+        """The same as `as_hir`: nodes added to that graph are part of the module."""
         return self.as_hir()
 
     def as_lir(self) -> LirModule | None:
@@ -416,7 +416,7 @@ class GraphModule(ModuleOps):
 
     # -- text --
     def __str__(self) -> str:
-        """Text that `Graph.parse` reads back: the graph of this level; at LIR the MIR that was planned."""
+        """Text that `Graph.parse` reads back: the graph at this level; at LIR, the MIR that was planned."""
         return self._graph.text()
 
     def __repr__(self) -> str:
@@ -429,7 +429,7 @@ class GraphModule(ModuleOps):
         return box(repr(self)[1:-1], preformatted(self._lir.main.text().split("\n")))
 
     def inspect(self, sizes: Mapping[str, int] | DimBinding | None = None) -> str:
-        """The whole level as text, with counts; at LIR with fusion and arena, planned for `sizes` where given."""
+        """The level as text, with counts; at LIR also fusion and arena, planned for `sizes` if present."""
         known = sizes.as_dict() if isinstance(sizes, DimBinding) else dict(sizes or {})
         return "\n".join(_lir_lines(self._lir, known) if self._lir is not None else self._graph_lines())
 
@@ -446,9 +446,9 @@ class GraphModule(ModuleOps):
         return len(self._read("len").nodes)
 
     def __bool__(self) -> bool:
-        return True  # not a question of its length
+        return True  # regardless of its length
 
-    if not TYPE_CHECKING:  # which know what there is
+    if not TYPE_CHECKING:  # type checkers use the stubs
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
@@ -462,36 +462,36 @@ class GraphModule(ModuleOps):
             return getattr(self._read(name) if name in _READS else self._open(name), name)
 
     def __dir__(self) -> list[str]:
-        """What the module has at its level: ops while it may be built, its graph where it reads as one."""
+        """The attributes available at this level: ops while it can be built, graph attributes once it reads as one."""
         names = {*object.__dir__(self)}
         if self.stage is not GraphStage.LIR:
             names |= {*op_names(), *(name for name in dir(Graph) if not name.startswith("_") and name not in _READS)}
         return sorted(names if self.stage is GraphStage.HIR else names | _READS)
 
-    def _read(self, what: str) -> Graph:
+    def _read(self, call: str) -> Graph:
         if self.stage is GraphStage.HIR:
             hint = "call lower() first; as_hir() is its graph"
-            raise GraphError(f"{what}: module {self.name!r} is at HIR and does not read as a graph", hint=hint)
+            raise GraphError(f"{call}: module {self.name!r} is at HIR and does not read as a graph", hint=hint)
         return self._graph
 
-    def _open(self, what: str) -> Graph:
-        """The graph, where it may still be built."""
+    def _open(self, call: str) -> Graph:
+        """The graph, if it can still be built."""
         if self.stage is GraphStage.LIR:
             raise GraphError(
-                f"{what}: module {self.name!r} is at LIR, it is planned already", hint="build at HIR or MIR"
+                f"{call}: module {self.name!r} is at LIR, it is planned already", hint="build at HIR or MIR"
             )
         return self._graph
 
-    def _need(self, what: str, *stages: GraphStage) -> None:
+    def _need(self, call: str, *stages: GraphStage) -> None:
         if self.stage not in stages:
             wanted = " or ".join(s.name for s in stages)
-            raise GraphError(f"{what}: expected a module at {wanted}, {self.name!r} is at {self.stage.name}")
+            raise GraphError(f"{call}: expected a module at {wanted}, {self.name!r} is at {self.stage.name}")
 
 
 def _at_level(where: str, graph: Graph, level: str) -> Graph:
     if not isinstance(graph, Graph) or graph.level != level:
-        found = f"one at {graph.level}" if isinstance(graph, Graph) else type(graph).__name__
-        raise GraphError(f"{where}: takes a graph at {level}, found {found}")
+        actual = f"one at {graph.level}" if isinstance(graph, Graph) else type(graph).__name__
+        raise GraphError(f"{where}: takes a graph at {level}, found {actual}")
     return graph
 
 
@@ -501,17 +501,17 @@ def _head(level: str, graph: Graph) -> str:
     return f"{level} @{graph.name}: {_many(len(graph.nodes), 'node')} ({leaves}), {_many(len(graph.outputs), 'output')}"
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _counts(graph: Graph) -> list[str]:
-    """How often each block and each op occurs, symbols, and the bytes of the weights."""
+    """Counts of each block and op, the symbols, and the bytes of the weights."""
     lines = []
     for title, level in (("blocks", HIR), ("ops", MIR)):
-        found = Counter(n.op for n in graph.nodes if n.definition.level == level and LEAF not in n.definition.traits)
-        if found:
-            shown = ", ".join(f"{op} {count}" for op, count in sorted(found.items(), key=lambda x: (-x[1], x[0])))
+        uses = Counter(n.op for n in graph.nodes if n.definition.level == level and LEAF not in n.definition.traits)
+        if uses:
+            shown = ", ".join(f"{op} {count}" for op, count in sorted(uses.items(), key=lambda x: (-x[1], x[0])))
             lines.append(f"  {title}: {shown}")
     if graph.symbols():
         lines.append(f"  symbols: {', '.join(graph.symbols())}")
@@ -531,8 +531,8 @@ def _lir_lines(lir: LirModule, sizes: Mapping[str, int]) -> list[str]:
         f"  arena: {_arena_text(lir, sizes)}",
         f"  derived weights: {', '.join(lir.optimised.derived) or 'none'}",
     ]
-    for kind, found in program.manifest().items():
-        lines.append(f"  {kind}: {', '.join(f'{name}: {type_}' for name, type_ in found.items()) or 'none'}")
+    for kind, entries in program.manifest().items():
+        lines.append(f"  {kind}: {', '.join(f'{name}: {type_}' for name, type_ in entries.items()) or 'none'}")
     lines += ["", str(lir.optimised.report), "", program.text()]
     if lir.bind.launches:
         lines += ["", lir.bind.text()]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MAX_ROWS = 200  # of a table or of text; the rest is counted
-MAX_CHARS = 400  # of a line
+MAX_ROWS = 200  # of a table or text; the rest is only counted
+MAX_CHARS = 400  # per line
 
 _MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12px;line-height:1.45"
 _PRE = f"{_MONO};margin:0;padding:0;white-space:pre;background:transparent;color:inherit;border:0"
@@ -22,7 +22,7 @@ _MARKS = {"+": "background:rgba(46,160,67,.22)", "-": "background:rgba(248,81,73
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A cell with a bar behind its text that fills a share, 0 to 1, of its width."""
+    """A cell with a bar behind its text that fills a fraction (0 to 1) of its width."""
 
     text: str
     share: float
@@ -39,7 +39,7 @@ def escape(text: str) -> str:
 
 
 def box(title: str, *parts: str) -> str:
-    """A result: its title, which is text, and parts, which are HTML."""
+    """Frames a result: a title (text) and parts (HTML)."""
     return f'<div style="{_BOX}"><div style="{_MONO};font-weight:600">{escape(title)}</div>{"".join(parts)}</div>'
 
 
@@ -54,12 +54,12 @@ def prose(text: str) -> str:
 
 
 def preformatted(lines: Iterable[str]) -> str:
-    """Monospaced lines; beyond MAX_ROWS they are counted."""
+    """Monospaced lines; lines beyond MAX_ROWS are only counted."""
     return _pre([escape(_cut(line)) for line in lines])
 
 
 def marked(lines: Iterable[tuple[str, str]]) -> str:
-    """Monospaced lines with a mark each: `+` is green, `-` is red."""
+    """Monospaced lines with a mark per line: `+` is green, `-` is red."""
     shown = []
     for mark, line in lines:
         text = escape(_cut(f"{mark} {line}"))
@@ -68,14 +68,14 @@ def marked(lines: Iterable[tuple[str, str]]) -> str:
 
 
 def fold(title: str, inside: str, *, is_open: bool = False) -> str:
-    """Something that opens with a click: its title, which is text, and HTML."""
+    """A collapsible section: a title (text) and its HTML."""
     state = " open" if is_open else ""
     summary = f'<summary style="{_MONO};cursor:pointer">{escape(title)}</summary>'
     return f'<details{state}>{summary}<div style="padding-left:16px">{inside}</div></details>'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table; columns of numbers are aligned to the right."""
+    """A table; numeric columns are right-aligned."""
     right = [bool(rows) and not any(isinstance(row[i], str) for row in rows) for i in range(len(columns))]
     align = ["right" if number else "left" for number in right]
     head = "".join(

@@ -1,7 +1,7 @@
-"""Layouts: how operands of a matmul lie in memory for the kernels of a target. Backends have them, graphs name them.
+"""Layouts of matmul operands in memory. Backends define them, graphs name them.
 
-A layout is a frozen dataclass of numbers, flags and element types, so that it is an attribute of ops like any other;
-its text is `device.name(field, ...)`.
+A layout is a frozen dataclass of numbers, flags and element types, so it can be an op attribute; its text is
+`device.name(field, ...)`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _WORDS = {"true": True, "false": False}
 
 
 class Layout(ABC):
-    """What `prepack` makes of weights, or of the left side of a matmul: its type, its bytes, and how they are made."""
+    """The result of `prepack` for weights or the left operand of a matmul: its type, its bytes, how to pack them."""
 
-    device: ClassVar[str]  # the backend that has it
+    device: ClassVar[str]  # the backend that defines it
     name: ClassVar[str]
 
     @abstractmethod
     def packed_type(self, *operands: TensorType) -> TensorType:
-        """The type of what `prepack` makes of these operands."""
+        """The type of `prepack`'s result for these operands."""
 
     @abstractmethod
     def pack(self, *operands: Any) -> Any:
@@ -36,10 +36,10 @@ class Layout(ABC):
     def loops(self, scheduler: Any, node: Any) -> Sequence[Any]:
         """The loop form of `prepack` with this layout; see `lir/schedule.py`."""
 
-    by_rows: ClassVar[bool] = False  # whether each row of the operand is packed by itself, as those of x are
+    by_rows: ClassVar[bool] = False  # whether each row of the operand is packed by itself, as for x
 
     def note(self, source: TensorType) -> str:
-        """What reports say of weights of this layout."""
+        """Description of weights in this layout for reports."""
         return self.name
 
     def __str__(self) -> str:
@@ -49,26 +49,26 @@ class Layout(ABC):
 
 
 class WeightLayout(Layout):
-    """Of the right side of a matmul: one or several matrices in one tensor."""
+    """Layout of the right operand of a matmul: one or more matrices in one tensor."""
 
-    plain: ClassVar[bool] = False  # whether it holds numbers as they are, in another order
-    left: Layout | None = None  # what x comes in, if not as it is
+    plain: ClassVar[bool] = False  # whether it only reorders the numbers
+    left: Layout | None = None  # layout of x, if it has to be packed too
 
     def arithmetic(self) -> str | None:
-        """What its kernels multiply and add (see `LoopKernel.arithmetic`), where that is not the type of x."""
+        """The arithmetic of its kernels (see `LoopKernel.arithmetic`), if it is not the type of x."""
         return None
 
     @abstractmethod
     def inner(self, x: TensorType, packed: TensorType) -> tuple[Size, DType]:
-        """The size that the last axis of x must have, and the type of sums."""
+        """The required size of the last axis of x, and the accumulator type."""
 
     @abstractmethod
     def products(self, x: Any, packed: Any, columns: int, weights: int) -> list[Any]:
-        """x times each of the matrices that are packed, in NumPy."""
+        """x times each of the packed matrices, in NumPy."""
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout whose `str` this is."""
+    """Parses the `str` of a layout."""
     from rlx.backends.base import backend
 
     device, _, rest = text.partition(".")

@@ -1,9 +1,8 @@
-"""Compile profiles: what a compilation may do, as data. Presets by name, and TOML both ways.
+"""Compile profiles: the options of a compilation as data. Presets by name, and TOML in both directions.
 
-A profile says how HIR blocks are lowered and which fusions happen (`fusion`), which other passes run (`passes`), in
-which element type values are kept between ops (`precision`), which ops are written with simpler ones
-(`kernel_dispatch`) and what is done on one device alone (`backend`). `rlx.compile(graph, profile=...)` honours every
-field.
+A profile says how HIR blocks are lowered and which fusions happen (`fusion`), which other passes run (`passes`), the
+element type of values between ops (`precision`), which ops are decomposed into simpler ones (`kernel_dispatch`) and
+device-specific options (`backend`). `rlx.compile(graph, profile=...)` honours every field.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from rlx.errors import CapabilityError, FormatError, nearest
 
 
 class FusionPolicy(enum.Enum):
-    """How blocks become MIR: DIRECT gives the fused op at once, FUSABLE gives plain ops that passes fuse later.
+    """How blocks are lowered to MIR: DIRECT emits the fused op, FUSABLE emits plain ops that passes fuse later.
 
-    Blocks over stored weights, which the stages of models emit, give plain ops under both: their weights are converted
-    when they are bound, and passes fuse the rest.
+    Blocks over stored weights, which model stages emit, lower to plain ops under both: their weights are converted when
+    they are bound, and passes fuse the rest.
     """
 
     DIRECT = "direct"
     FUSABLE = "fusable"
 
 
-Option = bool | int | float | str  # a setting of a backend
+Option = bool | int | float | str  # a backend option
 NARROW = ("f16", "bf16")
-MAX_CHARS = 1 << 20  # of a file
+MAX_CHARS = 1 << 20  # per file
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Which cleaning passes run; `verbose` prints on stderr what the passes did and the graphs they left."""
+    """Which cleanup passes run; `verbose` prints to stderr what the passes did and the resulting graphs."""
 
     dce: bool = True
     constant_folding: bool = True
@@ -67,12 +66,12 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The type that f32 values are stored in between kernels: `compute` is f32, f16 or bf16. Arithmetic stays f32.
+    """The storage type of f32 values between kernels: `compute` is f32, f16 or bf16. Arithmetic stays f32.
 
-    With int8 values stay f32, but matmuls by weights multiply 8-bit integers: a scale for each row, and each column.
-    With `mixed = "auto"` reductions, softmax and norms keep f32 results. `activations` is what the left sides of
-    matmuls by packed weights are rounded to: f32 is not at all, int8 is 8 bits with a scale a block, which is faster;
-    auto is int8 for models that are loaded, f32 for graphs. What is inside loops and branches is not rounded.
+    With int8, values stay f32, but matmuls by weights multiply 8-bit integers, with one scale per row and per column.
+    With `mixed = "auto"`, reductions, softmax and norms keep f32 results. `activations` is the type to which the left
+    operands of matmuls by packed weights are quantised: f32 (not at all), int8 (one scale per block; faster) or auto
+    (int8 for loaded models, f32 for graphs). Values inside loops and branches are not rounded.
     """
 
     compute: str = "f32"
@@ -91,10 +90,10 @@ class Precision:
 
 
 class KernelDispatchPolicy(enum.Enum):
-    """Whether an op runs as a kernel of its own, or as its common form: written with simpler ops.
+    """Whether an op runs as a kernel of its own, or in its common form: decomposed into simpler ops.
 
-    PREFER_NATIVE takes the kernel where there is one. FORCE_COMMON takes the common form where there is one, to look
-    for faults in kernels. FORCE_NATIVE makes an op that has no kernel of its own an error.
+    PREFER_NATIVE uses the kernel if there is one. FORCE_COMMON uses the common form if there is one, to debug kernels.
+    FORCE_NATIVE makes an op without a kernel of its own an error.
     """
 
     PREFER_NATIVE = "prefer_native"
@@ -104,7 +103,7 @@ class KernelDispatchPolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KernelDispatchConfig:
-    """A policy, and the names of ops that it does not hold for; an op in both lists is native."""
+    """A policy, and per-op exceptions from it; an op in both lists is native."""
 
     policy: KernelDispatchPolicy = KernelDispatchPolicy.PREFER_NATIVE
     force_common_kinds: tuple[str, ...] = ()
@@ -113,10 +112,10 @@ class KernelDispatchConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", _one_of("kernel_dispatch.policy", self.policy, KernelDispatchPolicy))
         for name in ("force_common_kinds", "force_native_kinds"):
-            given = getattr(self, name)
-            if not isinstance(given, (list, tuple)) or not all(isinstance(kind, str) for kind in given):
-                raise CapabilityError(f"profile: kernel_dispatch.{name} is {given!r}, expected a list of names of ops")
-            object.__setattr__(self, name, tuple(sorted(set(given))))
+            ops = getattr(self, name)
+            if not isinstance(ops, (list, tuple)) or not all(isinstance(kind, str) for kind in ops):
+                raise CapabilityError(f"profile: kernel_dispatch.{name} is {ops!r}, expected a list of names of ops")
+            object.__setattr__(self, name, tuple(sorted(set(ops))))
 
     def of(self, op: str) -> KernelDispatchPolicy:
         """The policy for one op."""
@@ -127,7 +126,7 @@ class KernelDispatchConfig:
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """Settings of single devices, a table for each. A backend checks its own when it compiles; others change nothing.
+    """Options per device, one table each. A backend checks its own when it compiles and ignores the others.
 
     >>> BackendOptions({"cpu": {"unfuse_regions": True}}).of("cpu")
     {'unfuse_regions': True}
@@ -158,7 +157,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True)
 class CompileProfile:
-    """Everything that a compilation is told beside the graph, the device and the number of threads."""
+    """All options of a compilation apart from the graph, the device and the number of threads."""
 
     fusion: Fusion = field(default_factory=Fusion)
     passes: Passes = field(default_factory=Passes)
@@ -169,15 +168,15 @@ class CompileProfile:
     def __post_init__(self) -> None:
         _parts("", self)
 
-    def with_kernel_dispatch(self, given: KernelDispatchConfig | KernelDispatchPolicy) -> CompileProfile:
-        """The same profile with another policy, or with a whole configuration of it."""
-        config = given if isinstance(given, KernelDispatchConfig) else KernelDispatchConfig(given)
+    def with_kernel_dispatch(self, policy: KernelDispatchConfig | KernelDispatchPolicy) -> CompileProfile:
+        """Returns the profile with another kernel dispatch policy or configuration."""
+        config = policy if isinstance(policy, KernelDispatchConfig) else KernelDispatchConfig(policy)
         return replace(self, kernel_dispatch=config)
 
     def in_environment(self) -> CompileProfile:
-        """The profile with what the variable RLX_KERNEL_DISPATCH says, `common` or `native`, unless it says so itself.
+        """Applies the environment variable RLX_KERNEL_DISPATCH (`common` or `native`), unless the profile has a policy.
 
-        For looking for faults in a program that cannot be changed.
+        For debugging a program that cannot be changed.
         """
         said = os.environ.get("RLX_KERNEL_DISPATCH", "")
         if not said or self.kernel_dispatch.policy is not KernelDispatchPolicy.PREFER_NATIVE:
@@ -188,7 +187,7 @@ class CompileProfile:
 
     @property
     def shows_passes(self) -> bool:
-        """Whether somebody wants to see the passes, so that they must run even where the cache has their result."""
+        """Whether the passes' output is wanted, so that they must run even on a cache hit."""
         return self.passes.verbose or bool(os.environ.get("RLX_DUMP"))
 
     # -- presets --
@@ -199,12 +198,12 @@ class CompileProfile:
 
     @classmethod
     def decode(cls) -> CompileProfile:
-        """A token at a time: blocks lower to plain ops, so that passes see what surrounds the cache."""
+        """One token at a time: blocks lower to plain ops, so that passes see the context of the cache."""
         return cls(Fusion(policy=FusionPolicy.FUSABLE))
 
     @classmethod
     def encoder(cls) -> CompileProfile:
-        """Whole texts or images at once."""
+        """Complete texts or images at once."""
         return cls()
 
     @classmethod
@@ -214,12 +213,12 @@ class CompileProfile:
 
     @classmethod
     def unfused(cls) -> CompileProfile:
-        """One kernel an op: for looking for faults."""
+        """One kernel per op, for debugging."""
         return cls(Fusion(policy=FusionPolicy.FUSABLE, skip=True))
 
     @classmethod
     def preset(cls, name: str) -> CompileProfile:
-        """A preset by name; names of model families are aliases."""
+        """Returns a preset by name; model family names are aliases."""
         if name not in PRESETS:
             raise CapabilityError(f"profile: no preset is called {name!r}", hint=nearest(name, PRESETS))
         return PRESETS[name]()
@@ -227,8 +226,8 @@ class CompileProfile:
     # -- text --
     @classmethod
     def from_toml(cls, source: str | os.PathLike[str]) -> CompileProfile:
-        """A profile from a TOML file, or from TOML text. All keys are optional; an unknown one is an error."""
-        import tomllib  # a third of the time that this module takes to import
+        """Reads a profile from a TOML file or TOML text. All keys are optional; an unknown key is an error."""
+        import tomllib  # a third of this module's import time
 
         where, text = _read(source)
         try:
@@ -236,22 +235,22 @@ class CompileProfile:
         except tomllib.TOMLDecodeError as error:
             raise FormatError(f"{where}: is not TOML: {error}") from error
         try:
-            made: CompileProfile = _record(where, "", cls, tables)
-            return made
+            profile: CompileProfile = _record(where, "", cls, tables)
+            return profile
         except CapabilityError as error:
             raise FormatError(f"{where}: {str(error).removeprefix('profile: ')}", hint=error.hint) from error
 
     def to_toml(self) -> str:
-        """The profile as TOML, every field written out."""
+        """Formats the profile as TOML, with every field."""
         return "\n\n".join(_tables("", self)) + "\n"
 
     def key(self) -> str:
-        """A digest of what the profile changes in the result, the same in every process."""
+        """A digest of everything in the profile that affects the result, stable across processes."""
         lines = [line for line in self.in_environment().to_toml().splitlines() if not line.startswith("verbose")]
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
-# The families that the names stand for need nothing of their own; what they share is said once.
+# These families need no settings of their own, so they share presets.
 PRESETS: dict[str, Callable[[], CompileProfile]] = {
     "prefill": CompileProfile.prefill, "decode": CompileProfile.decode, "encoder": CompileProfile.encoder,
     "training": CompileProfile.training, "unfused": CompileProfile.unfused,
@@ -263,7 +262,7 @@ PRESETS: dict[str, Callable[[], CompileProfile]] = {
 
 
 def _read(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """What to call the source in errors, and its text. A string that has a line break, `[` or `=` is TOML itself."""
+    """A name for the source in errors, and its text. A string with a line break, `[` or `=` is TOML itself."""
     if isinstance(source, str) and (not source.strip() or any(c in source for c in "\n[=")):
         return "profile", source
     if not isinstance(source, (str, os.PathLike)):
@@ -280,7 +279,7 @@ def _read(source: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _parts_of(record: Any) -> dict[str, Any]:
-    """The fields of a record that are records: name -> kind."""
+    """The fields of a record that are records themselves: name -> type."""
     return {f.name: f.default_factory for f in fields(record) if isinstance(f.default_factory, type)}
 
 
@@ -292,19 +291,19 @@ def _parts(where: str, record: Any) -> None:
 
 
 def _record(where: str, name: str, kind: Any, values: Any) -> Any:
-    """A record from a table, and its parts from the tables inside that."""
+    """Builds a record from a table, and nested records from its subtables."""
     if not isinstance(values, dict):
         raise FormatError(f"{where}: {name} is {values!r}, expected a table", hint=f"write [{name}]")
     if kind is BackendOptions:
         return BackendOptions(values)
     _known(where, f"[{name}] " if name else "", values, kind)
     inner = {part: f"{name}.{part}" if name else part for part in _parts_of(kind)}
-    made = {part: _record(where, inner[part], of, values.get(part, {})) for part, of in _parts_of(kind).items()}
-    return kind(**(values | made))
+    parts = {part: _record(where, inner[part], of, values.get(part, {})) for part, of in _parts_of(kind).items()}
+    return kind(**(values | parts))
 
 
 def _tables(name: str, record: Any) -> list[str]:
-    """The table of a record, if it has fields of its own, and those of its parts."""
+    """The TOML table of a record, if it has plain fields, and those of its parts."""
     if isinstance(record, BackendOptions):
         return [
             "\n".join([f"[{name}.{device}]", *(f"{key} = {_toml(value)}" for key, value in options.items())])
@@ -312,10 +311,10 @@ def _tables(name: str, record: Any) -> list[str]:
         ]
     parts = _parts_of(record)
     lines = [f"{f.name} = {_toml(getattr(record, f.name))}" for f in fields(record) if f.name not in parts]
-    found = ["\n".join([f"[{name}]", *lines])] if lines else []
+    tables = ["\n".join([f"[{name}]", *lines])] if lines else []
     for part in parts:
-        found += _tables(f"{name}.{part}" if name else part, getattr(record, part))
-    return found
+        tables += _tables(f"{name}.{part}" if name else part, getattr(record, part))
+    return tables
 
 
 def _known(where: str, place: str, values: Mapping[str, Any], record: Any) -> None:

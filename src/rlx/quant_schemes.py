@@ -1,7 +1,7 @@
-"""Quantisation schemes: how weights are stored in fewer bits, and what a block of them is.
+"""Quantisation schemes: how weights are stored in fewer bits, and the size of their blocks.
 
-A scheme is its name (`gguf_q4k`, `int8/32`), so that it prints, parses and compares as text. GGUF schemes keep scales
-inside the blocks and are element types of tensors; the others have scales in tensors of their own.
+A scheme is its name (`gguf_q4k`, `int8/32`), so it prints, parses and compares as text. GGUF schemes keep scales inside
+the blocks and are element types of tensors; the others have scales in separate tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from rlx.dtypes import GGUF_PACKED, I8, U8, DType
 from rlx.errors import GraphError, nearest
 
 _GGUF = {f"gguf_{d.name.replace('_k', 'k')}": d for d in GGUF_PACKED}  # gguf_q4_0, ..., gguf_q4k, ...
-_FLOATS = {"fp8e4m3": 8, "fp8e5m2": 8, "nvfp4/16": 4}  # bits of an element
+_FLOATS = {"fp8e4m3": 8, "fp8e5m2": 8, "nvfp4/16": 4}  # bits per element
 _BLOCKS = {"int8": 8, "int8a": 8, "int4": 4}
 _BLOCK = re.compile(r"(int8a?|int4)/([1-9]\d{0,8})")
 
 
 class SmallFloat(NamedTuple):
-    """How the bits of a float of few bits are shared out, and the largest number that it holds."""
+    """The bit layout of a small float, and the largest number it can hold."""
 
     exponent: int
     mantissa: int
@@ -86,17 +86,17 @@ class QuantScheme(str):
 
     @staticmethod
     def INT8_BLOCK(size: int) -> QuantScheme:
-        """Bytes with a scale for each `size` along k: (q - zero point, if given) * scale."""
+        """Bytes with one scale per `size` elements along k: (q - zero point, if any) * scale."""
         return QuantScheme(f"int8/{size}")
 
     @staticmethod
     def INT8_BLOCK_ASYM(size: int) -> QuantScheme:
-        """`INT8_BLOCK` that always has zero points."""
+        """`INT8_BLOCK` with mandatory zero points."""
         return QuantScheme(f"int8a/{size}")
 
     @staticmethod
     def INT4_BLOCK(size: int) -> QuantScheme:
-        """Signed nibbles, two a byte, the low one first, with a scale for each `size` along k."""
+        """Signed nibbles, two per byte, low one first, with one scale per `size` elements along k."""
         return QuantScheme(f"int4/{size}")
 
     @property
@@ -106,7 +106,7 @@ class QuantScheme(str):
 
     @property
     def packed(self) -> DType | None:
-        """The element type whose blocks hold everything; None where scales are tensors of their own."""
+        """The packed element type whose blocks include the scales; None if scales are separate tensors."""
         return _GGUF.get(self)
 
     @property
@@ -116,22 +116,22 @@ class QuantScheme(str):
 
     @property
     def block(self) -> int:
-        """Elements along k that share a scale; 1 where only whole columns do."""
+        """Elements along k that share a scale; 1 if scales are per column."""
         return self.packed.block if self.packed else int(self.partition("/")[2] or 1)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, without scales that are tensors of their own."""
+        """Bytes per block, without separate scales."""
         return self.packed.size if self.packed else -(-self.block * self._element_bits // 8)
 
     @property
     def bits(self) -> float:
-        """Bits of an element, with the scales that are inside the block."""
+        """Bits per element, including scales inside the block."""
         return self.block_bytes * 8 / self.block
 
     @property
     def elements_per_byte(self) -> int:
-        """Elements that share a byte of the weight tensor."""
+        """Elements per byte of the weight tensor."""
         return 2 if self.packed is None and self._element_bits == 4 else 1
 
     @property

@@ -1,7 +1,7 @@
-"""Sampling in NumPy, the reference of the op `sample_tokens`: penalties, filters and draws as in Hugging Face.
+"""Sampling in NumPy, the reference for the op `sample_tokens`: penalties, filters and draws as in Hugging Face.
 
-Weights of tokens are integers, so their sums are exact in any order, and the exponential is a polynomial of f32
-multiplications and additions. Kernels that do the same arithmetic therefore pick the same tokens on any device.
+Token weights are integers, so their sums are exact in any order, and the exponential is a polynomial of f32
+multiplications and additions. Kernels with the same arithmetic thus pick the same tokens on any device.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import numpy as np
 
 from rlx.arrays import Array
 
-COLDEST = 1e-6  # the lowest temperature: only equals of the highest logit have a weight there
-WEIGHT_BITS = 42  # the heaviest token weighs 2^42: sums of 2^21 fit into i64, and what rounds to 0 is at most 2^-25
+COLDEST = 1e-6  # lowest temperature: only ties of the highest logit have weight
+WEIGHT_BITS = 42  # heaviest token: sums of 2^21 fit in i64, and weights that round to 0 are at most 2^-25
 MAX_VOCAB = 2**21
 MASK_BITS = 32  # tokens of a word of a bitmask
 NO_TOKEN = -1  # the pick of a row whose highest logit is not finite; in lists of tokens, padding
-LOWEST = -48.0  # powers of two below it weigh nothing
+LOWEST = -48.0  # powers of two below it have no weight
 LOG2_E = 1.4426950408889634
 # 2^x for |x| <= 1/2, within 2^-28.9: coefficients of x^6 down to x^0
 EXP2 = (0.000153533605, 0.0013398875, 0.00961843692, 0.0555033237, 0.240226477, 0.693147182, 1.0)
-ROUNDER = 1.5 * 2**23  # adding and subtracting it makes an f32 an integer, within one unit in its last place
+ROUNDER = 1.5 * 2**23  # adding and subtracting it rounds an f32 to an integer, within one ulp
 
 
 def penalise(
     logits: Array, tokens: Array, counts: Array, *, repetition: float, frequency: float, presence: float
 ) -> None:
-    """Apply penalties in place to distinct `tokens`; `counts` says how often each was picked, 0 for the prompt's.
+    """Apply penalties in place to distinct `tokens`; `counts` says how often each was generated, 0 for prompt tokens.
 
-    Repetition makes a token less likely whatever its sign, as in arXiv 1909.05858.
+    The repetition penalty makes a token less likely whatever the sign of its logit, as in arXiv 1909.05858.
     """
     scores, penalty = logits[tokens], np.float32(repetition)
     scores = np.where(scores < 0, scores * penalty, scores / penalty)
@@ -42,22 +42,22 @@ def penalise(
 def candidates(
     logits: Array, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Array | None, Array]:
-    """The tokens that may be picked (None: all of them) and their weights, see `token_weights`.
+    """The tokens that may be sampled (None: all) and their weights, see `token_weights`.
 
-    The highest logit is finite.
+    The highest logit must be finite.
     """
     highest = logits.max()
     tokens: Array | None = None
     if 0 < top_k < len(logits):
-        tokens = highest_places(logits, top_k)  # equals of the last one stay, as in Hugging Face
+        tokens = highest_places(logits, top_k)  # ties of the last one stay, as in Hugging Face
         logits = logits[tokens]
     weights = token_weights(logits, highest, temperature)
     if top_p < 1:
-        kept = _nucleus(weights, top_p)
-        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+        nucleus = _nucleus(weights, top_p)
+        tokens, weights = nucleus if tokens is None else tokens[nucleus], weights[nucleus]
     if min_p:
-        kept = np.flatnonzero(weights >= np.float32(min_p) * np.float32(2**WEIGHT_BITS))
-        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+        nucleus = np.flatnonzero(weights >= np.float32(min_p) * np.float32(2**WEIGHT_BITS))
+        tokens, weights = nucleus if tokens is None else tokens[nucleus], weights[nucleus]
     return tokens, weights
 
 
@@ -67,7 +67,7 @@ def token_weights(logits: Array, highest: Any, temperature: float) -> Array:
     Each operation rounds once, as IEEE 754 says; none may be contracted to a fused multiply-add.
     """
     scale = np.float32(LOG2_E) / np.float32(max(temperature, COLDEST))
-    with np.errstate(over="ignore"):  # to -inf: never picked
+    with np.errstate(over="ignore"):  # to -inf: never sampled
         power = np.maximum((logits - highest) * scale, np.float32(LOWEST))
     exponent = np.rint(power)
     fraction = power - exponent
@@ -79,10 +79,10 @@ def token_weights(logits: Array, highest: Any, temperature: float) -> Array:
 
 
 def highest_places(values: Array, count: int) -> Array:
-    """The places of the `count` highest values and of equals of the last of them, in order. Without a full sort.
+    """Indices of the `count` highest values, including ties of the last one, in ascending order. Without a full sort.
 
-    Each of the `count` blocks with the highest maxima has a value as high as the least of these maxima, so only values
-    that reach it need a closer look.
+    Each of the `count` blocks with the highest maxima has a value that reaches the smallest of these maxima, so only
+    values that reach it need to be compared.
     """
     if count >= len(values):
         return np.arange(len(values))
@@ -92,8 +92,8 @@ def highest_places(values: Array, count: int) -> Array:
         tops = np.maximum.reduceat(values, near[::width])
         near = np.flatnonzero(values >= _nth_highest(tops, count))
     close = values[near]
-    found: Array = near[close >= _nth_highest(close, count)]
-    return found
+    places: Array = near[close >= _nth_highest(close, count)]
+    return places
 
 
 def _nth_highest(values: Array, n: int) -> Any:
@@ -101,29 +101,29 @@ def _nth_highest(values: Array, n: int) -> Any:
 
 
 def _nucleus(weights: Array, top_p: float) -> Array:
-    """The places of the fewest tokens that weigh top_p of all; of equals, those with lower ids."""
+    """Indices of the smallest set of tokens that weighs top_p of the total; among ties, lower ids first."""
     wanted = share_of(_total(weights), top_p)
-    for count in (256, 4096, len(weights)):  # as a rule few are enough
+    for count in (256, 4096, len(weights)):  # usually few are enough
         heavy = np.sort(weights[highest_places(weights, count)])[::-1]
         sums = np.cumsum(heavy, dtype=np.int64)
         if sums[-1] >= wanted:
             break
     needed = int(np.searchsorted(sums, wanted))
-    least = heavy[needed]
-    kept = weights >= least
-    extra = int(np.count_nonzero(kept)) - needed - 1
+    threshold = heavy[needed]
+    chosen = weights >= threshold
+    extra = int(np.count_nonzero(chosen)) - needed - 1
     if extra:
-        kept[np.flatnonzero(weights == least)[-extra:]] = False
-    return np.flatnonzero(kept)
+        chosen[np.flatnonzero(weights == threshold)[-extra:]] = False
+    return np.flatnonzero(chosen)
 
 
 def share_of(total: int, part: float) -> int:
-    """The least integer that is `part` of a total, at least 1."""
+    """The smallest integer that is `part` of a total, at least 1."""
     return min(max(math.ceil(part * float(total)), 1), total)
 
 
 def place(weights: Array, part: float) -> int:
-    """Where the running sum of the weights passes this part of the total."""
+    """Index at which the cumulative weight passes this part of the total."""
     sums = np.cumsum(weights, dtype=np.int64)
     total = int(sums[-1])
     passed = min(math.floor(part * float(total)), total - 1)

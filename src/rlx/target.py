@@ -1,4 +1,4 @@
-"""Targets: what code is generated for, as data that passes and generators read. Backends say which ones there are."""
+"""Targets: descriptions of machines that passes and code generators read as data. Backends define them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlx.dtypes import F32, DType
 from rlx.operand_layouts import WeightLayout
 from rlx.types import Size, TensorType
 
-POOL_AXES = "phsd"  # of a pool of a KV cache: page, head, slot of a page, dimension of a head
+POOL_AXES = "phsd"  # axes of a KV-cache pool: page, head, slot in the page, element of the head
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How a backend lays out a KV cache: positions per page, and the order of axes in the pools of keys and values.
+    """A backend's KV-cache layout: positions per page, and the order of axes in the pools of keys and values.
 
-    A pool has the axes of `POOL_AXES` in any order. Attention goes over keys page by page.
+    A pool has the axes of `POOL_AXES` in any order. Attention reads keys page by page.
     """
 
     page: int = 64
@@ -25,7 +25,7 @@ class KvLayout:
     values: str = POOL_AXES
 
     def blocks(self, positions: int) -> int:
-        """Pages that so many positions of a sequence take."""
+        """Pages needed for this many positions of a sequence."""
         return -(-positions // self.page)
 
     def axes(self, kind: str, dtype: DType) -> str:
@@ -41,28 +41,28 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kind of machine, as far as passes and portable forms need to know it."""
+    """One kind of machine, as far as passes and portable loop forms need to know it."""
 
     name: str
     device: str  # the backend that generates code for it
-    prepacks: bool = False  # matmuls want weights in layouts of its own, made when weights are bound
+    prepacks: bool = False  # matmuls need weights in target-specific layouts, packed when weights are bound
 
     def native(self, dtype: DType) -> DType:
-        """The type in which arithmetic on `dtype` is done: floats of fewer than 32 bits are widened on load."""
+        """The type in which arithmetic on `dtype` is done: floats below 32 bits are widened on load."""
         return F32 if dtype.is_float and dtype.size < F32.size else dtype
 
     def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
-        """The layout that matmuls of x want weights in: numbers [..., k, n], or packed rows [..., n, k].
+        """The layout of weights for matmuls with x: numbers [..., k, n], or packed rows [..., n, k]. None: unchanged.
 
-        `rounded` says that x is 8-bit numbers with a scale per block, as `round_blocks` gives. None: as they are.
+        `rounded` says that x is quantised to 8 bits with a scale per block, as by `round_blocks`.
         """
         return None
 
     @property
     def kv_layout(self) -> KvLayout:
-        """How KV caches are laid out that its attention reads where they are."""
+        """The KV-cache layout that attention reads directly."""
         return KvLayout()
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
-        """Loop forms (see `lir/schedule.py`) by op name that this target has in place of the default ones."""
+        """Loop forms (see `lir/schedule.py`) by op name that replace the default ones on this target."""
         return {}

@@ -1,5 +1,4 @@
-"""Tensor types: shape and element type, broadcasting, strides. Sizes are those of `dims.py` and `dim_binding.py`,
-whose names are offered here too."""
+"""Tensor types: shape and element type, broadcasting, strides. Re-exports `dims.py` and `dim_binding.py`."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ class TensorType:
 
     @property
     def array_shape(self) -> tuple[Size, ...]:
-        """The shape of an array of this type: an element of a packed one is a block."""
+        """The shape of a NumPy array of this type: one element per block if packed."""
         return self.shape if self.dtype.block == 1 else (*self.shape[:-1], self.shape[-1] // self.dtype.block)
 
     @property
@@ -79,13 +78,13 @@ class TensorType:
 
 
 def tensor(shape: ShapeLike | TensorType, like: DTypeLike = "f32") -> TensorType:
-    """A tensor type from loose parts, or one that is a type already."""
+    """Makes a tensor type from a shape and an element type; returns types unchanged."""
     return shape if isinstance(shape, TensorType) else TensorType(as_shape(shape), dtype(like))
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_type(text: str) -> TensorType:
-    """The type that text such as `f32[batch, 4]` says."""
+    """Parses a type such as `f32[batch, 4]`."""
     name, bracket, rest = text.strip().partition("[")
     if not bracket or not rest.endswith("]"):
         raise ParseError(f"type: {shortened(text, 80)!r} has no [shape]")
@@ -101,7 +100,7 @@ _MARKS = {c: re.compile(r'"(?:[^"\\]|\\.)*"|[][(){}]|' + c, re.S) for c in ",;"}
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """The parts between separators that stand outside brackets and quotes; nothing for empty text."""
+    """Splits at separators outside brackets and quotes; an empty text has no parts."""
     parts, depth, start = [], 0, 0
     for mark in _MARKS[separator].finditer(text):
         c = mark[0]
@@ -129,12 +128,12 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def concrete(shape: Sequence[Size], binding: Mapping[str, int]) -> tuple[int, ...]:
-    """A shape with all symbols replaced."""
+    """Replaces all symbols of a shape by their sizes."""
     return tuple(evaluate(d, binding) for d in shape)
 
 
 def broadcast(*shapes: Sequence[Size], where: str = "broadcast") -> tuple[Size, ...]:
-    """The common shape, aligned at the right. A 1 stretches; a symbol never does."""
+    """The common shape, aligned at the right. An axis of size 1 stretches; a symbol never does."""
     rank = max((len(s) for s in shapes), default=0)
     result: list[Size] = [1] * rank
     for shape in shapes:
@@ -161,7 +160,7 @@ def require_equal(a: Size, b: Size, message: str, *, notes: Iterable[str] = (), 
 
 
 def axis_index(axis: int, rank: int, where: str) -> int:
-    """A non-negative axis; negative ones count from the end."""
+    """Converts an axis to a non-negative one; negative axes count from the end."""
     if not -rank <= axis < rank:
         raise ShapeError(f"{where}: axis {axis} is outside a rank-{rank} tensor")
     return axis % rank
@@ -178,5 +177,5 @@ def contiguous_strides(shape: Sequence[Size]) -> tuple[Size, ...]:
 
 
 def round_up_power_of_two(n: int) -> int:
-    """The least power of two that is not below n; 0 stays 0."""
+    """The smallest power of two not below n; 0 stays 0."""
     return 0 if n <= 0 else 1 << (n - 1).bit_length()

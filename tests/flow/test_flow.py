@@ -67,7 +67,7 @@ def test_a_llama_equals_its_forward_pass_in_numpy(changes: dict[str, Any]) -> No
     c = settings(**changes)
     weights = random_weights(c)
     driver = Driver(built(c, weights), MapWeights(weights), 1, 128)
-    assert difference(driver.feed([TOKENS], [0])[0], forward(c, weights, TOKENS)) < 1e-5
+    assert difference(driver.forward([TOKENS], [0])[0], forward(c, weights, TOKENS)) < 1e-5
 
 
 def test_a_window_shows_the_last_keys_and_the_token_itself() -> None:
@@ -90,7 +90,7 @@ def test_heads_of_qwen3_are_normed_before_they_turn() -> None:
     flow = flow.token_embed().stage(Qwen3Decoder("model.layers.0", 4, 2, 8, 1e-5, layer_idx=0)).final_norm(1e-5)
     flow = flow.gather_last_token().lm_head(64, 32, tied=False)
     weights = MapWeights(plain | norms)
-    logits = Driver(flow.build(weights), weights, 1, 64).feed([TOKENS], [0])[0]
+    logits = Driver(flow.build(weights), weights, 1, 64).forward([TOKENS], [0])[0]
     assert difference(logits, forward(c, plain | norms, TOKENS)) < 1e-5
     assert difference(logits, forward(c, plain, TOKENS)) > 0.01  # the norms matter
 

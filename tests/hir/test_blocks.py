@@ -32,8 +32,8 @@ def graph_of(name: str, s: Sample, arrays: list[Array | None]) -> Graph:
         if array is None or spec is None:
             values.append(None)
         else:
-            given = ("mask", "keys", "values", "conv_state", "state")
-            is_input = i == 0 or spec.dtype != "f32" or get(name).schema.operands[i] in given
+            optional = ("mask", "keys", "values", "conv_state", "state")
+            is_input = i == 0 or spec.dtype != "f32" or get(name).schema.operands[i] in optional
             values.append((g.input if is_input else g.param)(f"x{i}", array.shape, array.dtype))
     result = g.apply(name, *values, **s.attrs)
     return g.set_outputs(result)
@@ -47,9 +47,9 @@ def numbers(name: str, which: int) -> list[Array | None]:
 
 def run(graph: Graph | GraphModule, arrays: list[Array | None], device: str, **options: Any) -> list[Array]:
     f = rlx.compile(graph, device, **options)
-    given = {f"x{i}": a for i, a in enumerate(arrays) if a is not None}
-    f.set_params({n: given[n] for n in f.param_types})
-    return f.run({n: given[n] for n in f.input_types})
+    inputs = {f"x{i}": a for i, a in enumerate(arrays) if a is not None}
+    f.set_params({n: inputs[n] for n in f.param_types})
+    return f.run({n: inputs[n] for n in f.input_types})
 
 
 def profile(policy: FusionPolicy) -> CompileProfile:
@@ -84,8 +84,8 @@ def test_lowering_keeps_types_and_names_the_block(name: str) -> None:
         for policy in FusionPolicy:
             low = lower(g, policy).verify()
             assert low.level == "mir" and [o.type for o in low.outputs] == [o.type for o in g.outputs]
-            made = [n for n in low.nodes if n.op not in ("input", "param")]
-            assert all(n.origin.source == f"%{g.nodes[-1].id} {name}" for n in made)
+            new_nodes = [n for n in low.nodes if n.op not in ("input", "param")]
+            assert all(n.origin.source == f"%{g.nodes[-1].id} {name}" for n in new_nodes)
             assert not any(n.definition.level == HIR for n in low.nodes)
 
 
@@ -205,14 +205,14 @@ def test_scale_and_softcap_count_in_every_path(device: str, preset: str) -> None
     table = g.constant(np.zeros((1, 1), np.int32))
     keys, values = keys.kv_append(split[1], at, table, axes="phds"), values.kv_append(split[2], at, table)
     sizes = {"num_heads": 2, "head_dim": 4}
-    found = [
+    actual = [
         g.attention_block(a, b, c, mask_kind="causal", **sizes, **attrs),
         g.attention_block(a, b, c, m, mask_kind="custom", **sizes, **attrs),
         g.attention(*split, mask_kind="causal", **attrs).reshape(1, 5, 8),
         g.attention(*split, m, mask_kind="custom", **attrs).reshape(1, 5, 8),
         split[0].cached_attention(keys, values, at, table, key_axes="phds", **attrs).reshape(1, 5, 8),
     ]
-    f = rlx.compile(g.set_outputs(found), device, profile=CompileProfile.preset(preset))
+    f = rlx.compile(g.set_outputs(actual), device, profile=CompileProfile.preset(preset))
     caches = {"keys": np.zeros((1, 2, 4, 64), np.float32), "values": np.zeros((1, 2, 64, 4), np.float32)}
     results = f.run({"q": q, "k": k, "v": v, "mask": mask, **caches})
     for have, kind in zip(results, ["causal", "custom", "causal", "custom", "causal"], strict=True):

@@ -74,8 +74,8 @@ def test_llama_decoder_block_is_a_llama_layer() -> None:
     x = np.random.default_rng(0).standard_normal((BATCH, SEQ, 32))
     cos, sin = tables(4)
     with torch.no_grad():
-        given = layer(torch.from_numpy(x), attention_mask=causal(), position_embeddings=(both(cos), both(sin)))
-    want = given[0].numpy() if isinstance(given, tuple) else given.numpy()
+        inputs = layer(torch.from_numpy(x), attention_mask=causal(), position_embeddings=(both(cos), both(sin)))
+    want = inputs[0].numpy() if isinstance(inputs, tuple) else inputs.numpy()
     attn, mlp = layer.self_attn, layer.mlp
     projections = {n: weight(getattr(attn, f"{n}_proj")) for n in "qkvo"}
     operands = {

@@ -37,12 +37,12 @@ def test_a_small_composite() -> None:
         rng.standard_normal((4, 3), np.float32),
         np.array([4, 0], np.int32),
     )
-    found = run(g, {"x": a, "w": b, "i": i}, {"n": 5})
+    actual = run(g, {"x": a, "w": b, "i": i}, {"n": 5})
     t = np.tanh(a @ b + 1)
     e = np.exp(t)
     order = np.argsort(-t, axis=-1)[:, :2]
     expected = [e / e.sum(-1, keepdims=True), t[i][:, ::2], np.take_along_axis(t, order, -1), order, (t > 0.5).sum(0)]
-    for have, want, value in zip(found, expected, g.outputs, strict=True):
+    for have, want, value in zip(actual, expected, g.outputs, strict=True):
         assert have.dtype == value.dtype.numpy
         np.testing.assert_allclose(have, want, rtol=1e-5)
 
@@ -60,12 +60,12 @@ def test_narrow_floats_compute_in_f32_and_round_once_an_op() -> None:
 
 def test_whole_layers_agree_with_numpy() -> None:
     bert, llama = Bert(16, 2, 24, layers=2), Llama(16, 4, 2, 4, 24, layers=2)
-    given = bert_inputs(bert, 2, 5)
-    (found,) = run(bert_graph(bert), {**weights(bert), **given}, {"batch": 2, "seq": 5})
-    assert relative(found, bert_numpy(bert, weights(bert), **given)[0]) < 1e-5
-    given = llama_inputs(llama, 2, 3, past=4)
-    all_found = run(llama_graph(llama, past=True), {**weights(llama), **given}, {"batch": 2, "seq": 3, "past": 4})
-    for have, want in zip(all_found, llama_numpy(llama, weights(llama), **given), strict=True):
+    inputs = bert_inputs(bert, 2, 5)
+    (actual,) = run(bert_graph(bert), {**weights(bert), **inputs}, {"batch": 2, "seq": 5})
+    assert relative(actual, bert_numpy(bert, weights(bert), **inputs)[0]) < 1e-5
+    inputs = llama_inputs(llama, 2, 3, past=4)
+    all_found = run(llama_graph(llama, past=True), {**weights(llama), **inputs}, {"batch": 2, "seq": 3, "past": 4})
+    for have, want in zip(all_found, llama_numpy(llama, weights(llama), **inputs), strict=True):
         assert relative(have, want) < 1e-5
 
 

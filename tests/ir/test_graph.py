@@ -178,9 +178,9 @@ def test_indexing_agrees_with_numpy(keys: list[Any], gap: int, dots: bool) -> No
     except ShapeError as error:
         assert "does not lie within" in str(error)  # what NumPy takes for an empty slice
         return
-    (found,) = run(x.graph.set_outputs([y]), {"x": data}, {})
-    assert found.shape == y.shape
-    np.testing.assert_array_equal(found, data[tuple(keys)])
+    (actual,) = run(x.graph.set_outputs([y]), {"x": data}, {})
+    assert actual.shape == y.shape
+    np.testing.assert_array_equal(actual, data[tuple(keys)])
 
 
 def test_indexing_of_symbolic_sizes() -> None:
@@ -312,8 +312,8 @@ def test_a_pickle_opens_in_a_process_that_has_imported_nothing(tmp_path: Any) ->
     path.write_bytes(pickle.dumps(mlp()))
     script = f"import pickle; print(pickle.load(open({str(path)!r}, 'rb')).fingerprint())"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == mlp().fingerprint()
+    actual = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert actual.stdout.strip() == mlp().fingerprint()
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_garbage_collection_goes_on_afterwards_also_when_a_pass_fails() -> None:
     assert gc.isenabled()
 
 
-def test_garbage_collection_stays_off_where_the_user_turned_it_off() -> None:
+def test_garbage_collection_stays_off_where_the_user_disabled_it() -> None:
     gc.disable()
     try:
         run_passes(graph(), (lambda g: g,))

@@ -43,16 +43,16 @@ def test_stages_nest_and_end() -> None:
 
 
 def test_stages_of_one_thread_are_unknown_to_another() -> None:
-    found = []
+    actual = []
 
     def build() -> None:
-        found.append(Graph("g").input("x", (2,)).node.origin.stage)
+        actual.append(Graph("g").input("x", (2,)).node.origin.stage)
 
     with rlx.stage("outer"):
         thread = threading.Thread(target=build)
         thread.start()
         thread.join()
-    assert found == [""]
+    assert actual == [""]
 
 
 def test_an_origin_reads_as_one_line() -> None:
@@ -69,13 +69,13 @@ def test_lowering_names_the_block_and_passes_name_themselves() -> None:
         y = g.linear(x, w, b, activation="silu")
     g.set_outputs([y])
     lowered = lower(g)
-    made = [n for n in lowered.nodes if n.op in ("matmul", "add", "silu")]
-    assert len(made) == 3
-    for node in made:
+    new_nodes = [n for n in lowered.nodes if n.op in ("matmul", "add", "silu")]
+    assert len(new_nodes) == 3
+    for node in new_nodes:
         assert node.origin == Origin(__file__, at, "ffn", f"%{y.node.id} linear")
     done = optimise(lowered, AVX512)
     (fused,) = (n for n in done.main.nodes if n.op == "fused_matmul")
-    assert fused.origin.by("") == made[0].origin and fused.origin.made_by == "fuse_epilogues"
+    assert fused.origin.by("") == new_nodes[0].origin and fused.origin.made_by == "fuse_epilogues"
     program = schedule(done.main, AVX512)
     assert program.launches[0].where == f"ffn, test_provenance.py:{at}, from %{y.node.id} linear, by fuse_epilogues"
 

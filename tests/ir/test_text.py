@@ -154,10 +154,10 @@ def test_attributes_and_operands_that_are_left_out_have_their_defaults() -> None
     for part in (", keepdims=false", ", none", "bits=8, "):
         assert part in short
         short = short.replace(part, "")
-    found = Graph.parse(short)
-    assert found == g
-    assert found.text() == text  # in the order of the signature, too
-    assert found.fingerprint() == g.fingerprint()
+    actual = Graph.parse(short)
+    assert actual == g
+    assert actual.text() == text  # in the order of the signature, too
+    assert actual.fingerprint() == g.fingerprint()
 
 
 def test_text_around_a_graph_is_an_error() -> None:
@@ -282,8 +282,8 @@ def test_constants_read_back_bit_for_bit(d: DType, shape: tuple[int, ...]) -> No
     g = Graph("g")
     g.set_outputs([g.constant(array)])
     again = Graph.parse(g.text(full=True))
-    found = again.outputs[0].node.attrs["value"].data
-    assert found.dtype == array.dtype and found.tobytes() == array.tobytes()
+    actual = again.outputs[0].node.attrs["value"].data
+    assert actual.dtype == array.dtype and actual.tobytes() == array.tobytes()
     if array.size > 64:
         assert re.search(r"value=@[0-9a-f]{32}\)", g.text())
         with pytest.raises(ParseError, match="has no data here"):

@@ -87,9 +87,9 @@ def make(name: str) -> None:
         model = save(Path(folder), family, dtype="float16", **{**SIZES, **settings})
         said = json.loads((Path(folder) / "config.json").read_text())
         weights = {n: w.numpy() for n, w in load_file(Path(folder) / "model.safetensors").items()}
-    found = {f"logits.{i}": logits(model, row) for i, row in enumerate(rows)}
+    result = {f"logits.{i}": logits(model, row) for i, row in enumerate(rows)}
     tokens = {f"tokens.{i}": np.array(row, np.int32) for i, row in enumerate(rows)}
-    np.savez_compressed(FOLDER / f"{name}.npz", config=np.array(json.dumps(said)), **found, **tokens, **weights)
+    np.savez_compressed(FOLDER / f"{name}.npz", config=np.array(json.dumps(said)), **result, **tokens, **weights)
 
 
 if __name__ == "__main__":

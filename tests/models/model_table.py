@@ -74,20 +74,20 @@ def configs() -> dict[str, tuple[str, str, dict[str, Any]]]:
     import golden_encoders
     import make_golden
 
-    found: dict[str, tuple[str, str, dict[str, Any]]] = {}
+    table: dict[str, tuple[str, str, dict[str, Any]]] = {}
     decoders = {name: (kind, make_golden.SIZES | said) for name, (kind, said) in make_golden.GOLDEN.items()}
     for name, (kind, said) in decoders.items():
         family = name.replace("3_5", "3.5").replace("_", "")
-        found[family] = ("decoder", kind, said)
+        table[family] = ("decoder", kind, said)
     for name, (kind, said) in golden_encoders.MODELS.items():
         family = name.replace("_", "-")
         if family in FAMILIES:
-            found[family] = (FAMILIES[family].kind, kind, said)
+            table[family] = (FAMILIES[family].kind, kind, said)
     for family in FAMILIES:
         base = family.removesuffix(EMBEDDER)
-        if family.endswith(EMBEDDER) and base in found:
-            found[family] = ("embedder", *found[base][1:])
-    return found
+        if family.endswith(EMBEDDER) and base in table:
+            table[family] = ("embedder", *table[base][1:])
+    return table
 
 
 def measure(name: str, folder: Path) -> Row:
@@ -111,8 +111,8 @@ def _decoder(name: str, classes: str, settings: dict[str, Any], folder: Path) ->
     tokens = np.random.default_rng(2).integers(0, checkpoint.config.vocab, LENGTH).tolist()
     wanted = reference_models.logits(model, tokens)
     context = settings["max_position_embeddings"]
-    found = (Driver.of(checkpoint, context=context).by_chunks(tokens, chunk) for chunk in (LENGTH, 1))
-    prefill, decode = (Difference.of(logits, wanted, logits=True) for logits in found)
+    actual = (Driver.of(checkpoint, context=context).by_chunks(tokens, chunk) for chunk in (LENGTH, 1))
+    prefill, decode = (Difference.of(logits, wanted, logits=True) for logits in actual)
     return Row(name, prefill, decode)
 
 
@@ -139,24 +139,24 @@ def _encoder(name: str, classes: str, settings: dict[str, Any], folder: Path) ->
             size = settings["image_size"]
             pixels = rng.standard_normal((1, 3, size, size)).astype(np.float32)
             wanted = model(torch.from_numpy(pixels)).last_hidden_state[0].numpy()
-            found = _states(name, folder, {"pixels": pixels})
+            actual = _states(name, folder, {"pixels": pixels})
         else:
             tokens = rng.integers(4, settings["vocab_size"], settings["max_position_embeddings"] - 2).tolist()
             wanted = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
-            found = _states(name, folder, {"tokens": tokens})
-    return Row(name, Difference.of(found, wanted, logits=False))
+            actual = _states(name, folder, {"tokens": tokens})
+    return Row(name, Difference.of(actual, wanted, logits=False))
 
 
-def _states(name: str, folder: Path, given: dict[str, Any]) -> Array:
+def _states(name: str, folder: Path, arrays: dict[str, Any]) -> Array:
     """The hidden states of one text or image."""
     from rlx.models.load import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
     assert checkpoint.family.name == name
     compiled = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights).compile()
-    if "pixels" in given:
-        return compiled.run(checkpoint.config.inputs(given["pixels"]))[1][0]
-    tokens = np.array([given["tokens"]], np.int32)
+    if "pixels" in arrays:
+        return compiled.run(checkpoint.config.inputs(arrays["pixels"]))[1][0]
+    tokens = np.array([arrays["tokens"]], np.int32)
     inputs = {
         "tokens": tokens, "token_types": np.zeros_like(tokens), "attention_mask": np.ones(tokens.shape, np.float32),
         "positions": np.arange(tokens.size, dtype=np.int32)[None],

@@ -62,35 +62,35 @@ class Draw(random.Random):
     def eps(self) -> float:
         return self.choice([1e-6, 1e-5, 1e-4, 0.01])
 
-    def rope(self, turned: int, longest: int, kinds: str = "default linear dynamic llama3 yarn longrope") -> Settings:
+    def rope(self, rotary: int, longest: int, kinds: str = "default linear dynamic llama3 yarn longrope") -> Settings:
         """Parameters of RoPE for so many elements of a head."""
         kind = self.choice(["default", *kinds.split()])
-        found: Settings = {"rope_type": kind, "rope_theta": self.choice([10000.0, 100.0, 5e5, 77.5])}
+        result: Settings = {"rope_type": kind, "rope_theta": self.choice([10000.0, 100.0, 5e5, 77.5])}
         factor = round(self.uniform(1.1, 6.0), 2)
         original = self.randint(4, longest)
         match kind:
             case "linear":
-                found["factor"] = factor
+                result["factor"] = factor
             case "dynamic":
-                found |= {"factor": factor} if turned > 2 else {"rope_type": "linear", "factor": factor}
+                result |= {"factor": factor} if rotary > 2 else {"rope_type": "linear", "factor": factor}
             case "llama3":
                 low = round(self.uniform(0.5, 2.0), 2)
-                found |= {"factor": factor, "low_freq_factor": low, "high_freq_factor": low + self.choice([0.5, 3.0])}
-                found["original_max_position_embeddings"] = original
+                result |= {"factor": factor, "low_freq_factor": low, "high_freq_factor": low + self.choice([0.5, 3.0])}
+                result["original_max_position_embeddings"] = original
             case "yarn":
-                found |= {"factor": factor, "original_max_position_embeddings": original}
-                found |= {"beta_fast": 20.0, "beta_slow": 2.0} if self.some(0.3) else {}
-                found |= {"attention_factor": 0.8} if self.some(0.2) else {}
-                found |= {"mscale": 0.7, "mscale_all_dim": 1.2} if self.some(0.2) else {}
-                found |= {"truncate": False} if self.some(0.2) else {}
+                result |= {"factor": factor, "original_max_position_embeddings": original}
+                result |= {"beta_fast": 20.0, "beta_slow": 2.0} if self.some(0.3) else {}
+                result |= {"attention_factor": 0.8} if self.some(0.2) else {}
+                result |= {"mscale": 0.7, "mscale_all_dim": 1.2} if self.some(0.2) else {}
+                result |= {"truncate": False} if self.some(0.2) else {}
             case "longrope":
-                half = turned // 2
-                found["short_factor"] = [round(self.uniform(1.0, 2.0), 2) for _ in range(half)]
-                found["long_factor"] = [round(self.uniform(1.0, 9.0), 2) for _ in range(half)]
-                found["original_max_position_embeddings"] = original
-                found |= {"factor": factor} if self.some(0.3) else {}
-                found |= {"attention_factor": 1.3} if self.some(0.2) else {}
-        return found
+                half = rotary // 2
+                result["short_factor"] = [round(self.uniform(1.0, 2.0), 2) for _ in range(half)]
+                result["long_factor"] = [round(self.uniform(1.0, 9.0), 2) for _ in range(half)]
+                result["original_max_position_embeddings"] = original
+                result |= {"factor": factor} if self.some(0.3) else {}
+                result |= {"attention_factor": 1.3} if self.some(0.2) else {}
+        return result
 
     def layer_types(self, layers: int, *kinds: str) -> list[str]:
         return [self.choice(kinds) for _ in range(layers)]
@@ -101,15 +101,15 @@ def sizes(d: Draw, *, own_head: bool = True) -> Settings:
     """What all decoders with attention have."""
     heads, kv = d.heads()
     head = d.choice([2, 4, 6, 8, 12])
-    found: Settings = {
+    result: Settings = {
         "vocab_size": d.randint(9, 40), "hidden_size": heads * head, "intermediate_size": d.randint(5, 40),
         "num_hidden_layers": d.randint(1, 3), "num_attention_heads": heads, "num_key_value_heads": kv,
         "max_position_embeddings": d.randint(20, 48), "rms_norm_eps": d.eps(), "tie_word_embeddings": d.some(),
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": d.activation("silu"),
     }  # fmt: skip
     if own_head:
-        found["head_dim"] = d.choice([2, 4, 6, 10, 16])
-    return found
+        result["head_dim"] = d.choice([2, 4, 6, 10, 16])
+    return result
 
 
 def _head(s: Settings) -> int:
@@ -137,11 +137,11 @@ def mixtral(d: Draw) -> Case:
 
 
 def _windows(d: Draw, s: Settings) -> Settings:
-    found: Settings = {"use_sliding_window": d.some(), "sliding_window": d.randint(1, 20)}
-    found["max_window_layers"] = d.randint(0, s["num_hidden_layers"])
-    if found["use_sliding_window"] and d.some():
-        found["layer_types"] = d.layer_types(s["num_hidden_layers"], FULL, SLIDING)
-    return found
+    result: Settings = {"use_sliding_window": d.some(), "sliding_window": d.randint(1, 20)}
+    result["max_window_layers"] = d.randint(0, s["num_hidden_layers"])
+    if result["use_sliding_window"] and d.some():
+        result["layer_types"] = d.layer_types(s["num_hidden_layers"], FULL, SLIDING)
+    return result
 
 
 def qwen2(d: Draw) -> Case:
@@ -156,11 +156,11 @@ def qwen3(d: Draw) -> Case:
 
 def _experts(d: Draw, s: Settings) -> Settings:
     experts = d.randint(2, 5)
-    found = {
+    result = {
         "num_experts": experts, "num_experts_per_tok": d.randint(1, experts), "moe_intermediate_size": d.randint(4, 24),
         "norm_topk_prob": d.some(), "decoder_sparse_step": d.choice([1, 1, 2]),
     }  # fmt: skip
-    return found | ({"mlp_only_layers": [d.randrange(s["num_hidden_layers"])]} if d.some(0.3) else {})
+    return result | ({"mlp_only_layers": [d.randrange(s["num_hidden_layers"])]} if d.some(0.3) else {})
 
 
 def qwen3_moe(d: Draw) -> Case:
@@ -255,10 +255,10 @@ def _delta(d: Draw) -> Settings:
         "linear_conv_kernel_dim": d.randint(2, 5), "layer_types": d.layer_types(layers, FULL, LINEAR),
     }  # fmt: skip
     partial = d.choice([0.25, 0.5, 1.0])
-    turned = int(s["head_dim"] * partial)
-    if turned < 2 or turned % 2:
-        partial, turned = 1.0, s["head_dim"]
-    rope = d.rope(turned, s["max_position_embeddings"])
+    rotary = int(s["head_dim"] * partial)
+    if rotary < 2 or rotary % 2:
+        partial, rotary = 1.0, s["head_dim"]
+    rope = d.rope(rotary, s["max_position_embeddings"])
     return s | {"rope_parameters": rope | {"partial_rotary_factor": partial}}
 
 

@@ -45,8 +45,8 @@ def logits(model: Any, tokens: list[int]) -> Array:
     import torch
 
     with torch.no_grad():
-        found: Array = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
-    return found
+        result: Array = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    return result
 
 
 def check(folder: Path, model: Any, *, context: int | None = None, length: int = 90) -> None:
@@ -62,9 +62,9 @@ def check(folder: Path, model: Any, *, context: int | None = None, length: int =
     if context is not None:  # kinds of RoPE that go by length: all rows as long as the context
         others = [tokens, tokens[::-1]]
     driver = Driver.of(checkpoint, batch=len(others), context=context)
-    for found, row in zip(driver.feed(others, [0] * len(others)), others, strict=True):
-        assert difference(found, logits(model, row)) < TOLERANCE
+    for actual, row in zip(driver.forward(others, [0] * len(others)), others, strict=True):
+        assert difference(actual, logits(model, row)) < TOLERANCE
     if context is None:  # and further, each row from where it is
-        found = driver.feed([[5], [6, 7, 8], [9, 10]], [len(row) for row in others])
-        for more, got, row in zip(([5], [6, 7, 8], [9, 10]), found, others, strict=True):
+        actual = driver.forward([[5], [6, 7, 8], [9, 10]], [len(row) for row in others])
+        for more, got, row in zip(([5], [6, 7, 8], [9, 10]), actual, others, strict=True):
             assert difference(got, logits(model, row + more)[len(row) :]) < TOLERANCE

@@ -55,8 +55,8 @@ def states(model: Any, tokens: list[int]) -> Array:
     import torch
 
     with torch.no_grad():
-        found: Array = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
-    return found
+        result: Array = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    return result
 
 
 def encoder(path: Path | str, **options: Any) -> EmbeddingModel:
@@ -84,11 +84,11 @@ def test_random_models_equal_transformers_at_every_token(tmp_path: Path, config:
     mask[0, 9:], mask[2, 1:], mask[3, 65:] = 0, 0, 0
     positions = np.repeat(np.arange(75, dtype=np.int32)[None], 4, axis=0)
     inputs = {"tokens": tokens, "token_types": np.zeros_like(tokens), "positions": positions, "attention_mask": mask}
-    (found,) = f.run(inputs)
+    (actual,) = f.run(inputs)
     with torch.no_grad():
         wanted = model(torch.from_numpy(tokens).long(), torch.from_numpy(mask)).last_hidden_state.numpy()
     seen = mask.astype(bool)
-    assert np.abs(found - wanted)[seen].max() / np.abs(wanted)[seen].max() < TOLERANCE
+    assert np.abs(actual - wanted)[seen].max() / np.abs(wanted)[seen].max() < TOLERANCE
 
 
 @pytest.mark.parity
@@ -97,8 +97,8 @@ def test_every_kind_of_pooling_equals_that_of_torch(tmp_path: Path, kind: str) -
     small_bert.write(tmp_path, files=sentence_transformers(kind, normalize=False), **CONFIGS[1])
     model = theirs(tmp_path)
     wanted = np.stack([pooled(states(model, tokens_of(text)), kind) for text in TEXTS])
-    found = encoder(tmp_path).embed(TEXTS)
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() < TOLERANCE
+    actual = encoder(tmp_path).embed(TEXTS)
+    assert np.abs(actual - wanted).max() / np.abs(wanted).max() < TOLERANCE
 
 
 @pytest.mark.parity
@@ -110,8 +110,8 @@ def test_weights_of_two_bytes_equal_transformers(tmp_path: Path, dtype: str) -> 
     theirs(tmp_path).to(getattr(torch, dtype)).save_pretrained(tmp_path)
     model = theirs(tmp_path, dtype)
     wanted = np.stack([states(model, tokens_of(text)).mean(0) for text in TEXTS])
-    found = encoder(tmp_path).embed(TEXTS, normalize=False)
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() < TOLERANCE
+    actual = encoder(tmp_path).embed(TEXTS, normalize=False)
+    assert np.abs(actual - wanted).max() / np.abs(wanted).max() < TOLERANCE
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------
@@ -154,22 +154,22 @@ def test_a_gguf_file_of_halves_gives_the_vectors_of_numpy(tmp_path: Path) -> Non
     write_gguf(tmp_path / "m.gguf", weights, 1, half=True)
     rounded = {n: a.astype(np.float16) if a.ndim == 2 and "embeddings" not in n else a for n, a in weights.items()}
     wanted = np.stack([pooled(small_bert.hidden_states(rounded, tokens_of(text)), "mean") for text in TEXTS])
-    found = encoder(tmp_path / "m.gguf").embed(TEXTS, normalize=False)
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() < TOLERANCE
+    actual = encoder(tmp_path / "m.gguf").embed(TEXTS, normalize=False)
+    assert np.abs(actual - wanted).max() / np.abs(wanted).max() < TOLERANCE
 
 
 def test_attention_is_captured_without_residual_and_norm(tmp_path: Path) -> None:
     """As in decoders: norm(x + attention) and norm(· + feed-forward) give the layer, by NumPy."""
     weights = {n: a.astype(np.float64) for n, a in small_bert.write(tmp_path).items()}
-    found = encoder(tmp_path).run(tokens_of(TEXTS[0]), capture=["norm", "layers.0", "layers.0.attn", "layers.0.ffn"])
+    actual = encoder(tmp_path).run(tokens_of(TEXTS[0]), capture=["norm", "layers.0", "layers.0.attn", "layers.0.ffn"])
 
     def norm(x: Array, name: str) -> Array:
         x = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
         return x * weights[f"encoder.layer.0.{name}.weight"] + weights[f"encoder.layer.0.{name}.bias"]
 
-    inner = norm(found["norm"] + found["layers.0.attn"], "attention.output.LayerNorm")
-    layer = norm(inner + found["layers.0.ffn"], "output.LayerNorm")
-    assert np.abs(found["layers.0"] - layer).max() < 1e-5
+    inner = norm(actual["norm"] + actual["layers.0.attn"], "attention.output.LayerNorm")
+    layer = norm(inner + actual["layers.0.ffn"], "output.LayerNorm")
+    assert np.abs(actual["layers.0"] - layer).max() < 1e-5
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -241,9 +241,9 @@ def test_minilm_equals_transformers_on_a_hundred_sentences(minilm: EmbeddingMode
     model, tokenizer = theirs(folder), transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
-        found = model(**inputs).last_hidden_state
+        actual = model(**inputs).last_hidden_state
     mask = inputs["attention_mask"][:, :, None]
-    wanted = torch.nn.functional.normalize((found * mask).sum(1) / mask.sum(1), dim=1).numpy()
+    wanted = torch.nn.functional.normalize((actual * mask).sum(1) / mask.sum(1), dim=1).numpy()
     assert wanted.shape == (100, 384)
     assert np.abs(minilm.embed(texts) - wanted).max() < 1e-5
 
@@ -256,8 +256,8 @@ def test_minilm_ranks_sentence_pairs_as_transformers_does(minilm: EmbeddingModel
     assert len(rows) == 1379
     vectors = minilm.embed([a for a, _, _ in rows] + [b for _, b, _ in rows])
     first, second = np.split(vectors.astype(np.float64), 2)
-    found = spearmanr((first * second).sum(1), [score for _, _, score in rows]).statistic
-    assert abs(found - SPEARMAN) < 0.0005
+    actual = spearmanr((first * second).sum(1), [score for _, _, score in rows]).statistic
+    assert abs(actual - SPEARMAN) < 0.0005
 
 
 def test_a_bert_that_reads_from_the_left_keeps_no_matrix_of_scores(tmp_path: Path) -> None:

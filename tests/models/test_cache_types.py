@@ -146,14 +146,14 @@ def test_a_snapshot_that_cannot_be_opened_costs_only_time(packed: Path, monkeypa
     assert bits(load(packed)) == expected
 
 
-def test_graphs_beside_a_kept_one_share_its_weights(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_graphs_share_the_weights_of_the_cached_one(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, row = load(packed), Golden(NAME).rows[0]
     before = model.memory()
-    found = model.run(row, capture=["layers.0", "logits"])
-    assert found["logits"].tobytes() == bits(model)
+    actual = model.run(row, capture=["layers.0", "logits"])
+    assert actual["logits"].tobytes() == bits(model)
     monkeypatch.setenv("RLX_CACHE", "off")
     alone = load(packed).run(row, capture=["layers.0", "logits"])
-    assert alone["layers.0"].tobytes() == found["layers.0"].tobytes()
+    assert alone["layers.0"].tobytes() == actual["layers.0"].tobytes()
     after = model.memory()
     assert (after.weights, after.mapped) == (before.weights, before.mapped)
 

@@ -30,12 +30,12 @@ LAYERS = {"2_Dense": (24, 36, IDENTITY), "3_Dense": (36, 24, IDENTITY)}  # llama
 
 
 def dense(layers: dict[str, tuple[int, int, str]] = LAYERS) -> dict[str, dict[str, Array]]:
-    found = {}
+    result = {}
     for folder, (inner, outer, activation) in layers.items():
         weight = golden_encoders.numbers(folder, (outer, inner)).astype(np.float32)
         bias = {"linear.bias": weight[:, 0] * 2} if activation == TANH else {}
-        found[folder] = {"linear.weight": weight, **bias}
-    return found
+        result[folder] = {"linear.weight": weight, **bias}
+    return result
 
 
 def write_modules(folder: Path, layers: dict[str, tuple[int, int, str]] = LAYERS) -> Path:
@@ -79,8 +79,8 @@ def vector(states: Array, layers: dict[str, tuple[int, int, str]] = LAYERS) -> A
 
 
 def texts() -> list[str]:
-    given = golden_encoders.batch()
-    rows = zip(given["tokens"], golden_encoders.LENGTHS, strict=True)
+    inputs = golden_encoders.batch()
+    rows = zip(inputs["tokens"], golden_encoders.LENGTHS, strict=True)
     return [" ".join(WORDS[t] for t in row[:n]) for row, n in rows]
 
 
@@ -90,10 +90,10 @@ def test_vectors_go_through_the_dense_layers(tmp_path: Path, layers: dict[str, t
     with rlx.load(write_modules(tmp_path, layers)) as model:
         assert isinstance(model, rlx.EmbeddingModel) and model.family.name == "embeddinggemma"
         assert model.dim == list(layers.values())[-1][1]
-        found = model.embed(texts())
+        actual = model.embed(texts())
         wanted = np.stack([vector(np.array(s), layers) for s in GOLDEN["states"]])
-        assert found.shape == wanted.shape and np.abs(found - wanted).max() < 1e-5
-        for text, row in zip(texts(), found, strict=True):  # whatever the neighbours are
+        assert actual.shape == wanted.shape and np.abs(actual - wanted).max() < 1e-5
+        for text, row in zip(texts(), actual, strict=True):  # whatever the neighbours are
             assert model.embed(text).tobytes() == row.tobytes()
         assert model.embed("w1", prompt="query").tobytes() == model.embed("w7 w8 w1").tobytes()
         model.save(tmp_path / "again")
@@ -101,7 +101,7 @@ def test_vectors_go_through_the_dense_layers(tmp_path: Path, layers: dict[str, t
     for path in ("again", "m.rlxp"):
         with rlx.load(tmp_path / path) as other:
             assert isinstance(other, rlx.EmbeddingModel)
-            assert other.embed(texts()).tobytes() == found.tobytes()
+            assert other.embed(texts()).tobytes() == actual.tobytes()
 
 
 WRONG: list[tuple[str, dict[str, Any], type[RlxError], str]] = [
@@ -188,8 +188,8 @@ def write_gguf(path: Path, without: tuple[str, ...] = (), said: int = 36) -> Pat
         writer.add_dense_features_dims(name, inner, said if name == "dense_2" else outer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA_EMBEDDING, 7)
     for name, array in weights_of_seven().items():
-        found = names.get_name(f"model.{name}", try_suffixes=(".weight",))
-        writer.add_tensor(found, array + 1 if name.endswith("norm.weight") else array)
+        result = names.get_name(f"model.{name}", try_suffixes=(".weight",))
+        writer.add_tensor(result, array + 1 if name.endswith("norm.weight") else array)
     for name, weights in zip(("dense_2", "dense_3"), dense().values(), strict=True):
         if name not in without:
             writer.add_tensor(f"{name}.weight", weights["linear.weight"])
@@ -203,8 +203,8 @@ def weights_of_seven() -> dict[str, Array]:
     for name, shape in GOLDEN["shapes"].items():
         for i in range(3, 7):
             shapes |= {name.replace("layers.0.", f"layers.{i}."): shape} if name.startswith("layers.0.") else {}
-    found = golden_encoders.weights(shapes)
-    return {n: a - 1 if n.endswith("norm.weight") else a for n, a in found.items()}
+    result = golden_encoders.weights(shapes)
+    return {n: a - 1 if n.endswith("norm.weight") else a for n, a in result.items()}
 
 
 def write_seven(folder: Path) -> Path:
@@ -221,9 +221,9 @@ def test_a_gguf_file_has_the_dense_layers_too(tmp_path: Path) -> None:
     assert isinstance(ours, rlx.EmbeddingModel) and isinstance(theirs, rlx.EmbeddingModel)
     assert (ours.family.name, ours.pooling, ours.dim) == ("embeddinggemma", "mean", 24)
     rows = [theirs.tokenizer.encode(text) for text in texts()]
-    found = ours._run_batch(rows)
-    found /= np.linalg.norm(found, axis=1, keepdims=True)
-    assert np.abs(found - theirs.embed(texts())).max() < 1e-5
+    actual = ours._run_batch(rows)
+    actual /= np.linalg.norm(actual, axis=1, keepdims=True)
+    assert np.abs(actual - theirs.embed(texts())).max() < 1e-5
 
 
 @pytest.mark.parametrize(

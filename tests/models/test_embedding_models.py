@@ -27,9 +27,9 @@ TEXTS = [" ".join(np.random.default_rng(n).choice(WORDS, n)) for n in (1, 5, 40,
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Array]:
-    found = random_weights(QWEN3)
+    result = random_weights(QWEN3)
     norms = {f"model.layers.{i}.self_attn.{n}_norm.weight": np.linspace(0.5, 2, 10) for i in range(2) for n in "qk"}
-    return found | {name: value.astype(np.float32) for name, value in norms.items()}
+    return result | {name: value.astype(np.float32) for name, value in norms.items()}
 
 
 @pytest.fixture(scope="module")
@@ -62,29 +62,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, Array]) 
 
 def wanted(weights: dict[str, Array], texts: list[str]) -> Array:
     """The last hidden state in float64, of length 1."""
-    found = []
+    actual = []
     for text in texts:
         tokens = [*(WORDS.index(w) for w in text.split()), END]
         # logits by a head that changes nothing are the hidden states
         states = forward({**QWEN3, "tie_word_embeddings": False}, weights | {"lm_head.weight": np.eye(32)}, tokens)
-        found.append(states[-1] / np.linalg.norm(states[-1]))
-    return np.stack(found)
+        actual.append(states[-1] / np.linalg.norm(states[-1]))
+    return np.stack(actual)
 
 
 def test_vectors_are_those_of_the_last_token(folder: Path, weights: dict[str, Array]) -> None:
     with load(folder) as model:
         assert isinstance(model, EmbeddingModel) and model.pooling == "lasttoken" and model.normalize
-        found = model.embed(TEXTS)
-        assert found.shape == (5, 32) and np.abs(found - wanted(weights, TEXTS)).max() < 5e-6
-        for text, row in zip(TEXTS, found, strict=True):  # whatever the neighbours are
+        actual = model.embed(TEXTS)
+        assert actual.shape == (5, 32) and np.abs(actual - wanted(weights, TEXTS)).max() < 5e-6
+        for text, row in zip(TEXTS, actual, strict=True):  # whatever the neighbours are
             assert model.embed(text).tobytes() == row.tobytes()
 
 
 def test_prompts_come_before_the_text(folder: Path, weights: dict[str, Array]) -> None:
     with load(folder) as model:
         assert isinstance(model, EmbeddingModel)
-        found = model.embed(TEXTS, prompt="query")
-        assert np.abs(found - wanted(weights, [PROMPTS["query"] + text for text in TEXTS])).max() < 5e-6
+        actual = model.embed(TEXTS, prompt="query")
+        assert np.abs(actual - wanted(weights, [PROMPTS["query"] + text for text in TEXTS])).max() < 5e-6
         with pytest.raises(RequestError, match="no prompt 'questions'"):
             model.embed("w1", prompt="questions")
 

@@ -53,12 +53,12 @@ class Heads:
 @dataclass(frozen=True)
 class Grouped(ModelConfig):
     dim: int = key(hf="dim", gguf="dim")
-    heads: Heads = group(Heads, size=key(hf="width", default=2, most=9), gated=True)
+    heads: Heads = group(Heads, size=key(hf="width", default=2, maximum=9), gated=True)
 
 
 def test_a_group_is_read_with_the_keys_of_its_family() -> None:
-    found = configs.from_hf(Grouped, {"dim": 3, "heads": 5, "width": 7, "head_size": 99, "gated": False}, "c")
-    assert found == Grouped(3, Heads(5, 7, True))
+    actual = configs.from_hf(Grouped, {"dim": 3, "heads": 5, "width": 7, "head_size": 99, "gated": False}, "c")
+    assert actual == Grouped(3, Heads(5, 7, True))
     assert configs.from_hf(Grouped, {"dim": 3}, "c").heads == Heads(4, 2, True)
     assert (
         configs.from_gguf(Grouped, {"general.architecture": "x", "x.dim": 3, "x.head_count": 6}, "c").heads.count == 6

@@ -50,8 +50,8 @@ class Golden:
         driver = Driver.of(checkpoint)
         for chunk in (len(self.rows[0]), 1, 7):  # each from the beginning: what the cache holds later is not looked at
             assert difference(driver.by_chunks(self.rows[0], chunk), self.logits[0]) < tolerance
-        for found, wanted in zip(Driver.of(checkpoint, batch=2).feed(self.rows, [0, 0]), self.logits, strict=True):
-            assert difference(found, wanted) < tolerance
+        for actual, wanted in zip(Driver.of(checkpoint, batch=2).forward(self.rows, [0, 0]), self.logits, strict=True):
+            assert difference(actual, wanted) < tolerance
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,11 +66,11 @@ def test_generation_goes_on_from_there_alone_and_in_company(tmp_path: Path, name
     with load(golden.folder(tmp_path)) as model:
         assert isinstance(model, LanguageModel)
         together = model.generate(golden.rows, max_tokens=6, logprobs=1)
-        for row, wanted, made in zip(golden.rows, golden.logits, together, strict=True):
-            assert made.tokens[0] == wanted[-1].argmax()
+        for row, wanted, completion in zip(golden.rows, golden.logits, together, strict=True):
+            assert completion.tokens[0] == wanted[-1].argmax()
             model.caches.clear()
             alone = model.generate(row, max_tokens=6, logprobs=1)
-            assert (alone.tokens, alone.logprobs) == (made.tokens, made.logprobs)  # the same bits
+            assert (alone.tokens, alone.logprobs) == (completion.tokens, completion.logprobs)  # the same bits
 
 
 WRONG: list[tuple[str, dict[str, Any], type[RlxError], str]] = [
@@ -125,7 +125,7 @@ def converted(golden: Golden, legacy: bool = False) -> dict[str, Array]:
     layers = golden.settings.get("num_hidden_layers") or golden.settings["n_layer"]
     table = gguf.get_tensor_name_map(arch, layers)
     stacks: dict[str, list[Array]] = {}
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     weights = golden.weights
     if golden.name in HYBRIDS:
         kind = {"rounds": golden.name != "qwen3_next", "legacy": legacy}
@@ -144,10 +144,10 @@ def converted(golden: Golden, legacy: bool = False) -> dict[str, Array]:
             value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         if golden.name == "gpt2" and value.ndim == 2 and ".c_" in name:
             value = value.T
-        found[table.get_name(name, try_suffixes=(".weight", ".bias"))] = np.ascontiguousarray(value)
+        result[table.get_name(name, try_suffixes=(".weight", ".bias"))] = np.ascontiguousarray(value)
     for name, values in stacks.items():
-        found[table.get_name(name, try_suffixes=(".weight",))] = np.stack(values).astype(np.float32)
-    return found
+        result[table.get_name(name, try_suffixes=(".weight",))] = np.stack(values).astype(np.float32)
+    return result
 
 
 def write(

@@ -24,8 +24,8 @@ TEXTS = ("bert", "roberta", "nomic_bert", "modernbert", "embeddinggemma")  # doc
 
 
 def golden(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return result
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -33,10 +33,10 @@ def test_texts_of_unequal_length_have_the_states_of_transformers(tmp_path: Path,
     write_folder(tmp_path, golden(name))
     checkpoint = open_checkpoint(tmp_path)
     built = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights)
-    given = batch()
+    inputs = batch()
     f = built.compile()
-    (found,) = f.run({name: given[name] for name in f.input_types})
-    for row, length, wanted in zip(found, LENGTHS, golden(name)["states"], strict=True):
+    (actual,) = f.run({name: inputs[name] for name in f.input_types})
+    for row, length, wanted in zip(actual, LENGTHS, golden(name)["states"], strict=True):
         assert difference(row[:length], np.array(wanted)) < TOLERANCE
 
 
@@ -47,13 +47,13 @@ def test_both_ways_of_lowering_give_the_same(tmp_path: Path, name: str, policy: 
     checkpoint = open_checkpoint(tmp_path)
     profile = rlx.CompileProfile(fusion=Fusion(policy=rlx.FusionPolicy(policy)))
     built = checkpoint.family.flow(checkpoint.config).profile(profile).build(checkpoint.weights)
-    given = {**batch(), "pixels": np.array([golden(name).get("pixels", 0)], np.float32)}
+    inputs = {**batch(), "pixels": np.array([golden(name).get("pixels", 0)], np.float32)}
     if name in PROCESSORS:
-        given |= checkpoint.config.inputs(given["pixels"])
+        inputs |= checkpoint.config.inputs(inputs["pixels"])
     f = built.compile()
-    found = f.run({name: given[name] for name in f.input_types})[0][0]
+    actual = f.run({name: inputs[name] for name in f.input_types})[0][0]
     wanted = golden(name)["pooled"] if name in PROCESSORS else golden(name)["states"][0]
-    assert difference(found, np.array(wanted)) < TOLERANCE
+    assert difference(actual, np.array(wanted)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlx.errors import CapabilityError, FormatError
-from rlx.models.image_preprocessing import ImageSettings, middle, read_image_settings
+from rlx.models.image_preprocessing import ImageSettings, centre_crop, read_image_settings
 
 Array = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)
@@ -64,12 +64,12 @@ def test_images_are_those_of_the_processors_of_transformers(tmp_path: Path, name
     for height, width in SHAPES:
         image = photo(height, width)
         wanted = np.asarray(processor(image, input_data_format="channels_last")["pixel_values"][0])
-        found = settings.prepare(image)
-        assert found.shape == wanted.shape
+        actual = settings.prepare(image)
+        assert actual.shape == wanted.shape
         # Pillow may resize columns before rows, from which bytes differ by 1 or 2
         step = 2.01 * settings.scale / min(settings.std)
-        assert np.abs(found - wanted).max() <= step
-        assert (np.abs(found - wanted) > 1e-5).mean() < 0.25
+        assert np.abs(actual - wanted).max() <= step
+        assert (np.abs(actual - wanted) > 1e-5).mean() < 0.25
 
 
 # -- without transformers --------------------------------------------------------------------------------------------
@@ -98,14 +98,14 @@ def test_colours_become_numbers_by_mean_and_spread(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_are_read_in_all_words(tmp_path: Path, said: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found = read(tmp_path, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **said})
-    assert {name: getattr(found, name) for name in wanted} == wanted
-    assert found.source == str(tmp_path / "preprocessor_config.json")
+    actual = read(tmp_path, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **said})
+    assert {name: getattr(actual, name) for name in wanted} == wanted
+    assert actual.source == str(tmp_path / "preprocessor_config.json")
 
 
 def test_settings_may_lie_in_the_file_of_the_processor(tmp_path: Path) -> None:
-    found = read(tmp_path, {"image_processor": {**SMALL, "resample": 3}}, "processor_config.json")
-    assert (found.size, found.resample) == ((20, 24), 3)
+    actual = read(tmp_path, {"image_processor": {**SMALL, "resample": 3}}, "processor_config.json")
+    assert (actual.size, actual.resample) == ((20, 24), 3)
 
 
 def test_a_folder_that_says_nothing_has_no_source(tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_a_folder_that_says_nothing_has_no_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wanted", [(4, 4), (3, 8), (9, 9), (5, 12), (10, 3)])
 def test_the_middle_is_cut_out_or_lies_in_black(wanted: tuple[int, int]) -> None:
     image = photo(6, 7) | 1  # nothing is black
-    found = middle(image, *wanted)
-    assert found.shape == (*wanted, 3)
-    kept = tuple(min(a, b) for a, b in zip(wanted, (6, 7), strict=True))
-    assert (found > 0).all(-1).sum() == kept[0] * kept[1]
-    inner = found[(found > 0).all(-1)].reshape(*kept, 3)
-    top, left = ((6 - kept[0]) // 2, (7 - kept[1]) // 2)
-    assert np.array_equal(inner, image[top : top + kept[0], left : left + kept[1]])
+    actual = centre_crop(image, *wanted)
+    assert actual.shape == (*wanted, 3)
+    overlap = tuple(min(a, b) for a, b in zip(wanted, (6, 7), strict=True))
+    assert (actual > 0).all(-1).sum() == overlap[0] * overlap[1]
+    inner = actual[(actual > 0).all(-1)].reshape(*overlap, 3)
+    top, left = ((6 - overlap[0]) // 2, (7 - overlap[1]) // 2)
+    assert np.array_equal(inner, image[top : top + overlap[0], left : left + overlap[1]])
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,12 @@ def same(value: Array) -> Array:
 
 @pytest.mark.parametrize("name", ALL)
 def test_identity_edits_leave_every_bit(tmp_path: Path, name: str) -> None:
-    model, given = opened(name, tmp_path)
-    wanted = model.run(given)
-    found = model.run(given, edit={"layers.0.out": same})
-    assert wanted.keys() == found.keys()
-    assert all(found[n].tobytes() == value.tobytes() for n, value in wanted.items())
-    other = model.run(given, edit={"layers.0.out": np.zeros_like})
+    model, inputs = opened(name, tmp_path)
+    wanted = model.run(inputs)
+    actual = model.run(inputs, edit={"layers.0.out": same})
+    assert wanted.keys() == actual.keys()
+    assert all(actual[n].tobytes() == value.tobytes() for n, value in wanted.items())
+    other = model.run(inputs, edit={"layers.0.out": np.zeros_like})
     assert any(np.abs(other[n] - value).max() > 1e-3 for n, value in wanted.items())
 
 
@@ -85,27 +85,27 @@ def packed(name: str, folder: Path, cache: str = "auto") -> LanguageModel:
 
 
 # -- other parameters ------------------------------------------------------------------------------------------------
-def main_of(model: Any, given: Any) -> Array:
+def main_of(model: Any, inputs: Any) -> Array:
     """What `apply` gives, by the model's own ways."""
     if isinstance(model, LanguageModel):
-        return model.logits(given)
+        return model.logits(inputs)
     if isinstance(model, VisionModel):
-        return model.encode_image(given, tokens=True)
+        return model.encode_image(inputs, tokens=True)
     values = stage_values(model.built.module)
     last = max((path for path in values if path != "pool"), key=lambda path: values[path].node.id)
-    found: Array = model.run(given, capture=last)[last]
-    return found
+    result: Array = model.run(inputs, capture=last)[last]
+    return result
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_applying_its_own_parameters_gives_the_same_bits(tmp_path: Path, name: str) -> None:
-    model, given = opened(name, tmp_path)
+    model, inputs = opened(name, tmp_path)
     assert not any("rope" in key for key in model.params)
-    wanted = main_of(model, given)
-    assert model.apply({}, given).tobytes() == wanted.tobytes()
-    assert model.apply(dict(model.params), given).tobytes() == wanted.tobytes()
+    wanted = main_of(model, inputs)
+    assert model.apply({}, inputs).tobytes() == wanted.tobytes()
+    assert model.apply(dict(model.params), inputs).tobytes() == wanted.tobytes()
     halved = {key: (value * 0.5).astype(value.dtype) for key, value in model.params.items()}
-    assert np.abs(model.apply(halved, given) - wanted).max() > 1e-3
+    assert np.abs(model.apply(halved, inputs) - wanted).max() > 1e-3
     assert len(model._applications) == 1
 
 
@@ -164,24 +164,24 @@ def test_wrong_parameters_are_refused(tmp_path: Path) -> None:
 # -- beginning -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ALL)
 def test_a_flow_makes_parameters_that_fit(tmp_path: Path, name: str) -> None:
-    model, given = opened(name, tmp_path)
+    model, inputs = opened(name, tmp_path)
     key = random.key(7)
-    made = model.flow.init(key)
-    assert {n: a.shape for n, a in made.items()} == {n: a.shape for n, a in model.params.items()}
-    assert all(a.dtype == np.float32 for a in made.values())
-    model.save(tmp_path / "begun", made)
-    found = open_checkpoint(tmp_path / "begun").weights
-    assert all(found.array(n).astype(np.float32).tobytes() == a.tobytes() for n, a in made.items())
-    assert np.isfinite(model.apply(made, given)).all()
+    params = model.flow.init(key)
+    assert {n: a.shape for n, a in params.items()} == {n: a.shape for n, a in model.params.items()}
+    assert all(a.dtype == np.float32 for a in params.values())
+    model.save(tmp_path / "begun", params)
+    actual = open_checkpoint(tmp_path / "begun").weights
+    assert all(actual.array(n).astype(np.float32).tobytes() == a.tobytes() for n, a in params.items())
+    assert np.isfinite(model.apply(params, inputs)).all()
 
 
 def test_weights_begin_by_the_first_rule_that_matches() -> None:
     flow = flow_of(Golden("llama").settings)
-    made = flow.initialised({"*.q_proj.weight": zeros}).init(random.key(0))
-    assert not made["model.layers.0.self_attn.q_proj.weight"].any() and made["lm_head.weight"].any()
-    assert (made["model.norm.weight"] == 1).all() and not made["model.layers.0.self_attn.q_proj.bias"].any()
+    params = flow.initialised({"*.q_proj.weight": zeros}).init(random.key(0))
+    assert not params["model.layers.0.self_attn.q_proj.weight"].any() and params["lm_head.weight"].any()
+    assert (params["model.norm.weight"] == 1).all() and not params["model.layers.0.self_attn.q_proj.bias"].any()
     again = flow.init(random.key(0))["lm_head.weight"]
-    assert again.tobytes() == made["lm_head.weight"].tobytes() != flow.init(random.key(1))["lm_head.weight"].tobytes()
+    assert again.tobytes() == params["lm_head.weight"].tobytes() != flow.init(random.key(1))["lm_head.weight"].tobytes()
     big = flow_of(Golden("llama").settings | {"initializer_range": 0.5}).init(random.key(0))["lm_head.weight"]
     assert 0.4 < big.std() < 0.6 and abs(big.mean()) < 0.05
 
@@ -237,11 +237,11 @@ def test_models_begin_as_those_of_transformers(tmp_path: Path, name: str) -> Non
     if processor:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     model = load(tmp_path)
-    made = model.flow.init(random.key(0))
+    params = model.flow.init(random.key(0))
     for key, own in model.params.items():
         if key in NOT_TRUNCATED or (own.size < 8 and own.std() > 0):  # a few random numbers say nothing
             continue
-        theirs, ours = own.astype(np.float64), made[key].astype(np.float64)
+        theirs, ours = own.astype(np.float64), params[key].astype(np.float64)
         error = 5 / np.sqrt(own.size) + 1e-6
         assert abs(ours.std() - theirs.std()) <= error * max(theirs.std(), 1e-9), key
         assert abs(ours.mean() - theirs.mean()) <= 2 * error * max(theirs.std(), 1e-9), key
@@ -294,9 +294,9 @@ def test_weights_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     model = load(golden.folder(tmp_path / "a"))
     model.save(tmp_path / "w.safetensors")
-    found = load_file(tmp_path / "w.safetensors")
-    assert found.keys() == golden.weights.keys()
-    assert all(found[n].tobytes() == a.tobytes() for n, a in golden.weights.items())
+    actual = load_file(tmp_path / "w.safetensors")
+    assert actual.keys() == golden.weights.keys()
+    assert all(actual[n].tobytes() == a.tobytes() for n, a in golden.weights.items())
 
 
 def test_saving_over_itself_is_safe(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ HOOKS: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", HOOKS)
 def test_edits_are_forward_hooks(tmp_path: Path, name: str) -> None:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
-    model, given = opened(name, tmp_path)
+    model, arrays = opened(name, tmp_path)
     kind, path = HOOKS[name]
     other = getattr(transformers, kind).from_pretrained(tmp_path, dtype=torch.float32).eval()
 
@@ -368,13 +368,13 @@ def test_edits_are_forward_hooks(tmp_path: Path, name: str) -> None:
     other.get_submodule(path).register_forward_hook(hook)
     with torch.no_grad():
         if isinstance(model, VisionModel):
-            wanted = other(torch.from_numpy(model.prepare(given)[None])).last_hidden_state[0].numpy()
-            found = model.run(given, edit={"layers.0.out": half})["states"]
+            wanted = other(torch.from_numpy(model.prepare(arrays)[None])).last_hidden_state[0].numpy()
+            actual = model.run(arrays, edit={"layers.0.out": half})["states"]
         elif isinstance(model, LanguageModel):
-            wanted = other(torch.tensor([given]), use_cache=False).logits[0].numpy()
-            found = model.run(given, edit={"layers.0.out": half})["logits"]
+            wanted = other(torch.tensor([arrays]), use_cache=False).logits[0].numpy()
+            actual = model.run(arrays, edit={"layers.0.out": half})["logits"]
         else:
-            wanted = other(torch.tensor([given])).last_hidden_state[0].numpy()
+            wanted = other(torch.tensor([arrays])).last_hidden_state[0].numpy()
             last = f"layers.{model.checkpoint.config.layers - 1}"
-            found = model.run(given, capture=last, edit={"layers.0.out": half})[last]
-    assert difference(found, wanted) < 2e-4
+            actual = model.run(arrays, capture=last, edit={"layers.0.out": half})[last]
+    assert difference(actual, wanted) < 2e-4

@@ -38,7 +38,7 @@ def stories() -> Model:
     return load(STORIES / FILES[0])
 
 
-def feed(model: Model, tokens: list[int], chunk: int) -> np.ndarray[Any, Any]:
+def forward(model: Model, tokens: list[int], chunk: int) -> np.ndarray[Any, Any]:
     assert model.built.cache is not None
     decoder = Decoder.start(model.compiled, model.built.cache, 1, model.context)
     picks = [decoder.prefill([tokens[at : at + chunk]], [at])[0] for at in range(0, len(tokens), chunk)]
@@ -47,9 +47,9 @@ def feed(model: Model, tokens: list[int], chunk: int) -> np.ndarray[Any, Any]:
 
 def test_bits_do_not_depend_on_chunks(stories: Model) -> None:
     tokens = [1, *np.random.default_rng(0).integers(3, 500, 149).tolist()]
-    whole = feed(stories, tokens, 150)
+    full = forward(stories, tokens, 150)
     for chunk in (1, 7, 64):
-        assert feed(stories, tokens, chunk).tobytes() == whole.tobytes()
+        assert forward(stories, tokens, chunk).tobytes() == full.tobytes()
 
 
 def test_bits_do_not_depend_on_batch_neighbours(stories: Model) -> None:
@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_batch_neighbours(stories: Model) -> None:
     decoder = Decoder.start(stories.compiled, stories.built.cache, 3, stories.context)
     together = decoder.prefill(rows, [0, 0, 0])
     for row, own in zip(rows, together, strict=True):
-        assert feed(stories, row, 512).tobytes() == own.logits.tobytes()
+        assert forward(stories, row, 512).tobytes() == own.logits.tobytes()
 
 
 def test_a_prompt_beyond_the_context_is_refused(stories: Model) -> None:

@@ -169,7 +169,7 @@ def test_neutral_settings_change_nothing(tmp_path: Path) -> None:
     )  # fmt: skip
     checkpoint = open_checkpoint(folder)
     wanted = forward(SETTINGS, random_weights(SETTINGS), TOKENS)
-    assert difference(Driver.of(checkpoint).feed([TOKENS], [0])[0], wanted) < 1e-5
+    assert difference(Driver.of(checkpoint).forward([TOKENS], [0])[0], wanted) < 1e-5
 
 
 def test_windows_go_by_family() -> None:
@@ -223,7 +223,7 @@ def test_names_without_the_prefix_are_found(tmp_path: Path) -> None:
     weights = {name.removeprefix("model."): value for name, value in random_weights(SETTINGS).items()}
     checkpoint = open_checkpoint(write_folder(tmp_path, weights, SETTINGS))
     wanted = forward(SETTINGS, random_weights(SETTINGS), TOKENS)
-    assert difference(Driver.of(checkpoint).feed([TOKENS], [0])[0], wanted) < 1e-5
+    assert difference(Driver.of(checkpoint).forward([TOKENS], [0])[0], wanted) < 1e-5
 
 
 def test_weights_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_plain_8_bit_floats_are_the_numbers_that_they_are(tmp_path: Path, kind: 
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
     wanted = forward(SETTINGS, {n: v.astype(np.float32) for n, v in rounded.items()}, TOKENS)
-    assert difference(Driver.of(open_checkpoint(tmp_path)).feed([TOKENS], [0])[0], wanted) < 1e-5
+    assert difference(Driver.of(open_checkpoint(tmp_path)).forward([TOKENS], [0])[0], wanted) < 1e-5
 
 
 # -- files beside the weights ----------------------------------------------------------------------------------------
@@ -381,16 +381,16 @@ def test_gguf_gives_the_numbers_of_the_model_that_was_converted(tmp_path: Path, 
     c = {**SETTINGS, **changes}
     weights = random_weights(c)
     path = write_gguf(tmp_path / "m.gguf", c["model_type"], gguf_keys(c), gguf_tensors(c, weights))
-    found = Driver.of(open_checkpoint(path)).feed([TOKENS], [0])[0]
-    assert difference(found, forward(c, weights, TOKENS)) < 1e-5
+    actual = Driver.of(open_checkpoint(path)).forward([TOKENS], [0])[0]
+    assert difference(actual, forward(c, weights, TOKENS)) < 1e-5
 
 
 def test_gguf_of_mistral_has_its_window(tmp_path: Path) -> None:
     weights = random_weights(SETTINGS)
     keys = gguf_keys(SETTINGS) | {"attention.sliding_window": 3}
     path = write_gguf(tmp_path / "m.gguf", "llama", keys, gguf_tensors(SETTINGS, weights))
-    found = Driver.of(open_checkpoint(path)).feed([TOKENS], [0])[0]
-    assert difference(found, forward(SETTINGS, weights, TOKENS, window=3)) < 1e-5
+    actual = Driver.of(open_checkpoint(path)).forward([TOKENS], [0])[0]
+    assert difference(actual, forward(SETTINGS, weights, TOKENS, window=3)) < 1e-5
 
 
 def test_gguf_head_sizes_and_sizes_by_layer(tmp_path: Path) -> None:
@@ -401,8 +401,8 @@ def test_gguf_head_sizes_and_sizes_by_layer(tmp_path: Path) -> None:
         "attention.head_count_kv": [2, 2], "feed_forward_length": [48, 48],
     }  # fmt: skip
     path = write_gguf(tmp_path / "m.gguf", "llama", keys, gguf_tensors(c, weights))
-    found = Driver.of(open_checkpoint(path)).feed([TOKENS], [0])[0]
-    assert difference(found, forward(c, weights, TOKENS)) < 1e-5
+    actual = Driver.of(open_checkpoint(path)).forward([TOKENS], [0])[0]
+    assert difference(actual, forward(c, weights, TOKENS)) < 1e-5
 
 
 def test_gguf_factors_of_frequencies_turn_more_slowly(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_gguf_factors_of_frequencies_turn_more_slowly(tmp_path: Path) -> None:
     )  # fmt: skip
     factors = tensors | {"rope_freqs.weight": np.full(4, 4, np.float32)}
     path = write_gguf(tmp_path / "b.gguf", "llama", gguf_keys(SETTINGS), factors)
-    one, other = (Driver.of(open_checkpoint(p), context=256).feed([TOKENS], [0])[0] for p in (plain, path))
+    one, other = (Driver.of(open_checkpoint(p), context=256).forward([TOKENS], [0])[0] for p in (plain, path))
     assert difference(one, other) < 1e-6 and difference(one, forward(SETTINGS, weights, TOKENS)) > 0.01
 
 
@@ -534,8 +534,8 @@ def test_gguf_scalings_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None
     keys |= {f"tokenizer.ggml.{k}": v for k, v in tokenizer.items()}
     path = write_gguf(tmp_path / "m.gguf", "llama", keys, gguf_tensors(c, random_weights(c)) | more)
     tokens = np.random.default_rng(0).integers(3, 64, 100).tolist()
-    found = Driver.of(open_checkpoint(path), context=256).feed([tokens], [0])[0]
-    assert difference(found, llama_cpp_of_tokens.computed(path, tokens)) < 1e-5
+    actual = Driver.of(open_checkpoint(path), context=256).forward([tokens], [0])[0]
+    assert difference(actual, llama_cpp_of_tokens.computed(path, tokens)) < 1e-5
 
 
 # -- BERT ------------------------------------------------------------------------------------------------------------
@@ -574,8 +574,8 @@ def hidden_states(checkpoint: Checkpoint) -> Array:
     f.set_params({name: checkpoint.weights.array(name) for name in f.param_types})
     tokens = np.array([[3, 1, 39, 0, 7]], np.int32)
     inputs = {"tokens": tokens, "token_types": tokens % 2, "positions": np.arange(5, dtype=np.int32)[None]}
-    found: Array = f.run({**inputs, "attention_mask": np.ones((1, 5), np.float32)})[0]
-    return found
+    result: Array = f.run({**inputs, "attention_mask": np.ones((1, 5), np.float32)})[0]
+    return result
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
@@ -608,8 +608,8 @@ def test_activations_of_a_bert_are_those_of_transformers(tmp_path: Path, activat
     tokens = torch.tensor([[3, 1, 39, 0, 7]])
     with torch.no_grad():
         wanted = model(tokens, token_type_ids=tokens % 2).last_hidden_state.numpy()
-    found = hidden_states(open_checkpoint(tmp_path))
-    assert np.abs(found - wanted).max() / np.abs(wanted).max() < 1e-5
+    actual = hidden_states(open_checkpoint(tmp_path))
+    assert np.abs(actual - wanted).max() / np.abs(wanted).max() < 1e-5
 
 
 @pytest.mark.parametrize(

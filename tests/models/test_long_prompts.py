@@ -39,8 +39,8 @@ def told(model: LanguageModel, tokens: list[int], chunk: int, monkeypatch: pytes
     """A text and its log-probabilities, from nothing."""
     monkeypatch.setattr(generation, "CHUNK", chunk)
     model.caches.clear()
-    made = model.generate(tokens, max_tokens=6, logprobs=3)
-    return made.tokens, made.logprobs
+    completion = model.generate(tokens, max_tokens=6, logprobs=3)
+    return completion.tokens, completion.logprobs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,8 +55,8 @@ def check_chunks(
 ) -> None:
     first, *others = (told(model, tokens, chunk, monkeypatch) for chunk in chunks)
     wanted = np.array([entry.logprob for entry in first[1]])
-    for made, logprobs in others:
-        assert made == first[0]
+    for completion, logprobs in others:
+        assert completion == first[0]
         assert np.abs(np.array([entry.logprob for entry in logprobs]) - wanted).max() < 1e-4
         assert name != "gemma3" or logprobs == first[1]
 

@@ -133,8 +133,8 @@ def built(case: str, folder: Path) -> BuiltModel:
 
 def paths_of(model: BuiltModel) -> str:
     """A digest of the paths that `capture=` and `edit=` know, and of the types of their values."""
-    found = [f"{path}: {value.type}" for path, value in sorted(stage_values(model.module).items())]
-    return hashlib.blake2b("\n".join(found).encode(), digest_size=16).hexdigest()
+    result = [f"{path}: {value.type}" for path, value in sorted(stage_values(model.module).items())]
+    return hashlib.blake2b("\n".join(result).encode(), digest_size=16).hexdigest()
 
 
 def record(model: BuiltModel) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def converted(golden: Golden, groups: int = 1) -> dict[str, Array]:
     gguf = pytest.importorskip("gguf")
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[golden.name.upper()], golden.settings["num_hidden_layers"])
     second = golden.name == "mamba2"
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     for name, stored in golden.weights.items():
         value = stored.astype(np.float32)
         if name.endswith("A_log"):
@@ -78,8 +78,8 @@ def converted(golden: Golden, groups: int = 1) -> dict[str, Array]:
         if name.endswith("mixer.norm.weight"):
             value = value.reshape(groups, -1)
         suffixes = (".weight", ".bias")
-        found[table.get_name(name.replace("dt_bias", "dt.bias"), try_suffixes=suffixes)] = np.ascontiguousarray(value)
-    return found
+        result[table.get_name(name.replace("dt_bias", "dt.bias"), try_suffixes=suffixes)] = np.ascontiguousarray(value)
+    return result
 
 
 def write(golden: Golden, path: Path, tensors: dict[str, Array], groups: int = 1) -> Path:

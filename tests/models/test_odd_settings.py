@@ -80,9 +80,9 @@ def test_activations_are_those_of_transformers(name: str) -> None:
     x = np.linspace(-12, 12, 401, dtype=np.float32)
     g = rlx.Graph("g")
     g.set_outputs(ACTIVATIONS[name](g.input("x", (401,))))
-    (found,) = rlx.compile(g).run({"x": x})
+    (actual,) = rlx.compile(g).run({"x": x})
     wanted = ACT2FN[name](torch.from_numpy(x)).numpy()
-    assert np.abs(found - wanted).max() < 2e-5
+    assert np.abs(actual - wanted).max() < 2e-5
 
 
 def test_an_activation_with_weights_is_refused_by_name(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_llama_that_does_not_say_its_epsilon_has_that_of_transformers(tmp_path
     checkpoint = open_checkpoint(tmp_path)
     tokens = [7, 1, 42, 63, 0, 9]
     wanted = forward({**SETTINGS, "rms_norm_eps": 1e-6}, weights, tokens)
-    assert difference(Driver.of(checkpoint).feed([tokens], [0])[0], wanted) < TOLERANCE
+    assert difference(Driver.of(checkpoint).forward([tokens], [0])[0], wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize(

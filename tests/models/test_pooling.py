@@ -53,15 +53,15 @@ def read_gguf(metadata: dict[str, Any]) -> EmbedSettings:
     ],
 )
 def test_both_manners_of_naming_a_kind_are_read(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
-    found = read(tmp_path, sentence_transformers() | {POOLING: config})
-    assert found.kind == kind and found.source == str(tmp_path / POOLING)
+    actual = read(tmp_path, sentence_transformers() | {POOLING: config})
+    assert actual.kind == kind and actual.source == str(tmp_path / POOLING)
 
 
 def test_modules_are_known_under_their_old_and_new_names(tmp_path: Path) -> None:
     names = ("base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling")
     modules = [{"path": p, "type": f"sentence_transformers.{n}"} for p, n in zip(("", "1_Pooling"), names, strict=True)]
-    found = read(tmp_path, {"modules.json": modules, POOLING: {"pooling_mode": "cls"}})
-    assert (found.kind, found.normalize) == ("cls", False)
+    actual = read(tmp_path, {"modules.json": modules, POOLING: {"pooling_mode": "cls"}})
+    assert (actual.kind, actual.normalize) == ("cls", False)
     modules.append({"path": "2_Normalize", "type": "sentence_transformers.base.modules.normalize.Normalize"})
     assert read(tmp_path, {"modules.json": modules}).normalize
 
@@ -71,8 +71,8 @@ def test_a_folder_that_says_nothing_has_a_source_of_none(tmp_path: Path) -> None
 
 
 def test_settings_of_the_transformer_may_carry_another_name(tmp_path: Path) -> None:
-    found = read(tmp_path, sentence_transformers() | {"sentence_roberta_config.json": {"max_seq_length": 77}})
-    assert found.limit == 77 and not found.lower
+    actual = read(tmp_path, sentence_transformers() | {"sentence_roberta_config.json": {"max_seq_length": 77}})
+    assert actual.limit == 77 and not actual.lower
 
 
 @pytest.mark.parametrize(("number", "kind"), [(1, "mean"), (2, "cls"), (3, "lasttoken")])
@@ -160,10 +160,10 @@ def test_a_pooling_module_without_its_file_is_a_format_error(tmp_path: Path) -> 
         read(tmp_path, files)
 
 
-@pytest.mark.parametrize("found", [5, -1, "mean", True, 1.0, [1]])
-def test_a_gguf_kind_that_cannot_be_is_a_format_error(found: Any) -> None:
+@pytest.mark.parametrize("actual", [5, -1, "mean", True, 1.0, [1]])
+def test_a_gguf_kind_that_cannot_be_is_a_format_error(actual: Any) -> None:
     with pytest.raises(FormatError, match=r"m\.gguf: bert\.pooling_type: expected a number from 0 to 4"):
-        read_gguf({"bert.pooling_type": found})
+        read_gguf({"bert.pooling_type": actual})
 
 
 JSON = st.recursive(
@@ -182,7 +182,7 @@ NAMES = ("pooling_mode", "pooling_mode_cls_token", "include_prompt", "max_seq_le
 )
 def test_whatever_a_file_holds_is_read_or_refused(tmp_path: Path, name: str, content: Any) -> None:
     try:
-        found = read(tmp_path, sentence_transformers(max_seq_length=8) | {PROMPTS: {}, name: content})
+        actual = read(tmp_path, sentence_transformers(max_seq_length=8) | {PROMPTS: {}, name: content})
     except RlxError:
         return
-    assert isinstance(found, EmbedSettings)
+    assert isinstance(actual, EmbedSettings)

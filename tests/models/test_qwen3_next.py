@@ -173,9 +173,9 @@ def test_experts_may_lie_in_two_tensors(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.up_proj.weight"
     changed = np.asarray(model.params[name]) * 2
     model.save(tmp_path / "b", {name: changed})
-    found = open_checkpoint(tmp_path / "b")
-    assert found.file.names == open_checkpoint(tmp_path).file.names
-    assert (found.weights.array(name) == changed).all()
+    actual = open_checkpoint(tmp_path / "b")
+    assert actual.file.names == open_checkpoint(tmp_path).file.names
+    assert (actual.weights.array(name) == changed).all()
     model.save(tmp_path / "m.gguf")
     assert difference(load(tmp_path / "m.gguf").logits(golden.rows[0]), golden.logits[0]) < 2e-4
 
@@ -185,8 +185,8 @@ def test_experts_may_lie_in_two_tensors(tmp_path: Path) -> None:
 def test_llama_cpp_reads_what_was_saved(tmp_path: Path, name: str) -> None:
     golden = Golden(name)
     load(golden.folder(tmp_path)).save(tmp_path / "m.gguf", dtype="f32")  # it rounds what it multiplies with f16
-    found = llama_cpp_of_tokens.computed(tmp_path / "m.gguf", golden.rows[0])
-    assert difference(found, golden.logits[0]) < 2e-4
+    actual = llama_cpp_of_tokens.computed(tmp_path / "m.gguf", golden.rows[0])
+    assert difference(actual, golden.logits[0]) < 2e-4
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -256,5 +256,5 @@ def test_a_flow_without_a_cache_gives_the_same(tmp_path: Path, name: str) -> Non
     flow = replace(checkpoint.family.flow(checkpoint.config, 64, None), cache=None)
     f = flow.build(checkpoint.weights).compile()
     tokens = np.array([golden.rows[0]], np.int32)
-    (found,) = f.run({"tokens": tokens, "last_token_idx": np.arange(tokens.size, dtype=np.int32)})
-    assert difference(found, golden.logits[0]) < 2e-4
+    (actual,) = f.run({"tokens": tokens, "last_token_idx": np.arange(tokens.size, dtype=np.int32)})
+    assert difference(actual, golden.logits[0]) < 2e-4

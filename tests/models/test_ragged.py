@@ -37,17 +37,17 @@ class Cache:
             if name.startswith(("keys.", "values."))
         }
 
-    def feed(self, tokens: Array, positions: Array, rows: Array) -> Array:
+    def forward(self, tokens: Array, positions: Array, rows: Array) -> Array:
         """Logits of tokens: in one call, or sequence by sequence where the flow is rectangular."""
         if self.ragged:
             return self.run(slice(None), tokens=tokens, positions=positions, rows=rows)
-        found = np.zeros((len(tokens), 0), np.float32)
+        result = np.zeros((len(tokens), 0), np.float32)
         for row in np.unique(rows[positions >= 0]):
             own = (rows == row) & (positions >= 0)
             logits = self.run(slice(row, row + 1), tokens=tokens[own][None], positions=positions[own][None])
-            found = np.zeros((len(tokens), logits.shape[-1]), np.float32) if not found.size else found
-            found[own] = logits
-        return found
+            result = np.zeros((len(tokens), logits.shape[-1]), np.float32) if not result.size else result
+            result[own] = logits
+        return result
 
     def run(self, which: slice, **tokens: Array) -> Array:
         memory = {name: x[which] for name, x in (self.tables | self.states).items()}
@@ -79,10 +79,10 @@ def test_ragged_tokens_have_the_bits_of_each_sequence_alone(name: str, tmp_path:
             tokens[rows == row] = piece
             positions[rows == row] = np.arange(ends[row], ends[row] + len(piece))
             ends[row] += len(piece)
-        found, wanted = (cache.feed(tokens, positions, rows) for cache in (ragged, alone))
+        actual, wanted = (cache.forward(tokens, positions, rows) for cache in (ragged, alone))
         for row in texts:
-            np.testing.assert_array_equal(found[rows == row], wanted[rows == row])
-            logits[row].append(found[rows == row])
+            np.testing.assert_array_equal(actual[rows == row], wanted[rows == row])
+            logits[row].append(actual[rows == row])
     for (row, text), exact in zip(texts.items(), golden.logits, strict=True):
         assert ends[row] == len(text)
         assert difference(np.concatenate(logits[row]), exact) < TOLERANCE
@@ -96,7 +96,7 @@ def test_ragged_tokens_have_the_bits_of_each_sequence_alone(name: str, tmp_path:
 def test_a_token_of_a_sequence_that_does_not_exist_is_an_error(name: str, bad: int, tmp_path: Path) -> None:
     _, ragged, _ = caches(name, tmp_path)
     with pytest.raises(KernelError, match=r"row .* outside"):
-        ragged.feed(np.int32([1, 2]), np.int32([0, 0]), np.int32([0, bad]))
+        ragged.forward(np.int32([1, 2]), np.int32([0, 0]), np.int32([0, bad]))
 
 
 def test_a_flow_that_cannot_be_ragged_says_why() -> None:

@@ -35,9 +35,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         option = metafunc.config.option
         asked = any(word.startswith("--cases") for word in metafunc.config.invocation_params.args)
         count = option.cases if asked else CASES
-        starts = range(option.first, option.first + count, GROUP)
+        seeds = range(option.first, option.first + count, GROUP)
         last = option.first + count
-        metafunc.parametrize("seeds", [range(at, min(at + GROUP, last)) for at in starts], ids=lambda r: f"{r.start}-")
+        metafunc.parametrize("seeds", [range(at, min(at + GROUP, last)) for at in seeds], ids=lambda r: f"{r.start}-")
 
 
 def test_random_configurations_equal_transformers(seeds: range, record_property: Any) -> None:
@@ -70,10 +70,10 @@ def compare(case: Case, folder: Path, *, compiled: bool) -> str:
         if any(name in str(error) for name in case.refusable):
             return f"refused: {error}"
         return f"different: refused without need: {error}"
-    wanted, given = computed(model, case)
+    wanted, inputs = computed(model, case)
     for device in ("reference", "cpu") if compiled else ("reference",):
-        for found in answers(checkpoint, case, given, device):
-            apart = difference(found, wanted)
+        for actual in answers(checkpoint, case, inputs, device):
+            apart = difference(actual, wanted)
             if apart > TOLERANCE and apart > UNSTABLE * difference(wanted, computed(model.double(), case)[0]):
                 return f"different: {apart:.2g} on {device}"
     return "equal"
@@ -148,16 +148,16 @@ def computed(model: Any, case: Case) -> tuple[Array, dict[str, Array]]:
         if case.kind == "vision":
             size = case.settings["image_size"]
             pixels = rng.standard_normal((2, 3, size, size)).astype(np.float32)
-            found = model(torch.from_numpy(pixels).to(dtype)).last_hidden_state
-            return found.numpy(), {"pixels": pixels}
+            result = model(torch.from_numpy(pixels).to(dtype)).last_hidden_state
+            return result.numpy(), {"pixels": pixels}
         longest = case.settings.get("max_position_embeddings", case.settings.get("n_positions", 48))
         pad = case.settings.get("pad_token_id", 0) if case.kind == "encoder" else 0
         length = max(min(case.length, longest - (pad + 2 if case.kind == "encoder" else 0)), 1)
         tokens = rng.integers(4, case.settings["vocab_size"], length).astype(np.int32)
         if case.kind == "decoder":
             fresh(model)
-            found = model(torch.from_numpy(tokens[None]).long(), use_cache=False).logits[0]
-            return found.numpy(), {"tokens": tokens}
+            result = model(torch.from_numpy(tokens[None]).long(), use_cache=False).logits[0]
+            return result.numpy(), {"tokens": tokens}
         encoder = model.model if case.embeds else model
         rows = []
         for text in texts(tokens):
@@ -180,17 +180,17 @@ def fresh(model: Any) -> None:
 
 
 # -- rlx -------------------------------------------------------------------------------------------------------------
-def answers(checkpoint: Any, case: Case, given: dict[str, Array], device: str) -> list[Array]:
+def answers(checkpoint: Any, case: Case, arrays: dict[str, Array], device: str) -> list[Array]:
     """The same in each way of computing it."""
     if case.kind == "decoder":
-        tokens = given["tokens"].tolist()
+        tokens = arrays["tokens"].tolist()
         driver = Driver.of(checkpoint, context=min(checkpoint.config.context, 192), device=device)
         chunks = [len(tokens)] if device == "reference" else [len(tokens), 5]  # which writes no states in place
         return [driver.by_chunks(tokens, chunk) for chunk in chunks]
     compiled = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights).compile(device)
     if case.kind == "vision":
-        return [compiled.run(checkpoint.config.inputs(given["pixels"]))[1]]
-    rows = texts(given["tokens"])
+        return [compiled.run(checkpoint.config.inputs(arrays["pixels"]))[1]]
+    rows = texts(arrays["tokens"])
     mask = np.array([np.arange(rows[0].size) < row.size for row in rows])
     tokens = np.where(mask, rows[0], case.settings.get("pad_token_id", 0)).astype(np.int32)
     positions = np.broadcast_to(np.arange(rows[0].size, dtype=np.int32), tokens.shape)
@@ -201,6 +201,6 @@ def answers(checkpoint: Any, case: Case, given: dict[str, Array], device: str) -
     return [compiled.run({n: inputs[n] for n in compiled.input_types})[0][mask]]
 
 
-def difference(found: Array, wanted: Array) -> float:
-    assert found.shape == wanted.shape
-    return float(np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+def difference(actual: Array, wanted: Array) -> float:
+    assert actual.shape == wanted.shape
+    return float(np.abs(actual - wanted).max() / max(np.abs(wanted).max(), 1e-30))

@@ -79,8 +79,8 @@ def test_gguf_and_hugging_face_files_give_the_same_vectors(tmp_path: Path) -> No
     small_bert.add_gguf_vocabulary(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config["num_hidden_layers"])
     for name, array in weights.items():
-        kept = array[2:] if "position_embeddings" in name else array
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), kept)
+        rows = array[2:] if "position_embeddings" in name else array
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), rows)
     finish(writer)
     ours, theirs = rlx.load(tmp_path / "m.gguf"), rlx.load(tmp_path / "hf")
     assert isinstance(ours, rlx.EmbeddingModel) and isinstance(theirs, rlx.EmbeddingModel)

@@ -69,8 +69,8 @@ def test_frequencies_equal_those_of_transformers(name: str) -> None:
     kind = config.rope_parameters["rope_type"]
     init = ROPE_INIT_FUNCTIONS.get(kind, LlamaRotaryEmbedding.compute_default_rope_parameters)
     wanted, attention = init(config) if kind == "default" else init(config, torch.device("cpu"), seq_len=context)
-    found, factor = Rope(24, theta, trained, scaling).frequencies(context)
-    assert np.abs(found / wanted.numpy() - 1).max() < 2e-6
+    actual, factor = Rope(24, theta, trained, scaling).frequencies(context)
+    assert np.abs(actual / wanted.numpy() - 1).max() < 2e-6
     assert factor == pytest.approx(attention, rel=1e-12)
 
 
@@ -173,14 +173,14 @@ def test_a_base_is_above_zero(base: float) -> None:
     ],
 )  # fmt: skip
 def test_both_places_of_a_configuration_are_read(settings: dict[str, Any], theta: Any, scaling: dict[str, Any]) -> None:
-    found = scaling_of_hf(settings, "c")
-    assert found == {"rope_theta": theta, "rope_scaling": scaling, "partial_rotary_factor": None}
+    actual = scaling_of_hf(settings, "c")
+    assert actual == {"rope_theta": theta, "rope_scaling": scaling, "partial_rotary_factor": None}
 
 
 @pytest.mark.parametrize(
     "settings", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
 )
-def test_the_turned_part_is_read_from_both_places(settings: dict[str, Any]) -> None:
+def test_the_rotary_part_is_read_from_both_places(settings: dict[str, Any]) -> None:
     assert scaling_of_hf(settings, "c")["partial_rotary_factor"] == 0.5
 
 
@@ -218,12 +218,12 @@ def test_gguf_linear(tmp_path: Path, keys: dict[str, Any]) -> None:
 def test_gguf_yarn_gives_the_tables_of_transformers_yarn(tmp_path: Path) -> None:
     keys = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 512.0}
     wanted = Rope(24, 1e4, 2048, YARN).frequencies(2048)
-    found = Rope(24, 1e4, 2048, gguf_scaling(tmp_path, keys)).frequencies(2048)
-    assert found[0].tolist() == wanted[0].tolist() and found[1] == wanted[1]
+    actual = Rope(24, 1e4, 2048, gguf_scaling(tmp_path, keys)).frequencies(2048)
+    assert actual[0].tolist() == wanted[0].tolist() and actual[1] == wanted[1]
     more = {"scaling.attn_factor": 2.0, "scaling.yarn_beta_fast": 16.0}
     wanted = Rope(24, 1e4, 2048, YARN | {"beta_fast": 16.0}).frequencies(2048)
-    found = Rope(24, 1e4, 2048, gguf_scaling(tmp_path, keys | more)).frequencies(2048)
-    assert found[0].tolist() == wanted[0].tolist() and found[1] == pytest.approx(2 * wanted[1])
+    actual = Rope(24, 1e4, 2048, gguf_scaling(tmp_path, keys | more)).frequencies(2048)
+    assert actual[0].tolist() == wanted[0].tolist() and actual[1] == pytest.approx(2 * wanted[1])
 
 
 def test_gguf_longrope_reads_the_tensors(tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_gguf_longrope_reads_the_tensors(tmp_path: Path) -> None:
     rope = Rope(24, 1e4, 4000, gguf_scaling(tmp_path, keys, tensors))
     plain = Rope(24, 1e4, 4000, {}).frequencies(1)[0]
     for context, factor in ((300, 2), (301, 8)):
-        found, attention = rope.frequencies(context)
-        assert found == pytest.approx(plain / factor) and attention == 1.25
+        actual, attention = rope.frequencies(context)
+        assert actual == pytest.approx(plain / factor) and attention == 1.25
     with pytest.raises(FormatError, match="rope_factors_short"):
         gguf_scaling(tmp_path, keys, {"rope_factors_long.weight": [8.0] * 12})
 

@@ -62,12 +62,12 @@ def generated(model: Any, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         with torch.no_grad():
             if any(hasattr(m, "long_inv_freq") or "longrope" in str(m.rope_type) for m in ropes(model)):
-                found = model(torch.tensor([tokens]), use_cache=False)
+                result = model(torch.tensor([tokens]), use_cache=False)
             else:
                 new = tokens if past is None else tokens[-1:]
-                found = model(torch.tensor([new]), past_key_values=past, use_cache=True)
-                past = found.past_key_values
-        tokens.append(int(found.logits[0, -1].argmax()))
+                result = model(torch.tensor([new]), past_key_values=past, use_cache=True)
+                past = result.past_key_values
+        tokens.append(int(result.logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -84,8 +84,8 @@ def test_prompts_of_any_length_equal_transformers(tmp_path: Path, name: str, con
     with rlx.load(tmp_path, context=context) as model:
         for length in (3, LIMIT - 1, LIMIT, LIMIT + 1, 77, 150, 9):
             if length <= context:
-                found = model.logits(TOKENS[:length])
-                assert difference(found, logits(fresh(wanted), TOKENS[:length])) < TOLERANCE, length
+                actual = model.logits(TOKENS[:length])
+                assert difference(actual, logits(fresh(wanted), TOKENS[:length])) < TOLERANCE, length
 
 
 @pytest.mark.parity
@@ -95,8 +95,8 @@ def test_texts_that_grow_beyond_the_limit_equal_those_of_transformers(tmp_path: 
     wanted = save(tmp_path, family, **settings)
     with rlx.load(tmp_path, context=150) as model:
         for start, count in ((40, 30), (60, 20), (40, 60)):  # the last one begins with what the first one left
-            found = model.generate(TOKENS[:start], max_tokens=count, stop=[])
-            assert found.tokens == generated(fresh(wanted), TOKENS[:start], count)
+            actual = model.generate(TOKENS[:start], max_tokens=count, stop=[])
+            assert actual.tokens == generated(fresh(wanted), TOKENS[:start], count)
 
 
 @pytest.mark.parity
@@ -105,8 +105,8 @@ def test_rows_of_a_batch_go_by_their_own_length(tmp_path: Path) -> None:
     wanted = save(tmp_path, family, **settings)
     prompts = [TOKENS[:10], TOKENS[:45], TOKENS[3:70]]
     with rlx.load(tmp_path, context=150) as model:
-        for prompt, found in zip(prompts, model.generate(prompts, max_tokens=12), strict=True):
-            assert found.tokens == generated(wanted, prompt, 12)
+        for prompt, actual in zip(prompts, model.generate(prompts, max_tokens=12), strict=True):
+            assert actual.tokens == generated(wanted, prompt, 12)
 
 
 @pytest.fixture
@@ -145,10 +145,10 @@ def test_a_text_of_dynamic_frequencies_may_fill_the_context(tmp_path: Path) -> N
     with rlx.load(tmp_path) as model:
         assert model.context == 32
         for start in (31, 27, 9):
-            found = model.generate(tokens[:start], max_tokens=32, stop=[])
-            assert len(found.tokens) == 32 - start
+            actual = model.generate(tokens[:start], max_tokens=32, stop=[])
+            assert len(actual.tokens) == 32 - start
         both = model.generate([tokens[:9], tokens[:27]], max_tokens=32, stop=[])
-        assert both[0].tokens == found.tokens and len(both[1].tokens) == 5
+        assert both[0].tokens == actual.tokens and len(both[1].tokens) == 5
         assert np.isfinite(model.logits(tokens)).all()
 
 
@@ -160,7 +160,7 @@ def test_a_prompt_goes_on_only_from_keys_of_its_side_of_the_limit(small: Any) ->
     assert small.generate(tokens[:33], max_tokens=1).usage.cached_tokens == 30
 
 
-def test_a_cache_knows_by_which_length_its_keys_turned() -> None:
+def test_a_cache_knows_by_which_length_its_keys_were_rotated() -> None:
     cache = KvCache(KvCacheSpec(1, 1, 8, lengths=((16, True),)), 1, 64)
     for length in range(14, 20):  # one by one: each key beyond the limit has frequencies of its own
         cache.prepare_write(0, length - 1 if length > 14 else 0, length)

@@ -43,9 +43,9 @@ def saved(folder: Path, **changes: Any) -> tuple[Any, Path]:
 @pytest.mark.parametrize("window", [None, 5])
 def test_mistral_is_a_llama_there(tmp_path: Path, window: int | None) -> None:
     model, path = saved(tmp_path, model_type="mistral", sliding_window=window)
-    found = fields(path)
-    assert found["general.architecture"] == "llama"
-    assert found.get("llama.attention.sliding_window") == window
+    actual = fields(path)
+    assert actual["general.architecture"] == "llama"
+    assert actual.get("llama.attention.sliding_window") == window
     with rlx.load(path) as again:
         assert difference(again.logits(TOKENS), model.logits(TOKENS)) < 1e-5
     # heads in pairs: rows 0, 4, 1, 5, ... of each head
@@ -65,11 +65,11 @@ def test_llama3_scaling_is_a_tensor_of_factors(tmp_path: Path) -> None:
 
 def test_yarn_is_written_in_the_words_of_llama_cpp(tmp_path: Path) -> None:
     model, path = saved(tmp_path, rope_scaling=YARN)
-    found = fields(path)
-    assert found["llama.rope.scaling.type"] == "yarn" and found["llama.rope.scaling.factor"] == 4.0
-    assert found["llama.rope.scaling.original_context_length"] == 64
+    actual = fields(path)
+    assert actual["llama.rope.scaling.type"] == "yarn" and actual["llama.rope.scaling.factor"] == 4.0
+    assert actual["llama.rope.scaling.original_context_length"] == 64
     # llama.cpp multiplies by 1 + 0.1 ln(factor) itself
-    assert found["llama.rope.scaling.attn_factor"] == pytest.approx(0.9 / (1 + 0.1 * np.log(4.0)))
+    assert actual["llama.rope.scaling.attn_factor"] == pytest.approx(0.9 / (1 + 0.1 * np.log(4.0)))
     with rlx.load(path) as again:
         assert difference(again.logits(TOKENS), model.logits(TOKENS)) < 1e-5
 
@@ -77,9 +77,9 @@ def test_yarn_is_written_in_the_words_of_llama_cpp(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [16, 17])
 def test_longrope_is_two_tensors(tmp_path: Path, length: int) -> None:
     model, path = saved(tmp_path, rope_scaling=LONG)
-    found = tensors(path)
-    assert found["rope_factors_long.weight"].tolist() == LONG["long_factor"]
-    assert found["rope_factors_short.weight"].tolist() == LONG["short_factor"]
+    actual = tensors(path)
+    assert actual["rope_factors_long.weight"].tolist() == LONG["long_factor"]
+    assert actual["rope_factors_short.weight"].tolist() == LONG["short_factor"]
     assert fields(path)["llama.rope.scaling.original_context_length"] == 16
     with rlx.load(path) as again:
         assert difference(again.logits(TOKENS[:length]), model.logits(TOKENS[:length])) < 1e-5

@@ -52,8 +52,8 @@ def test_a_model_of_8_bit_floats_stays_packed_and_is_its_numbers(
     tmp_path: Path, settings: dict[str, Any], grid: tuple[int, int], kind: str
 ) -> None:
     plain = write_fp8(tmp_path, random_weights(settings), settings, grid)
-    found = storage_of(tmp_path)
-    assert {name: kind if is_linear(name) else "f32" for name in plain} == found
+    actual = storage_of(tmp_path)
+    assert {name: kind if is_linear(name) else "f32" for name in plain} == actual
     wanted = forward(settings, plain, TOKENS)
     for chunk in (40, 7, 1):
         assert difference(logits_of(tmp_path, chunk=chunk), wanted) < 1e-5
@@ -101,19 +101,19 @@ def experts_of(settings: dict[str, Any]) -> dict[str, Array]:
     dim, qwen = settings["hidden_size"], settings["model_type"] == "qwen3_moe"
     count = settings["num_experts" if qwen else "num_local_experts"]
     ffn = settings["moe_intermediate_size" if qwen else "intermediate_size"]
-    found = {name: w for name, w in weights.items() if ".mlp." not in name}
+    result = {name: w for name, w in weights.items() if ".mlp." not in name}
     for i in range(settings["num_hidden_layers"]):
         at = f"model.layers.{i}.{'mlp' if qwen else 'block_sparse_moe'}"
         parts = ("gate_proj", "up_proj", "down_proj") if qwen else ("w1", "w3", "w2")
-        found[f"{at}.gate.weight"] = rng.standard_normal((count, dim)).astype(np.float32)
+        result[f"{at}.gate.weight"] = rng.standard_normal((count, dim)).astype(np.float32)
         for j in range(count):
             for part, shape in zip(parts, ((ffn, dim), (ffn, dim), (dim, ffn)), strict=True):
                 values = rng.standard_normal(shape) / shape[1] ** 0.5
-                found[f"{at}.experts.{j}.{part}.weight"] = values.astype(np.float32)
+                result[f"{at}.experts.{j}.{part}.weight"] = values.astype(np.float32)
         if qwen:
             for part in ("q_norm", "k_norm"):
-                found[f"model.layers.{i}.self_attn.{part}.weight"] = np.ones(settings["head_dim"], np.float32)
-    return found
+                result[f"model.layers.{i}.self_attn.{part}.weight"] = np.ones(settings["head_dim"], np.float32)
+    return result
 
 
 def is_expert(name: str) -> bool:

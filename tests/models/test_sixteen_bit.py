@@ -44,14 +44,14 @@ def rounded(weights: Mapping[str, Array], stored: str) -> dict[str, Array]:
 def folders(path: Path, weights: Mapping[str, Array], settings: Mapping[str, Any], stored: str) -> list[Path]:
     """A folder of 16-bit weights, and one of the same numbers in f32."""
     narrow = rounded(weights, stored)
-    found = []
+    result = []
     for name, arrays in (("narrow", narrow), ("wide", {n: a.astype(np.float32) for n, a in narrow.items()})):
         folder = path / name
         folder.mkdir()
         save_file(arrays, str(folder / "model.safetensors"))
         (folder / "config.json").write_text(json.dumps(settings))
-        found.append(folder)
-    return found
+        result.append(folder)
+    return result
 
 
 def matrices(compiled: CompiledGraph) -> dict[str, Array]:
@@ -92,15 +92,15 @@ def test_decoders_of_f16_compute_as_those_of_f32(tmp_path: Path, name: str) -> N
 )
 def test_encoders_compute_as_those_of_f32(tmp_path: Path, name: str, stored: str) -> None:
     golden = json.loads((ENCODERS / f"{name}.json").read_text())
-    given = {**batch(), "pixels": np.array([golden.get("pixels", 0)], np.float32)}
-    found = []
+    inputs = {**batch(), "pixels": np.array([golden.get("pixels", 0)], np.float32)}
+    actual = []
     for folder in folders(tmp_path, encoder_weights(golden["shapes"]), golden["config"], stored):
         checkpoint = open_checkpoint(folder)
         if name in PROCESSORS:
-            given |= checkpoint.config.inputs(given["pixels"])
+            inputs |= checkpoint.config.inputs(inputs["pixels"])
         f = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights).compile()
-        found.append(f.run({n: given[n] for n in f.input_types}))
-    for first, second in zip(*found, strict=True):
+        actual.append(f.run({n: inputs[n] for n in f.input_types}))
+    for first, second in zip(*actual, strict=True):
         assert same_bits(first, second)
 
 
@@ -194,7 +194,7 @@ def test_gradients_go_through_frozen_weights_of_16_bits(stored: str) -> None:
     rng = np.random.default_rng(0)
     w = rng.standard_normal((96, 80)).astype(TYPES[stored])
     values = {"x": rng.standard_normal((5, 80)).astype(np.float32), "a": rng.standard_normal(96).astype(np.float32)}
-    found = []
+    actual = []
     for kind in (stored, "f32"):
         g = rlx.Graph("g")
         frozen = g.param("w", w.shape, kind)
@@ -203,14 +203,14 @@ def test_gradients_go_through_frozen_weights_of_16_bits(stored: str) -> None:
         g.set_outputs([(y * y).sum()])
         f = rlx.compile(value_and_grad(g, ["x", "a"]))
         f.set_param("w", w.astype(np.float32) if kind == "f32" else w)
-        found.append(f.run(values))
+        actual.append(f.run(values))
         kinds = {a.dtype for a in matrices(f).values() if a.ndim > 2}
         assert kinds == {np.dtype(TYPES.get(kind, np.float32))}
-    for first, second in zip(*found, strict=True):
+    for first, second in zip(*actual, strict=True):
         assert same_bits(first, second)
     x, a, exact = (n.astype(np.float64) for n in (values["x"], values["a"], w))
     product = x @ exact.T
-    loss, dx, da = found[0]
+    loss, dx, da = actual[0]
     np.testing.assert_allclose(loss, (product * a).__pow__(2).sum(), rtol=1e-5)
     np.testing.assert_allclose(dx, 2 * (product * a * a) @ exact, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(da, (2 * product * product * a).sum(0), rtol=1e-4, atol=1e-3)

@@ -63,9 +63,9 @@ def test_random_models_equal_transformers(tmp_path: Path, name: str) -> None:
         states = wanted.last_hidden_state.numpy()
         pooled = wanted.pooler_output.numpy() if family != "ViT" else states[:, 0]
         for device in ("cpu", "reference"):
-            found = run(tmp_path, pixels, device)
-            assert difference(found[0], pooled) < TOLERANCE
-            assert difference(found[1], states) < TOLERANCE
+            actual = run(tmp_path, pixels, device)
+            assert difference(actual[0], pooled) < TOLERANCE
+            assert difference(actual[1], states) < TOLERANCE
 
 
 @pytest.mark.parity

@@ -46,17 +46,17 @@ def test_wherever_bools_are_taken_the_cpu_gives_what_numpy_gives(name: str) -> N
                 trial.apply(name, *[None if a is None else trial.constant(a) for a in arrays], **s.attrs)
             except RlxError:
                 continue
-            given = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
-            values = [graph.input(n, given[n].shape, given[n].dtype) if n in given else None for n in names]
-            made = graph.apply(name, *values, **s.attrs)
-            outputs += made if isinstance(made, (list, tuple)) else [made]
-            inputs |= given
+            arguments = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+            values = [graph.input(n, arguments[n].shape, arguments[n].dtype) if n in arguments else None for n in names]
+            built = graph.apply(name, *values, **s.attrs)
+            outputs += built if isinstance(built, (list, tuple)) else [built]
+            inputs |= arguments
     if not outputs:
         return
     graph.set_outputs(outputs)
-    for wanted, found in zip(rlx.compile(graph, "reference").run(inputs), rlx.compile(graph).run(inputs), strict=True):
-        assert found.dtype == wanted.dtype
-        np.testing.assert_allclose(found.astype(np.float64), wanted.astype(np.float64), rtol=1e-5, atol=1e-5)
+    for wanted, actual in zip(rlx.compile(graph, "reference").run(inputs), rlx.compile(graph).run(inputs), strict=True):
+        assert actual.dtype == wanted.dtype
+        np.testing.assert_allclose(actual.astype(np.float64), wanted.astype(np.float64), rtol=1e-5, atol=1e-5)
 
 
 def test_bools_are_not_added_up() -> None:

@@ -54,8 +54,8 @@ def ops(f: rlx.CompiledGraph) -> str:
     return f.plan.main_text
 
 
-def dispatch(**given: Any) -> CompileProfile:
-    return CompileProfile(kernel_dispatch=KernelDispatchConfig(**given))
+def dispatch(**inputs: Any) -> CompileProfile:
+    return CompileProfile(kernel_dispatch=KernelDispatchConfig(**inputs))
 
 
 def test_the_policy_decides_and_lists_of_ops_win() -> None:
@@ -68,8 +68,8 @@ def test_the_policy_decides_and_lists_of_ops_win() -> None:
     ]  # fmt: skip
     assert ops(native).count("softmax(") == ops(rest).count("softmax(") == 2, "in the loop too"
     exact = run(CompileProfile(), "reference")[1]
-    for found in (wanted, also, third, fourth):
-        for have, want in zip(found, exact, strict=True):
+    for actual in (wanted, also, third, fourth):
+        for have, want in zip(actual, exact, strict=True):
             np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-6)
     paths = {row.op: row.path for row in forced.dispatch().rows}
     assert paths["layer_norm"] == paths["softmax"] == paths["silu"] == "decomposed"
@@ -89,16 +89,16 @@ def test_what_has_no_kernel_of_its_own_is_refused_by_force_native() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says", "hint"),
+    ("inputs", "says", "hint"),
     [
         ({"force_common_kinds": ["softmux"]}, "no op is called 'softmux'", "softmax"),
         ({"force_native_kinds": ["softmux"]}, "no op is called 'softmux'", "softmax"),
         ({"force_common_kinds": ["matmul"]}, "op matmul has no common form", "gelu"),
     ],
 )
-def test_names_that_mean_nothing_are_refused(given: Any, says: str, hint: str) -> None:
+def test_names_that_mean_nothing_are_refused(inputs: Any, says: str, hint: str) -> None:
     with pytest.raises(CapabilityError) as caught:
-        run(dispatch(**given))
+        run(dispatch(**inputs))
     assert says in str(caught.value) and hint in str(caught.value.hint)
 
 
@@ -116,8 +116,8 @@ def test_the_environment_decides_where_the_profile_does_not(monkeypatch: pytest.
 def test_a_recurrence_of_unknown_length_is_a_loop() -> None:
     g = rlx.Graph("gdn")
     shapes = {"q": 4, "k": 4, "v": 4, "g": 0, "beta": 0}
-    given = [g.input(name, ("b", "s", 3, n) if n else ("b", "s", 3)) for name, n in shapes.items()]
-    g.set_outputs([g.gated_delta_net(*given, state_size=4)])
+    inputs = [g.input(name, ("b", "s", 3, n) if n else ("b", "s", 3)) for name, n in shapes.items()]
+    g.set_outputs([g.gated_delta_net(*inputs, state_size=4)])
     f = rlx.compile(g, profile=COMMON)
     assert "scan(" in ops(f)
     rng = np.random.default_rng(1)

@@ -100,18 +100,18 @@ def random_graph(seed: int) -> rlx.Graph:
         graph.input("a", (N, M)), graph.input("b", (M, N, 4)), graph.input("c", (6, N)), graph.input("d", (N, 1)),
         graph.input("e", (M,)), graph.param("p", (4, 7)), graph.param("q", (6,)),
     ]  # fmt: skip
-    made: list[Any] = []
+    built: list[Any] = []
     for _ in range(200):
-        x = r.choice(made[-4:] if made and r.random() < 0.6 else pool)
+        x = r.choice(built[-4:] if built and r.random() < 0.6 else pool)
         try:
-            result = STEPS[r.choice(list(STEPS))](r, graph, x, r.choice(pool + made))
+            result = STEPS[r.choice(list(STEPS))](r, graph, x, r.choice(pool + built))
         except (RlxError, ValueError, IndexError):  # does not fit
             continue
         if result.rank <= 5:
-            made.append(result)
-        if len(made) == r.randint(8, 16):
+            built.append(result)
+        if len(built) == r.randint(8, 16):
             break
-    return dce(graph.set_outputs([*made[-3:], r.choice(made)]))
+    return dce(graph.set_outputs([*built[-3:], r.choice(built)]))
 
 
 def outcome(compiled: rlx.CompiledGraph, inputs: dict[str, Any]) -> list[Any] | str:
@@ -135,10 +135,10 @@ def test_a_composition_means_what_its_ops_mean(seed: int, target: str) -> None:
         for name, type_ in reference.input_types.items():
             shape = [evaluate(d, {"n": n, "m": m}) for d in type_.shape]
             inputs[name] = rng.uniform(-1, 1, shape).astype(np.float32)
-        wanted, found = outcome(reference, inputs), outcome(compiled, inputs)
-        if isinstance(wanted, str) or isinstance(found, str):
-            assert isinstance(wanted, str) and isinstance(found, str), f"n={n}, m={m}: {wanted} and {found}"
+        wanted, actual = outcome(reference, inputs), outcome(compiled, inputs)
+        if isinstance(wanted, str) or isinstance(actual, str):
+            assert isinstance(wanted, str) and isinstance(actual, str), f"n={n}, m={m}: {wanted} and {actual}"
             continue
-        for x, y in zip(found, wanted, strict=True):
+        for x, y in zip(actual, wanted, strict=True):
             # Rounding to bf16 or to an integer may fall to either side of a tie: one step of bf16.
             np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2, err_msg=f"n={n}, m={m}\n{graph}")

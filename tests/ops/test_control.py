@@ -31,8 +31,8 @@ def body_of(name: str, inputs: dict[str, Any], build: Callable[..., Any]) -> rlx
     g = rlx.Graph(name)
     values = [g.input(n, *s) if s and isinstance(s[-1], str) and isinstance(s[0], tuple) else g.input(n, s)
               for n, s in inputs.items()]  # fmt: skip
-    made = build(*values)
-    return g.set_outputs(made if isinstance(made, (tuple, list)) else [made])
+    built = build(*values)
+    return g.set_outputs(built if isinstance(built, (tuple, list)) else [built])
 
 
 def run_everywhere(g: rlx.Graph, inputs: dict[str, Array], params: dict[str, Array] | None = None) -> list[Array]:
@@ -48,18 +48,18 @@ def run_everywhere(g: rlx.Graph, inputs: dict[str, Array], params: dict[str, Arr
             f.set_params(params or {})
             results += [f.run(inputs), f.run(inputs)]  # the second finds everything as the first found it
     *machine, wanted, _ = results
-    for found in machine:
-        for a, b, c in zip(found, results[0], wanted, strict=True):
+    for actual in machine:
+        for a, b, c in zip(actual, results[0], wanted, strict=True):
             assert a.dtype == b.dtype == c.dtype and a.shape == b.shape == c.shape
             assert a.tobytes() == b.tobytes(), "neither threads nor runs before change a bit"
             np.testing.assert_allclose(a.astype(np.float64), c.astype(np.float64), rtol=2e-5, atol=2e-6)
     return results[0]
 
 
-def close(found: Array, wanted: Any, tolerance: float = 1e-5) -> None:
+def close(actual: Array, wanted: Any, tolerance: float = 1e-5) -> None:
     wanted = np.asarray(wanted)
-    assert found.shape == wanted.shape
-    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=tolerance, atol=tolerance)
+    assert actual.shape == wanted.shape
+    np.testing.assert_allclose(actual.astype(np.float64), wanted, rtol=tolerance, atol=tolerance)
 
 
 # -- scans ------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_carries_broadcasts_xs_and_ys(reverse: bool) -> None:
     g.set_outputs([*finals, *ys])
     inputs = {"h": numbers(n, d), "c": numbers(n, d), "xs": numbers(length, n, 4)}
     weights = {"w": numbers(d + 4, 2 * d), "bias": numbers(2 * d)}
-    found = run_everywhere(g, inputs, weights)
+    actual = run_everywhere(g, inputs, weights)
 
     hh, cc, xx = (inputs[k].astype(np.float64) for k in ("h", "c", "xs"))
     ww, bb = (weights[k].astype(np.float64) for k in ("w", "bias"))
@@ -114,7 +114,7 @@ def test_carries_broadcasts_xs_and_ys(reverse: bool) -> None:
         cc = cc / (1 + np.exp(-gates[:, :d])) + np.tanh(gates[:, d:])
         hh = np.tanh(cc)
         hidden[t], sums[t] = hh, gates.sum(axis=1)
-    for have, want in zip(found, [hh, cc, hidden, sums], strict=True):
+    for have, want in zip(actual, [hh, cc, hidden, sums], strict=True):
         close(have, want)
 
 
@@ -131,10 +131,10 @@ def test_a_scan_without_carries_is_a_map() -> None:
 def test_outputs_that_are_inputs_views_and_constants() -> None:
     """A carry that never changes, two that change places, a transposed carry, a row handed on, a constant."""
 
-    def step(same: Any, a: Any, b: Any, turned: Any, row: Any, x: Any) -> list[Any]:
+    def step(same: Any, a: Any, b: Any, transposed: Any, row: Any, x: Any) -> list[Any]:
         g = same.graph
-        ys = [same, a, x, g.constant([1.5, 2.5]), turned.mT[0], same + x]
-        return [same, b, a, turned.mT, x, *ys]
+        ys = [same, a, x, g.constant([1.5, 2.5]), transposed.mT[0], same + x]
+        return [same, b, a, transposed.mT, x, *ys]
 
     shapes = {"same": (2,), "a": (2,), "b": (2,), "turned": (3, 3), "row": (2,), "x": (2,)}
     body = body_of("step", shapes, step)
@@ -143,14 +143,14 @@ def test_outputs_that_are_inputs_views_and_constants() -> None:
     finals, ys = g.scan_general(inits, body, 5, xs=[g.input("xs", (5, 2))])
     g.set_outputs([*finals, *ys])
     inputs = {n: numbers(*s) for n, s in shapes.items() if n != "x"} | {"xs": numbers(5, 2)}
-    found = run_everywhere(g, inputs)
-    same, a, b, turned, xs = (inputs[n] for n in ("same", "a", "b", "turned", "xs"))
-    first = [turned.T[0] if t % 2 == 0 else turned[0] for t in range(5)]
+    actual = run_everywhere(g, inputs)
+    same, a, b, transposed, xs = (inputs[n] for n in ("same", "a", "b", "turned", "xs"))
+    first = [transposed.T[0] if t % 2 == 0 else transposed[0] for t in range(5)]
     wanted = [
-        same, b, a, turned.T, xs[4], np.tile(same, (5, 1)), np.array([a, b, a, b, a]), xs, [[1.5, 2.5]] * 5, first,
+        same, b, a, transposed.T, xs[4], np.tile(same, (5, 1)), np.array([a, b, a, b, a]), xs, [[1.5, 2.5]] * 5, first,
         same + xs,
     ]  # fmt: skip
-    for have, want in zip(found, wanted, strict=True):
+    for have, want in zip(actual, wanted, strict=True):
         close(have, want, 0)
 
 
@@ -173,7 +173,7 @@ def test_element_types(element_type: str) -> None:
     c, xs = g.input("c", (3,), element_type), g.input("xs", (length, 3), element_type)
     finals, ys = g.scan_general([c], body, length, xs=[xs])
     start, rows = rng.integers(0, 2, 3).astype(dtype), rng.integers(0, 2, (length, 3)).astype(dtype)
-    last, found = run_everywhere(g.set_outputs([*finals, *ys]), {"c": start, "xs": rows})
+    last, actual = run_everywhere(g.set_outputs([*finals, *ys]), {"c": start, "xs": rows})
     carry = start
     for t in range(length):
         if element_type == "bool":
@@ -182,7 +182,7 @@ def test_element_types(element_type: str) -> None:
             carry = (carry * dtype.type(3) + rows[t]).astype(dtype)
         else:  # powers of two: exact in every float type
             carry = (carry.astype(np.float64) * 0.5 + rows[t].astype(np.float64)).astype(dtype)
-        assert np.array_equal(found[t], carry)
+        assert np.array_equal(actual[t], carry)
     assert np.array_equal(last, carry)
 
 
@@ -260,7 +260,7 @@ def test_matmul_softmax_norms_and_reductions_in_a_body() -> None:
     finals, ys = g.scan_general([state], body_of("step", shapes, step), length, broadcasts=[memory, w, gamma])
     arrays = {n: numbers(*s) for n, s in shapes.items()}
     inputs, params = ({n: arrays[n] for n in names} for names in (("state", "memory"), ("w", "gamma")))
-    found = run_everywhere(g.set_outputs([*finals, *ys]), inputs, params)
+    actual = run_everywhere(g.set_outputs([*finals, *ys]), inputs, params)
     s, m, ww, ga = (a.astype(np.float64) for a in arrays.values())
     tops = []
     for _ in range(length):
@@ -269,8 +269,8 @@ def test_matmul_softmax_norms_and_reductions_in_a_body() -> None:
         s = s + power / power.sum(axis=-1, keepdims=True) @ m
         s = s / np.sqrt((s * s).mean(axis=-1, keepdims=True) + 1e-5) * ga
         tops.append(s.max(axis=-1))
-    close(found[0], s)
-    close(found[1], tops)
+    close(actual[0], s)
+    close(actual[1], tops)
 
 
 def test_a_scan_whose_result_another_reads() -> None:
@@ -280,12 +280,12 @@ def test_a_scan_whose_result_another_reads() -> None:
     add = body_of("add", {"c": (3,), "x": (3,)}, lambda c, x: c + x)
     last = g.scan_with_xs(rows[0], [rows * 3.0], add, 4)
     start = numbers(3)
-    (found,) = run_everywhere(g.set_outputs([last + x]), {"x": start})
+    (actual,) = run_everywhere(g.set_outputs([last + x]), {"x": start})
     carry, seen = start.astype(np.float64) * 2, []
     for _ in range(4):
         carry = carry * 0.5 + 1
         seen.append(carry)
-    close(found, seen[0] + 3 * sum(seen) + start)
+    close(actual, seen[0] + 3 * sum(seen) + start)
 
 
 def test_weights_alone_are_scanned_once() -> None:
@@ -294,11 +294,11 @@ def test_weights_alone_are_scanned_once() -> None:
     w = g.scan(g.param("w", (3,)), decay(), 5)
     g.set_outputs([g.input("x", (3,)) + w])
     start, x = numbers(3), numbers(3)
-    (found,) = run_everywhere(g, {"x": x}, {"w": start})
+    (actual,) = run_everywhere(g, {"x": x}, {"w": start})
     carry = start.astype(np.float64)
     for _ in range(5):
         carry = carry * 0.5 + 1
-    close(found, x + carry)
+    close(actual, x + carry)
     f = rlx.compile(g)
     assert not f.plan.main.controls and f.plan.bind.controls  # type: ignore[attr-defined]
 
@@ -341,12 +341,12 @@ def test_packed_weights_in_a_body_stay_packed() -> None:
     values = numbers(n, k)
     blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
     start = numbers(2, k)
-    (found,) = run_everywhere(g, {"c": start}, {"w": blocks})
+    (actual,) = run_everywhere(g, {"c": start}, {"w": blocks})
     plain = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0).astype(np.float64)
     carry = start.astype(np.float64)
     for _ in range(3):
         carry = np.pad(np.tanh(carry @ plain.T), ((0, 0), (0, k - n)))
-    close(found, carry, 1e-4)
+    close(actual, carry, 1e-4)
     main = rlx.compile(g).plan.main  # type: ignore[attr-defined]
     assert all(b.type.dtype is rlx.dtype("i16") for b in main.buffers.values() if b.kind == "weight")
 
@@ -417,8 +417,8 @@ def test_while_finds_roots_by_newton() -> None:
     g.set_outputs([g.while_loop(a, more, step, broadcasts=[a])])
     for n in (1, 5, 1000):
         numbers_ = rng.uniform(0.5, 2, n).astype(f32)
-        (found,) = run_everywhere(g, {"a": numbers_})
-        close(found, np.sqrt(numbers_.astype(np.float64)), 1e-6)
+        (actual,) = run_everywhere(g, {"a": numbers_})
+        close(actual, np.sqrt(numbers_.astype(np.float64)), 1e-6)
 
 
 def test_while_in_scan_in_while() -> None:
@@ -443,10 +443,10 @@ def test_while_in_scan_in_while() -> None:
     i, pairs = g.input("i", (), "i32"), g.input("pairs", (4, 2), "i32")
     left = body_of("left", outer, lambda i, total, pairs: i > 0)
     finals = g.while_loop((i, 0), left, body_of("again", outer, again), broadcasts=[pairs])
-    given = np.array([[12, 18], [35, 21], [17, 5], [0, 4]], np.int32)
+    inputs = np.array([[12, 18], [35, 21], [17, 5], [0, 4]], np.int32)
     for times in (0, 1, 3):
-        i_last, total = run_everywhere(g.set_outputs(list(finals)), {"i": np.array(times, np.int32), "pairs": given})
-        assert (i_last.item(), total.item()) == (0, times * int(np.gcd(given[:, 0], given[:, 1]).sum()))
+        i_last, total = run_everywhere(g.set_outputs(list(finals)), {"i": np.array(times, np.int32), "pairs": inputs})
+        assert (i_last.item(), total.item()) == (0, times * int(np.gcd(inputs[:, 0], inputs[:, 1]).sum()))
 
 
 def test_while_looks_at_a_carry_itself_or_at_a_constant() -> None:
@@ -460,11 +460,11 @@ def test_while_looks_at_a_carry_itself_or_at_a_constant() -> None:
     limited = g.while_loop((go, i), always, step, max_steps=3)
     g.set_outputs([*carried, *limited])
     for start, first in ((0, True), (3, True), (9, True), (2, False)):
-        found = run_everywhere(g, {"go": np.array(first), "i": np.array(start, np.int32)})
+        actual = run_everywhere(g, {"go": np.array(first), "i": np.array(start, np.int32)})
         more, at = first, start
         while more:
             more, at = at < 4, at + 1
-        assert [v.item() for v in found] == [more, at, start + 2 < 4, start + 3]
+        assert [v.item() for v in actual] == [more, at, start + 2 < 4, start + 3]
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -477,9 +477,9 @@ def test_if_runs_one_branch(flag: bool) -> None:
     x, at, which = g.input("x", (4,)), g.input("at", (2,), "i32"), g.input("which", (), "bool")
     g.set_outputs(list(g.cond(which, [x, at], risky, safe)))
     arrays = {"x": numbers(4), "at": np.array([3, 0] if flag else [99, -5], np.int32), "which": np.array(flag)}
-    found = run_everywhere(g, arrays)
+    actual = run_everywhere(g, arrays)
     x_ = arrays["x"]
-    for have, want in zip(found, [x_[[3, 0]], x_.sum()] if flag else [x_[1:3] * 2, x_[0]], strict=True):
+    for have, want in zip(actual, [x_[[3, 0]], x_.sum()] if flag else [x_[1:3] * 2, x_[0]], strict=True):
         close(have, want)
 
 
@@ -520,46 +520,49 @@ def tanh_vjp() -> rlx.Graph:
     return body_of("vjp", {"c": (3,), "d_output": (3,), "x": (3,)}, build)
 
 
-def backward_in_numpy(init: Array, xs: Array, upstream: Array, whole: bool) -> tuple[Array, Array]:
+def backward_in_numpy(init: Array, xs: Array, upstream: Array, all_rows: bool) -> tuple[Array, Array]:
     length = len(xs)
     carries = [init.astype(np.float64)]
     for x in xs.astype(np.float64):
         carries.append(np.tanh(carries[-1] * x))
-    d, dxs = (np.zeros_like(carries[0]) if whole else upstream.astype(np.float64)), np.zeros((length, 3))
+    d, dxs = (np.zeros_like(carries[0]) if all_rows else upstream.astype(np.float64)), np.zeros((length, 3))
     for t in reversed(range(length)):
-        total = d + upstream[t] if whole else d
+        total = d + upstream[t] if all_rows else d
         inner = total * (1 - carries[t + 1] ** 2)
         d, dxs[t] = inner * xs[t], inner * carries[t]
     return d, dxs
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("all_rows", [False, True])
 @pytest.mark.parametrize(("length", "checkpoints"), [(1, 0), (6, 0), (6, 6), (6, 1), (6, 2), (7, 3), (10, 4), (5, 4)])
-def test_a_scan_backwards_gives_all_gradients_in_one_sweep(length: int, checkpoints: int, whole: bool) -> None:
+def test_a_scan_backwards_gives_all_gradients_in_one_sweep(length: int, checkpoints: int, all_rows: bool) -> None:
     forward = body_of("forward", {"c": (3,), "x": (3,)}, lambda c, x: (c * x).tanh())
     g = rlx.Graph("g")
     init, xs = g.input("init", (3,)), g.input("xs", (length, 3))
-    upstream = g.input("upstream", (length, 3) if whole else (3,))
+    upstream = g.input("upstream", (length, 3) if all_rows else (3,))
     both = rlx.Graph("both")
     c, x = both.input("c", (3,)), both.input("x", (3,))
     both.set_outputs([(c * x).tanh(), (c * x).tanh()])
     (_,), (trajectory,) = g.scan_general([init], both, length, xs=[xs])
     if checkpoints in (0, length):
-        given = (init, trajectory, upstream, [xs], tanh_vjp(), length)
-        results = [g.scan_backward(*given, save_trajectory=whole), g.scan_backward_xs(*given, 0, save_trajectory=whole)]
+        operands = (init, trajectory, upstream, [xs], tanh_vjp(), length)
+        results = [
+            g.scan_backward(*operands, save_trajectory=all_rows),
+            g.scan_backward_xs(*operands, 0, save_trajectory=all_rows),
+        ]
     else:
         ends = [-(-(k + 1) * length // checkpoints) - 1 for k in range(checkpoints)]
-        kept = trajectory.gather(np.array(ends, np.int32))
-        given = (init, kept, upstream, [xs], tanh_vjp(), length)
+        stored = trajectory.gather(np.array(ends, np.int32))
+        operands = (init, stored, upstream, [xs], tanh_vjp(), length)
         results = [
-            g.scan_backward_with_checkpoints(*given, checkpoints, forward, save_trajectory=whole),
-            g.scan_backward_xs_with_checkpoints(*given, 0, checkpoints, forward, save_trajectory=whole),
+            g.scan_backward_with_checkpoints(*operands, checkpoints, forward, save_trajectory=all_rows),
+            g.scan_backward_xs_with_checkpoints(*operands, 0, checkpoints, forward, save_trajectory=all_rows),
         ]
     g.set_outputs(results)
     arrays = {n: numbers(*(int(d) for d in g.named(n).shape)) for n in ("init", "xs", "upstream")}
-    found = run_everywhere(g, arrays)
-    wanted = backward_in_numpy(arrays["init"], arrays["xs"], arrays["upstream"], whole)
-    for have, want in zip(found, wanted, strict=True):
+    actual = run_everywhere(g, arrays)
+    wanted = backward_in_numpy(arrays["init"], arrays["xs"], arrays["upstream"], all_rows)
+    for have, want in zip(actual, wanted, strict=True):
         close(have, want)
     controls = rlx.compile(g).plan.main.controls  # type: ignore[attr-defined]
     assert len(controls) == (2 if checkpoints in (0, length) else 4), "both gradients come from one sweep"
@@ -568,10 +571,10 @@ def test_a_scan_backwards_gives_all_gradients_in_one_sweep(length: int, checkpoi
 def test_a_checkpointed_scan_is_a_scan_that_remembers() -> None:
     g = rlx.Graph("g")
     x = g.input("x", (3,))
-    kept, plain = g.scan_checkpointed(x, decay(), 9, 4), g.scan(x, decay(), 9)
-    a, b = run_everywhere(g.set_outputs([kept, plain]), {"x": numbers(3)})
+    checkpointed, plain = g.scan_checkpointed(x, decay(), 9, 4), g.scan(x, decay(), 9)
+    a, b = run_everywhere(g.set_outputs([checkpointed, plain]), {"x": numbers(3)})
     assert a.tobytes() == b.tobytes()
-    assert (kept.node.attrs["checkpoints"], plain.node.attrs["checkpoints"]) == (4, 0)
+    assert (checkpointed.node.attrs["checkpoints"], plain.node.attrs["checkpoints"]) == (4, 0)
     for wrong in (0, -1, 10):
         with pytest.raises(GraphError, match=f"{wrong} checkpoints for 9 steps"):
             g.scan_checkpointed(x, decay(), 9, wrong)

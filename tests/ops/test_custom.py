@@ -23,9 +23,11 @@ def body(name: str, inputs: dict[str, Any], *outputs: Any) -> rlx.Graph:
     """A graph from inputs by name (a shape, or a shape and a type) and functions of them."""
     g = rlx.Graph(name)
     values = {}
-    for label, given in inputs.items():
+    for label, arrays in inputs.items():
         shape, kind = (
-            given if given and isinstance(given[-1], str) and given[-1] in ("f32", "i32", "f16") else (given, "f32")
+            arrays
+            if arrays and isinstance(arrays[-1], str) and arrays[-1] in ("f32", "i32", "f16")
+            else (arrays, "f32")
         )
         values[label] = g.input(label, shape, kind)
     return g.set_outputs([f(**values) for f in outputs])
@@ -77,11 +79,11 @@ def test_several_outputs_of_several_types_and_shapes(device: str) -> None:
     assert [str(v.dtype) for v in handle] == ["f32", "i32", "f32", "f16"] and handle.output(1) is doubled
     g.set_outputs([power, doubled + 1, total, first])
     a, b = rng.normal(size=(3, 4)).astype(np.float32), np.array([3, -1, 7], np.int32)
-    found = run(g, device, x=a, ids=b)
-    np.testing.assert_allclose(found[0], np.exp(a.astype(np.float64)), rtol=1e-6)
-    np.testing.assert_array_equal(found[1], b * 2 + 1)
-    np.testing.assert_allclose(found[2], a.astype(np.float64).sum(), rtol=1e-6)
-    np.testing.assert_array_equal(found[3], a[:, :1].astype(np.float16))
+    actual = run(g, device, x=a, ids=b)
+    np.testing.assert_allclose(actual[0], np.exp(a.astype(np.float64)), rtol=1e-6)
+    np.testing.assert_array_equal(actual[1], b * 2 + 1)
+    np.testing.assert_allclose(actual[2], a.astype(np.float64).sum(), rtol=1e-6)
+    np.testing.assert_array_equal(actual[3], a[:, :1].astype(np.float16))
 
 
 @BOTH

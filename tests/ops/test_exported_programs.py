@@ -17,6 +17,6 @@ def test_a_program_comes_back_as_it_was(name: str) -> None:
     op = next(op for op in user_ops() if op.name == name)
     plan = make_plan(sample_graph(name, element_types(op)[0]).graph, host())
     text, arrays = record_json.encode(plan, plan_records())
-    found = record_json.decode(text, plan_records(), arrays, name)
-    assert record_json.encode(found, plan_records())[0] == text
-    assert found.main.fingerprint() == plan.main.fingerprint()
+    actual = record_json.decode(text, plan_records(), arrays, name)
+    assert record_json.encode(actual, plan_records())[0] == text
+    assert actual.main.fingerprint() == plan.main.fingerprint()

@@ -39,15 +39,15 @@ def numbers(seq: int, n: int, *, batch: int = 2, heads: int = 3, seed: int = 0) 
 
 def carrying(n: int, dtype: str = "f32", heads: int = 3, leaf: str = "input") -> rlx.Graph:
     graph = rlx.Graph("delta")
-    given = [graph.input(x, ("batch", "seq", heads, n), dtype) for x in "qkv"]
-    given += [graph.input(x, ("batch", "seq", heads), dtype) for x in ("g", "beta")]
-    given.append(getattr(graph, leaf)("state", ("batch", heads, n, n), dtype))
-    return graph.set_outputs(graph.gated_delta_net_carry(*given, state_size=n))
+    inputs = [graph.input(x, ("batch", "seq", heads, n), dtype) for x in "qkv"]
+    inputs += [graph.input(x, ("batch", "seq", heads), dtype) for x in ("g", "beta")]
+    inputs.append(getattr(graph, leaf)("state", ("batch", heads, n, n), dtype))
+    return graph.set_outputs(graph.gated_delta_net_carry(*inputs, state_size=n))
 
 
-def near(found: Array, wanted: Array, relative: float = 1e-5) -> None:
-    assert found.shape == wanted.shape
-    assert np.abs(found - wanted).max(initial=0) <= relative * max(np.abs(wanted).max(initial=0), 1e-30)
+def near(actual: Array, wanted: Array, relative: float = 1e-5) -> None:
+    assert actual.shape == wanted.shape
+    assert np.abs(actual - wanted).max(initial=0) <= relative * max(np.abs(wanted).max(initial=0), 1e-30)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -56,9 +56,9 @@ def test_one_program_does_any_number_of_tokens(n: int) -> None:
     """Tokens one by one, a chunk less one, whole chunks, a chunk and a bit: float32 within 1e-5 of float64."""
     f = rlx.compile(carrying(n))
     for seq in (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5):
-        given = numbers(seq, n)
-        for found, wanted in zip(f.run({k: v.astype("f4") for k, v in given.items()}), plain(**given), strict=True):
-            near(found, wanted)
+        inputs = numbers(seq, n)
+        for actual, wanted in zip(f.run({k: v.astype("f4") for k, v in inputs.items()}), plain(**inputs), strict=True):
+            near(actual, wanted)
 
 
 def test_many_tokens_are_one_launch_of_chunks_and_few_one_of_tokens() -> None:
@@ -66,10 +66,10 @@ def test_many_tokens_are_one_launch_of_chunks_and_few_one_of_tokens() -> None:
 
     def launches(seq: Any) -> list[tuple[str, Any]]:
         graph = rlx.Graph("delta")
-        given = [graph.input(x, (1, seq, 2, 16)) for x in "qkv"] + [graph.input(x, (1, seq, 2)) for x in ("g", "beta")]
-        f = rlx.compile(graph.set_outputs([graph.gated_delta_net(*given, state_size=16)]))
-        found = [(launch.kernel.name, launch.units) for launch in f.plan.main.launches]
-        return [x for x in found if x[0] != "exp"]
+        inputs = [graph.input(x, (1, seq, 2, 16)) for x in "qkv"] + [graph.input(x, (1, seq, 2)) for x in ("g", "beta")]
+        f = rlx.compile(graph.set_outputs([graph.gated_delta_net(*inputs, state_size=16)]))
+        actual = [(launch.kernel.name, launch.units) for launch in f.plan.main.launches]
+        return [x for x in actual if x[0] != "exp"]
 
     assert launches(CHUNK - 1) == [("gated_delta_net", 2)]
     assert launches(CHUNK) == [("gated_delta_net_chunks", 2)]
@@ -80,30 +80,30 @@ def test_many_tokens_are_one_launch_of_chunks_and_few_one_of_tokens() -> None:
 
 
 def test_a_long_sequence_may_come_in_pieces_and_its_state_is_carried_in_place() -> None:
-    given = {k: v.astype("f4") for k, v in numbers(3 * CHUNK + 7, 16).items()}
-    whole, last = rlx.compile(carrying(16)).run(given)
+    inputs = {k: v.astype("f4") for k, v in numbers(3 * CHUNK + 7, 16).items()}
+    full, last = rlx.compile(carrying(16)).run(inputs)
     graph = carrying(16, leaf="state")
     f = rlx.compile(graph.set_outputs(graph.outputs[:1]))
-    parts, state, first = [], given["state"].copy(), 0
+    parts, state, first = [], inputs["state"].copy(), 0
     for length in (CHUNK + 3, 1, 1, 2 * CHUNK, 2):
-        piece = {k: v[:, first : first + length].copy() for k, v in given.items() if k != "state"}
+        piece = {k: v[:, first : first + length].copy() for k, v in inputs.items() if k != "state"}
         parts += f.run({**piece, "state": state})
         first += length
-    near(np.concatenate(parts, 1), whole)
+    near(np.concatenate(parts, 1), full)
     near(state, last)
 
 
 @pytest.mark.parametrize("seq", [5, CHUNK + 5])
 def test_gates_and_rates_of_zero_are_numbers_like_others(seq: int) -> None:
     """A gate of zero forgets everything, a rate of zero learns nothing; gradients stay finite."""
-    given = numbers(seq, 16)
-    given["g"][:, 3::7], given["g"][:, 4], given["beta"][:, 1::5] = -math.inf, -200.0, 0.0
+    inputs = numbers(seq, 16)
+    inputs["g"][:, 3::7], inputs["g"][:, 4], inputs["beta"][:, 1::5] = -math.inf, -200.0, 0.0
     f = rlx.compile(carrying(16, "f64"))
     with np.errstate(invalid="raise"):
-        wanted = plain(**given)
-    for found, want in zip(f.run(given), wanted, strict=True):
-        near(found, want, 1e-12)
-    gradients = rlx.compile(grad(summed(16), NAMES)).run(given)
+        wanted = plain(**inputs)
+    for actual, want in zip(f.run(inputs), wanted, strict=True):
+        near(actual, want, 1e-12)
+    gradients = rlx.compile(grad(summed(16), NAMES)).run(inputs)
     assert all(np.isfinite(x).all() for x in gradients)
     of_gates = np.abs(gradients[3])
     assert of_gates[:, 3::7].max() <= 1e-13 * of_gates.max(), "a gate of zero stays one however its logarithm moves"
@@ -117,22 +117,22 @@ def summed(n: int, dtype: str = "f64") -> rlx.Graph:
     return graph.set_outputs([(out * out * 0.5).sum() + (last * (last + 1.0)).sum()])
 
 
-def slope(given: dict[str, Array], name: str, direction: Array) -> float:
+def slope(inputs: dict[str, Array], name: str, direction: Array) -> float:
     """The derivative of `summed` along a direction, by a step in the complex plane: nothing is subtracted."""
     step = 1e-30
-    out, last = plain(**{k: v + 1j * step * direction if k == name else v for k, v in given.items()})
+    out, last = plain(**{k: v + 1j * step * direction if k == name else v for k, v in inputs.items()})
     return float(((out * out * 0.5).sum() + (last * (last + 1.0)).sum()).imag / step)
 
 
 @pytest.mark.parametrize(("n", "seq"), [(16, 2 * CHUNK + 6), (5, CHUNK), (16, 3), (5, 0)])
 def test_gradients_are_those_of_the_plain_recurrence(n: int, seq: int) -> None:
-    given = numbers(seq, n)
-    found = rlx.compile(grad(summed(n), NAMES)).run(given)
+    inputs = numbers(seq, n)
+    actual = rlx.compile(grad(summed(n), NAMES)).run(inputs)
     rng = np.random.default_rng(1)
-    for name, gradient in zip(NAMES, found, strict=True):
+    for name, gradient in zip(NAMES, actual, strict=True):
         for _ in range(3):
-            direction = rng.standard_normal(given[name].shape)
-            wanted = slope(given, name, direction)
+            direction = rng.standard_normal(inputs[name].shape)
+            wanted = slope(inputs, name, direction)
             assert abs(np.vdot(gradient, direction) - wanted) <= 1e-11 * max(1.0, abs(wanted)), name
 
 
@@ -169,7 +169,7 @@ EACH += [("f64", "toy", 1e-13)]  # by portable forms
 @pytest.mark.parametrize(("dtype", "target", "relative"), EACH)
 def test_the_kernel_of_the_gradient_is_right_for_any_operands(dtype: str, target: str, relative: float) -> None:
     """Also for states and misses that no forward pass gives: derivatives of gradients take them for operands."""
-    graph, given, wanted = rlx.Graph("back"), {}, []
+    graph, arguments, wanted = rlx.Graph("back"), {}, []
     for i, (seq, n, chunk) in enumerate(((10, 5, 4), (37, 16, 16))):
         q, k, v, g, beta, state = numbers(seq, n, seed=i).values()
         states = np.random.default_rng(2).standard_normal((2, 3, -(-seq // chunk), n, n))
@@ -179,11 +179,11 @@ def test_the_kernel_of_the_gradient_is_right_for_any_operands(dtype: str, target
         graph.set_outputs(
             [*graph.outputs, *graph.apply("gated_delta_net_backward", *inputs, state_size=n, chunk=chunk)]
         )
-        given |= {x.node.attrs["name"]: a.astype(x.dtype.numpy) for x, a in zip(inputs, arrays, strict=True)}
+        arguments |= {x.node.attrs["name"]: a.astype(x.dtype.numpy) for x, a in zip(inputs, arrays, strict=True)}
         wanted += adjoints(*arrays, chunk=chunk)
     for device in (compiled(graph, target), rlx.compile(graph, "reference")):
-        for found, want in zip(map(np.asarray, device.run(given)), wanted, strict=True):
-            near(found.astype(np.float64), want, relative)
+        for actual, want in zip(map(np.asarray, device.run(arguments)), wanted, strict=True):
+            near(actual.astype(np.float64), want, relative)
 
 
 def test_a_gradient_keeps_one_state_for_each_chunk() -> None:
@@ -208,30 +208,30 @@ def test_kernels_stay_inside_their_arrays_and_give_the_same_bits_on_two_threads(
     monkeypatch.setenv("RLX_CHECK", "1")
     checked = rlx.compile(graph, threads=2)
     for seq in (0, 1, CHUNK, CHUNK + 1):
-        given = {k: v.astype("f4") for k, v in numbers(seq, 5).items()}
-        for found, wanted in zip(checked.run(given), f.run(given), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        inputs = {k: v.astype("f4") for k, v in numbers(seq, 5).items()}
+        for actual, wanted in zip(checked.run(inputs), f.run(inputs), strict=True):
+            np.testing.assert_array_equal(actual, wanted)
 
 
 def test_a_gradient_has_a_gradient() -> None:
     """Along a direction, against differences of gradients."""
     n, seq = 4, CHUNK + 3
-    given = {k: v[:1, ..., :n] if k in "qkv" else v[:1] for k, v in numbers(seq, n).items()}
+    inputs = {k: v[:1, ..., :n] if k in "qkv" else v[:1] for k, v in numbers(seq, n).items()}
     graph = grad(summed(n), NAMES)
     rng = np.random.default_rng(3)
-    weights = {name: rng.standard_normal(given[name].shape) for name in NAMES}
+    weights = {name: rng.standard_normal(inputs[name].shape) for name in NAMES}
     dotted = graph.copy()
     pairs = zip(NAMES, dotted.outputs, strict=True)
     parts = [(out * dotted.input(f"w_{name}", out.shape, "f64")).sum() for name, out in pairs]
     dotted.set_outputs([sum(parts[1:], parts[0])])
     weighted = {f"w_{name}": w for name, w in weights.items()}
-    second = rlx.compile(grad(dotted, NAMES)).run({**given, **weighted})
+    second = rlx.compile(grad(dotted, NAMES)).run({**inputs, **weighted})
     f, step = rlx.compile(dotted), 1e-6
-    for name, found in zip(NAMES, second, strict=True):
-        direction = rng.standard_normal(given[name].shape)
-        high, low = (float(f.run({**given, **weighted, name: given[name] + s * direction})[0]) for s in (step, -step))
+    for name, actual in zip(NAMES, second, strict=True):
+        direction = rng.standard_normal(inputs[name].shape)
+        high, low = (float(f.run({**inputs, **weighted, name: inputs[name] + s * direction})[0]) for s in (step, -step))
         wanted = (high - low) / (2 * step)
-        assert abs(np.vdot(found, direction) - wanted) <= 1e-6 * max(1.0, abs(wanted)), name
+        assert abs(np.vdot(actual, direction) - wanted) <= 1e-6 * max(1.0, abs(wanted)), name
 
 
 @pytest.mark.parametrize(
@@ -248,23 +248,23 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], error: type[Except
     row, state = (1, 5, 2, 4), (1, 2, 4, 4)
     shapes = {"q": row, "k": row, "g": row[:3], "beta": row[:3], "states": (1, 2, 3, 4, 4), "misses": row,
               "d_out": row, "d_last": state}  # fmt: skip
-    given = [graph.input(n, change.get(n, s), change.get("dtype", "f32") if n == "d_last" else "f32")
+    inputs = [graph.input(n, change.get(n, s), change.get("dtype", "f32") if n == "d_last" else "f32")
              for n, s in shapes.items()]  # fmt: skip
     with pytest.raises(error, match=f"gated_delta_net_backward: {says}"):
-        graph.apply("gated_delta_net_backward", *given, state_size=4, chunk=change.get("chunk", 2))
+        graph.apply("gated_delta_net_backward", *inputs, state_size=4, chunk=change.get("chunk", 2))
 
 
 @pytest.mark.parity
 def test_gradients_are_those_of_torch_through_the_rule_of_transformers() -> None:
     torch = pytest.importorskip("torch")
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    given = {k: v.astype(np.float32) for k, v in numbers(150, 32).items()}
-    tensors = {k: torch.from_numpy(v).requires_grad_() for k, v in given.items()}
+    inputs = {k: v.astype(np.float32) for k, v in numbers(150, 32).items()}
+    tensors = {k: torch.from_numpy(v).requires_grad_() for k, v in inputs.items()}
     q, k, v, g, beta, state = tensors.values()
     out, last = modeling.torch_chunk_gated_delta_rule(
         q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True
     )
     ((out * out * 0.5).sum() + (last * (last + 1.0)).sum()).backward()
-    found = rlx.compile(grad(summed(32, "f32"), NAMES)).run(given)
-    for name, gradient in zip(NAMES, found, strict=True):
+    actual = rlx.compile(grad(summed(32, "f32"), NAMES)).run(inputs)
+    for name, gradient in zip(NAMES, actual, strict=True):
         near(gradient, tensors[name].grad.numpy(), 1e-4)

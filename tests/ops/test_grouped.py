@@ -25,8 +25,8 @@ def product(x: Array, w: Array, index: Array) -> Array:
     return np.stack([row.astype(np.float64) @ w[at].astype(np.float64) for row, at in zip(x, index, strict=True)])
 
 
-def near(found: Array, wanted: Array, tolerance: float = 2e-6) -> bool:
-    return bool(np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max())
+def near(actual: Array, wanted: Array, tolerance: float = 2e-6) -> bool:
+    return bool(np.abs(actual - wanted).max() <= tolerance * np.abs(wanted).max())
 
 
 def matmuls(f: Any) -> list[MatmulKernel]:
@@ -47,14 +47,14 @@ def test_every_row_has_its_matrix(target: str, kind: str, dtype: str) -> None:
     assert [(k.grouped, k.layout is not None) for k in matmuls(f)] == [("rows", kind == "param")]
     a, b = (rng.normal(size=s).astype(f"{dtype[0]}{int(dtype[1:]) // 8}") for s in ((450, k), (groups, k, n)))
     at = np.concatenate([np.sort(rng.integers(0, groups, 400)), rng.integers(0, groups, 50)]).astype(np.int32)
-    given = {"w": b} if kind == "input" else {}
-    if not given:
+    inputs = {"w": b} if kind == "input" else {}
+    if not inputs:
         f.set_param("w", b)
-    (found,) = f.run({"x": a, "index": at, **given})
-    assert near(found, product(a, b, at))
+    (actual,) = f.run({"x": a, "index": at, **inputs})
+    assert near(actual, product(a, b, at))
     for rows in (slice(0, 1), slice(7, 12), slice(395, 450), slice(0, 0)):
-        (part,) = f.run({"x": a[rows], "index": at[rows], **given})
-        np.testing.assert_array_equal(part, found[rows])
+        (part,) = f.run({"x": a[rows], "index": at[rows], **inputs})
+        np.testing.assert_array_equal(part, actual[rows])
 
 
 @pytest.mark.parametrize("kind", ["i64", "i8", "u8", "u32"])
@@ -85,12 +85,12 @@ def test_an_index_outside_the_groups_is_an_error(op: str, wrong: int) -> None:
     else:
         g.set_outputs([g.grouped_outer(x, x, index, groups=3)])
     f = rlx.compile(g)
-    given = {"x": np.ones((4, 8), np.float32)} | (
+    inputs = {"x": np.ones((4, 8), np.float32)} | (
         {"w": np.ones((3, 8, 9), np.float32)} if op == "grouped_matmul" else {}
     )
-    f.run({**given, "index": np.array([0, 1, 2, 1])})
+    f.run({**inputs, "index": np.array([0, 1, 2, 1])})
     with pytest.raises(KernelError, match="outside"):
-        f.run({**given, "index": np.array([0, 1, wrong, 1])})
+        f.run({**inputs, "index": np.array([0, 1, wrong, 1])})
 
 
 def blocks(storage: DType, *shape: int) -> Array:
@@ -101,16 +101,16 @@ def numbers(x: Array) -> Array:
     return ORACLES["dequantise"](x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["f32", "int8"])
+@pytest.mark.parametrize("is_integer", [False, True], ids=["f32", "int8"])
 @pytest.mark.parametrize("kind", ["q4_0", "q5_1", "q8_0", "q4_k", "q6_k", "mxfp4", "iq4_nl"])
-def test_packed_matrices_stay_packed(kind: str, whole: bool) -> None:
+def test_packed_matrices_stay_packed(kind: str, is_integer: bool) -> None:
     """As many bytes as in the file, one arithmetic whatever the number of rows: few of a group, many, and both."""
     storage = dtype(kind)
     groups, n, k = 3, 70, 2 * storage.block
     g = rlx.Graph("packed")
     w, x, index = g.param("w", (groups, n, k), storage), g.input("x", ("m", k)), g.input("index", ("m",), "i32")
     g.set_outputs([g.grouped_matmul(x, w.dequantise().mT, index)])
-    f = rlx.compile(g, profile=INT8 if whole else None)
+    f = rlx.compile(g, profile=INT8 if is_integer else None)
     stored = blocks(storage, groups, n, k)
     f.set_param("w", stored)
     assert [k.layout.storage for k in matmuls(f)] == [storage]  # type: ignore[union-attr]
@@ -122,11 +122,11 @@ def test_packed_matrices_stay_packed(kind: str, whole: bool) -> None:
     a = (codes * 0.01).astype(np.float32)
     left = ORACLES["round_blocks"](a.astype(np.float64), block=storage.block) if matmuls(f)[0].layout.integer else a  # type: ignore[union-attr]
     wanted = product(left, numbers(stored).astype(np.float64).swapaxes(1, 2), at)
-    (found,) = f.run({"x": a, "index": at})
-    assert near(found, wanted)
+    (actual,) = f.run({"x": a, "index": at})
+    assert near(actual, wanted)
     for rows in (slice(0, 1), slice(2, 6), slice(3, 20), slice(43, 48)):
-        np.testing.assert_array_equal(f.run({"x": a[rows], "index": at[rows]})[0], found[rows])
-    assert matmuls(f)[0].layout.integer == (whole and kind != "iq4_nl")  # type: ignore[union-attr]
+        np.testing.assert_array_equal(f.run({"x": a[rows], "index": at[rows]})[0], actual[rows])
+    assert matmuls(f)[0].layout.integer == (is_integer and kind != "iq4_nl")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["f32", "q4_k"])
@@ -164,11 +164,11 @@ def test_the_gradient_of_the_matrices_multiplies_each_row_once() -> None:
     f = rlx.compile(g, threads=2)
     a, b = (rng.normal(size=(rows, s)).astype(np.float32) for s in (k, n))
     at = rng.choice([0, 3, 4, 15], rows).astype(np.int32)
-    (found,) = f.run({"x": a, "y": b, "index": at})
+    (actual,) = f.run({"x": a, "y": b, "index": at})
     wanted = np.zeros((groups, k, n))
     for i in range(rows):
         wanted[at[i]] += np.outer(a[i].astype(np.float64), b[i])
-    assert near(found, wanted)
+    assert near(actual, wanted)
     (launch,) = (one for one in f.plan.main.launches if isinstance(one.kernel, MatmulKernel))  # type: ignore[attr-defined]
     assert launch.flops == 2 * rows * k * n
 
@@ -189,14 +189,14 @@ def test_a_loop_rounds_what_meets_packed_weights(length: int) -> None:
         value = (value @ weight.dequantise().mT).tanh()
     plain.set_outputs([value])
     stored, x = blocks(dtype("q8_0"), 64, 64), rng.normal(size=(2, 64)).astype(np.float32)
-    found = []
+    actual = []
     for graph in (g, plain):
         f = rlx.compile(graph, profile=INT8)
         f.set_param("w", stored)
         assert all(k.layout.integer for k in matmuls(f)) and matmuls(f)  # type: ignore[union-attr]
-        found.append(f.run({"x": x})[0])
-    np.testing.assert_array_equal(*found)
+        actual.append(f.run({"x": x})[0])
+    np.testing.assert_array_equal(*actual)
     value = x.astype(np.float64)
     for _ in range(length):
         value = np.tanh(ORACLES["round_blocks"](value, block=32) @ numbers(stored).T)
-    assert np.abs(found[0] - value).max() < 2e-2
+    assert np.abs(actual[0] - value).max() < 2e-2

@@ -42,8 +42,8 @@ def test_rows_have_the_bits_of_the_definition(place: str, k: int) -> None:
         np.float32
     )
     x[3], x[4], x[5] = 0, 7.25, np.abs(x[5])  # zeros, one number, one sign
-    for found, wanted in zip(run(place, rows_graph(k), x=x), quantised(x), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, wanted in zip(run(place, rows_graph(k), x=x), quantised(x), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
     assert np.abs(run(place, rows_graph(k), x=x[3:4])[0]).max() == 0
 
 
@@ -72,8 +72,8 @@ def test_a_row_with_what_is_no_number_spoils_itself_alone(place: str, bad: float
     x[1, 7] = bad
     integers, scale, offset = run(place, rows_graph(20), x=x)
     assert not np.isfinite(scale[1] * offset[1]).any()
-    for found, wanted in zip((integers, scale, offset), clean, strict=True):
-        np.testing.assert_array_equal(found[[0, 2]], wanted[[0, 2]])
+    for actual, wanted in zip((integers, scale, offset), clean, strict=True):
+        np.testing.assert_array_equal(actual[[0, 2]], wanted[[0, 2]])
 
 
 @PLACES
@@ -83,8 +83,8 @@ def test_rows_that_lie_apart(place: str) -> None:
     g.set_outputs([*x.transpose(axes=(1, 2, 0)).quantise_rows(), *x[1:5:2].quantise_rows()])
     a = rng.normal(size=(6, 5, 4)).astype(np.float32)
     wanted = [*quantised(np.ascontiguousarray(a.transpose(1, 2, 0))), *quantised(a[1:5:2])]
-    for found, want in zip(run(place, g, x=a), wanted, strict=True):
-        np.testing.assert_array_equal(found, want)
+    for actual, want in zip(run(place, g, x=a), wanted, strict=True):
+        np.testing.assert_array_equal(actual, want)
 
 
 @PLACES
@@ -96,9 +96,9 @@ def test_integer_products_are_exact(place: str, m: int, k: int, n: int) -> None:
         g = rlx.Graph("product")
         w = getattr(g, leaf)("b", (k, n), "i8")
         g.set_outputs([g.one("integer_matmul", g.input("a", (2, "m", k), "u8"), w)])
-        (found,) = run(place, g, a=a, b=b)
-        assert found.dtype == np.int32
-        np.testing.assert_array_equal(found, np.einsum("bmk,kn->bmn", a.astype(np.int64), b.astype(np.int64)))
+        (actual,) = run(place, g, a=a, b=b)
+        assert actual.dtype == np.int32
+        np.testing.assert_array_equal(actual, np.einsum("bmk,kn->bmn", a.astype(np.int64), b.astype(np.int64)))
 
 
 def test_integer_products_take_bytes_alone() -> None:
@@ -123,19 +123,19 @@ def test_norms_are_written_as_rows(place: str, kind: str, residual: bool, keep: 
         x, r = (graph.input(name, ("n", k)) for name in "xr")
         gamma, beta, factor = (graph.param(name, (k,)) for name in ("gamma", "beta", "even"))
         if graph is g:
-            given = x, r if residual else None, gamma, beta, factor if even else None
-            outputs.append(list(graph.apply("quantised_norm", *given, kind=kind, eps=1e-5, keep=keep)))
+            operands = x, r if residual else None, gamma, beta, factor if even else None
+            outputs.append(list(graph.apply("quantised_norm", *operands, kind=kind, eps=1e-5, keep=keep)))
         else:
             y = graph.one(f"{kind}_norm", x + r if residual else x, gamma, beta, eps=1e-5)
             rows = (y * factor if even else y).quantise_rows()
             outputs.append([*rows, *([y] if keep else []), *([x + r] if residual else [])])
         graph.set_outputs(outputs[-1])
-    found, wanted = run(place, g, **arrays), run(place, h, **arrays)
-    assert len(found) == 3 + keep + residual
-    for a, b in zip(found, wanted, strict=True):
+    actual, wanted = run(place, g, **arrays), run(place, h, **arrays)
+    assert len(actual) == 3 + keep + residual
+    for a, b in zip(actual, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
     total = arrays["x"].astype(np.float64) + (arrays["r"] if residual else 0)
     centred = total - (total.mean(-1, keepdims=True) if kind == "layer" else 0)
     exact = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * arrays["gamma"] + arrays["beta"]
     exact = exact * arrays["even"] if even else exact
-    assert (np.abs(found[0] * found[1].astype(np.float64) + found[2] - exact) <= 0.501 * found[1]).all()
+    assert (np.abs(actual[0] * actual[1].astype(np.float64) + actual[2] - exact) <= 0.501 * actual[1]).all()

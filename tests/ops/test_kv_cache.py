@@ -70,8 +70,8 @@ class Cache:
     def step(self, run: Any, prompt: dict[str, Array], chunk: Any, positions: Array) -> Array:
         inputs = {name: array[:, chunk] for name, array in prompt.items()}
         cache = {"keys": self.keys, "values": self.values, "table": self.table}
-        found: Array = run.run({**inputs, **cache, "positions": positions})[0]
-        return found
+        result: Array = run.run({**inputs, **cache, "positions": positions})[0]
+        return result
 
 
 def dense(rows: int, blocks: int) -> Array:
@@ -89,8 +89,8 @@ def at(begin: int, end: int, batch: int = 1) -> Array:
     return np.tile(np.arange(begin, end, dtype=np.int32), (batch, 1))
 
 
-def assert_same_bits(found: Array, expected: Array) -> None:
-    assert np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(expected).tobytes()
+def assert_same_bits(actual: Array, expected: Array) -> None:
+    assert np.ascontiguousarray(actual).tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 # -- step by step -----------------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ def test_steps_of_any_size_have_the_bits_of_plain_attention(
     for size in (1, 7, 64, length):
         cache = Cache(1, kv_heads, dim)
         chunks = [(i, min(i + size, length)) for i in range(0, length, size)]
-        found = [cache.step(run, prompt, slice(*chunk), at(*chunk)) for chunk in chunks]
-        assert_same_bits(np.concatenate(found, axis=1), expected)
+        actual = [cache.step(run, prompt, slice(*chunk), at(*chunk)) for chunk in chunks]
+        assert_same_bits(np.concatenate(actual, axis=1), expected)
 
 
 @EVERY_TARGET
@@ -128,8 +128,8 @@ def test_a_batch_of_unequal_prompts_has_the_bits_of_each_alone(target: str) -> N
         later.append(cache.step(run, token, slice(None), now))
     for b, n in enumerate(lengths):
         own = {name: x[b : b + 1, : n + more] for name, x in prompt.items()}
-        found = np.concatenate([first[b : b + 1, :n], *(x[b : b + 1] for x in later)], axis=1)
-        assert_same_bits(found, plain(heads, kv_heads, dim, "causal", target).run(own)[0])
+        actual = np.concatenate([first[b : b + 1, :n], *(x[b : b + 1] for x in later)], axis=1)
+        assert_same_bits(actual, plain(heads, kv_heads, dim, "causal", target).run(own)[0])
         assert not first[b, n:].any()
 
 
@@ -138,12 +138,12 @@ def test_a_cache_of_f16_gives_prefill_and_decode_the_same_bits(target: str) -> N
     heads, kv_heads, dim, length = 4, 2, 64, 100
     prompt = a_prompt(1, length, heads, kv_heads, dim)
     run = step(heads, kv_heads, dim, "f16", place=target)
-    whole = Cache(1, kv_heads, dim, "f16").step(run, prompt, slice(None), at(0, length))
+    full = Cache(1, kv_heads, dim, "f16").step(run, prompt, slice(None), at(0, length))
     cache = Cache(1, kv_heads, dim, "f16")
     tokens = [cache.step(run, prompt, slice(i, i + 1), at(i, i + 1)) for i in range(length)]
-    assert_same_bits(np.concatenate(tokens, axis=1), whole)
+    assert_same_bits(np.concatenate(tokens, axis=1), full)
     rounded = {n: x if n == "q" else x.astype(np.float16).astype(np.float32) for n, x in prompt.items()}
-    assert_same_bits(whole, plain(heads, kv_heads, dim, "causal", target).run(rounded)[0])
+    assert_same_bits(full, plain(heads, kv_heads, dim, "causal", target).run(rounded)[0])
 
 
 @pytest.mark.usefixtures("many_cores")
@@ -155,8 +155,8 @@ def test_the_number_of_threads_changes_nothing(target: str) -> None:
         run, cache = step(heads, kv_heads, dim, place=target, threads=threads), Cache(2, kv_heads, dim)
         results.append((cache.step(run, prompt, slice(None), at(0, length, 2)), cache.keys, cache.values))
     for result in results[1:]:
-        for found, expected in zip(result, results[0], strict=True):
-            assert_same_bits(found, expected)
+        for actual, expected in zip(result, results[0], strict=True):
+            assert_same_bits(actual, expected)
 
 
 @EVERY_TARGET
@@ -209,12 +209,12 @@ def test_a_ring_gives_the_bits_of_a_cache_of_everything(dtype: str, target: str)
     run, prompt = compiled(ring_graph(window, dtype), target), a_prompt(1, length, 4, 2, 32)
     expected = run.run({**prompt, **a_ring(dtype, 8), "positions": at(0, length)})[0]
     for size in (1, 29, 92):
-        ring, found = a_ring(dtype, 3), []
+        ring, actual = a_ring(dtype, 3), []
         for i in range(0, length, size):
             chunk = slice(i, min(i + size, length))
             tokens = {n: x[:, chunk] for n, x in prompt.items()}
-            found.append(run.run({**tokens, **ring, "positions": at(chunk.start, chunk.stop)})[0])
-        assert_same_bits(np.concatenate(found, axis=1), expected)
+            actual.append(run.run({**tokens, **ring, "positions": at(chunk.start, chunk.stop)})[0])
+        assert_same_bits(np.concatenate(actual, axis=1), expected)
 
 
 @EVERY_PLACE
@@ -246,8 +246,8 @@ Q8 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
 
 def quantised(x: Array) -> Array:
     """By the `gguf` package: [..., dim] as blocks."""
-    found: Array = gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0).view(Q8)
-    return found
+    result: Array = gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0).view(Q8)
+    return result
 
 
 def dequantised(blocks: Array) -> Array:
@@ -288,10 +288,10 @@ def test_packed_rows_are_those_of_gguf(place: str) -> None:
         if where[b, s] >= 0:
             block, slot = divmod(where[b, s], 64)
             expected[2 * b + block, :, slot] = quantised(new[b, s].astype(np.float32))
-    blocks, found = run.run({"cache": cache, "new": new.astype(np.float32), "positions": where})
-    assert blocks.shape == cache.shape and found.shape == shape
+    blocks, actual = run.run({"cache": cache, "new": new.astype(np.float32), "positions": where})
+    assert blocks.shape == cache.shape and actual.shape == shape
     assert_same_bits(blocks, expected)
-    assert_same_bits(found, dequantised(expected))
+    assert_same_bits(actual, dequantised(expected))
     if place != "reference":
         assert_same_bits(cache, expected)
 
@@ -311,20 +311,20 @@ def test_attention_reads_a_packed_cache(sizes: tuple[int, int, int, int], mask_k
         pools = {"keys": spoiled(5, kv_heads, 64, dim), "values": spoiled(5, kv_heads, 64, value_dim)}
         return pools | {"table": np.array([[3, 1, 4, 0]], np.int32)}
 
-    whole = run.run({"q": q, "k": k, "v": v, **cache(), "positions": at(0, length)})[0]
+    full = run.run({"q": q, "k": k, "v": v, **cache(), "positions": at(0, length)})[0]
     k64, v64 = (np.repeat(dequantised(quantised(x)), heads // kv_heads, axis=2) for x in (k, v))
     scores = np.einsum("bqhd,bkhd->bhqk", q.astype(np.float64), k64) / math.sqrt(dim)
     rows, keys = np.ogrid[:length, :length]
     seen = (keys <= rows) & (keys > rows - (70 if "70" in mask_kind else length))
     weights = np.where(seen, np.exp(scores), 0)
     expected = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v64)
-    np.testing.assert_allclose(whole, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(full, expected, rtol=2e-5, atol=2e-5)
     if place != "reference":
         states, steps = cache(), []
         for i in range(length):
             token = {name: x[:, i : i + 1] for name, x in (("q", q), ("k", k), ("v", v))}
             steps.append(run.run({**token, **states, "positions": at(i, i + 1)})[0])
-        assert_same_bits(np.concatenate(steps, axis=1), whole)
+        assert_same_bits(np.concatenate(steps, axis=1), full)
 
 
 @EVERY_PLACE
@@ -336,8 +336,8 @@ def test_nan_and_inf_do_not_get_lost_in_a_packed_cache(place: str) -> None:
     run = compiled(graph.set_outputs(appended.dequantise()), place)
     new = np.ones((1, 2, 1, 32), np.float32)
     new[0, 0, 0, 3], new[0, 1, 0, 4] = np.nan, np.inf
-    found = run.run({"cache": np.zeros((1, 1, 64, 1), Q8), "new": new})[0]
-    assert np.isnan(found[0, 0, 0, 3]) and np.isnan(found[0, 0, 1, 4]) and not found[0, 0, 2:].any()
+    actual = run.run({"cache": np.zeros((1, 1, 64, 1), Q8), "new": new})[0]
+    assert np.isnan(actual[0, 0, 0, 3]) and np.isnan(actual[0, 0, 1, 4]) and not actual[0, 0, 2:].any()
 
 
 # -- appending --------------------------------------------------------------------------------------------------------
@@ -376,12 +376,12 @@ def test_tokens_lie_at_their_positions(dtype: str, new: str, kind: str, place: s
     positions = np.array([[3, 127, -1, 64, 0], [-5, 63, 62, 63, 100]], np.int32)
     tokens = np.random.default_rng(1).standard_normal((2, 5, 2, 20)).astype(NUMPY[new])
     cache = empty(kind, 2, 128, dtype)
-    (found,) = run.run({"cache": cache, "new": tokens, "positions": positions, "table": dense(2, 2)})
+    (actual,) = run.run({"cache": cache, "new": tokens, "positions": positions, "table": dense(2, 2)})
     expected = np.full((2, 128, 2, 20), 7, NUMPY[dtype])
     for b, s in np.ndindex(2, 5):
         if positions[b, s] >= 0:
             expected[b, positions[b, s]] = tokens[b, s].astype(NUMPY[dtype])  # of two at 63 the last one
-    assert_same_bits(rows(found, 2), expected)
+    assert_same_bits(rows(actual, 2), expected)
 
 
 @EVERY_PLACE
@@ -396,14 +396,14 @@ def test_positions_may_be_of_any_integer_type(index: str, place: str) -> None:
     run = compiled(graph.set_outputs(attended), place)
     arrays = {"q": np.ones((1, 2, 2, 20), np.float32), "new": np.ones((1, 2, 2, 20), np.float32)}
     arrays |= {"cache": empty("keys", 1, 128), "values": empty("values", 1, 128), "table": dense(1, 2)}
-    found = run.run({**arrays, "positions": np.array([[0, 100]], NUMPY[index])})[0]
-    np.testing.assert_allclose(found, 7, rtol=1e-6)
+    actual = run.run({**arrays, "positions": np.array([[0, 100]], NUMPY[index])})[0]
+    np.testing.assert_allclose(actual, 7, rtol=1e-6)
     for bad in {"i64": (2**32, 2**63 - 1), "u32": (2**31, 2**32 - 1)}.get(index, ()):
         with pytest.raises(KernelError):
             run.run({**arrays, "positions": np.array([[0, bad]], NUMPY[index])})
     if index == "i64":
-        found = run.run({**arrays, "positions": np.array([[-(2**63), -(2**32)]], np.int64)})[0]
-        assert not found.any()
+        actual = run.run({**arrays, "positions": np.array([[-(2**63), -(2**32)]], np.int64)})[0]
+        assert not actual.any()
 
 
 @EVERY_TARGET
@@ -412,10 +412,10 @@ def test_a_state_is_written_in_place_and_an_input_is_not(kind: str, target: str)
     tokens, positions = np.arange(80, dtype=np.float32).reshape(1, 2, 2, 20), np.array([[9, 5]], np.int32)
     for leaf in ("state", "input"):
         run, cache = compiled(append_graph(kind, leaf=leaf), target), empty(kind, 1, 64)
-        (found,) = run.run({"cache": cache, "new": tokens, "positions": positions, "table": dense(1, 1)})
-        assert_same_bits(rows(found, 1)[:, [9, 5]], tokens)
-        assert (np.delete(rows(found, 1), [9, 5], axis=1) == 7).all()
-        assert_same_bits(cache, found if leaf == "state" else empty(kind, 1, 64))
+        (actual,) = run.run({"cache": cache, "new": tokens, "positions": positions, "table": dense(1, 1)})
+        assert_same_bits(rows(actual, 1)[:, [9, 5]], tokens)
+        assert (np.delete(rows(actual, 1), [9, 5], axis=1) == 7).all()
+        assert_same_bits(cache, actual if leaf == "state" else empty(kind, 1, 64))
 
 
 @EVERY_PLACE
@@ -439,8 +439,8 @@ def test_sizes_may_be_zero(kind: str, place: str) -> None:
     for batch, seq, room in ((0, 3, 64), (2, 0, 64), (2, 3, 0)):
         arrays = {"new": np.ones((batch, seq, 2, 20), np.float32), "positions": np.full((batch, seq), -1, np.int32)}
         arrays["table"] = dense(batch, room // 64)
-        (found,) = run.run({**arrays, "cache": empty(kind, batch, room)})
-        assert_same_bits(found, empty(kind, batch, room))
+        (actual,) = run.run({**arrays, "cache": empty(kind, batch, room)})
+        assert_same_bits(actual, empty(kind, batch, room))
 
 
 @EVERY_PLACE
@@ -476,8 +476,8 @@ def test_what_is_read_again_is_copied_first(target: str) -> None:
     once = graph.kv_append(cache, new, first, table)
     twice = graph.kv_append(once, new, second, table)
     graph.set_outputs([before.sum(), once.sum(), twice.sum()])
-    given = np.zeros((1, 2, 64, 20), np.float32)
-    sums = rlx.compile(graph, target=target).run({"x": given, "new": np.ones((1, 1, 2, 20), np.float32)})
+    inputs = np.zeros((1, 2, 64, 20), np.float32)
+    sums = rlx.compile(graph, target=target).run({"x": inputs, "new": np.ones((1, 1, 2, 20), np.float32)})
     assert [float(x) for x in sums] == [0, 40, 80]
 
 
@@ -495,17 +495,17 @@ def test_a_state_cannot_be_read_again_as_it_was() -> None:
 def test_weights_and_constants_are_not_written() -> None:
     for leaf in ("param", "constant"):
         graph = rlx.Graph("leaf")
-        given = np.zeros((1, 2, 64, 20), np.float32)
-        cache = graph.param("cache", given.shape) if leaf == "param" else graph.constant(given)
+        inputs = np.zeros((1, 2, 64, 20), np.float32)
+        cache = graph.param("cache", inputs.shape) if leaf == "param" else graph.constant(inputs)
         new = graph.input("new", (1, 1, 2, 20))
         position = graph.constant(np.full((1, 1), 3, np.int32))
         run = rlx.compile(graph.set_outputs(graph.kv_append(cache, new, position, graph.constant(dense(1, 1)))))
         if leaf == "param":
-            run.set_param("cache", given)
+            run.set_param("cache", inputs)
         for value in (1, 2):
-            (found,) = run.run({"new": np.full((1, 1, 2, 20), value, np.float32)})
-            assert found.sum() == 40 * value
-        assert not given.any()
+            (actual,) = run.run({"new": np.full((1, 1, 2, 20), value, np.float32)})
+            assert actual.sum() == 40 * value
+        assert not inputs.any()
 
 
 def test_a_step_is_two_launches_and_the_same_ones_for_all_sizes() -> None:

@@ -68,13 +68,13 @@ def test_the_layout_of_an_input_does_not_matter(layout: str, place: str) -> None
     )
     compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
     before = {n: x.copy() for n, x in arrays.items()}
-    found = compiled.run(arrays)
+    actual = compiled.run(arrays)
     plain = compiled.run({n: np.ascontiguousarray(x) for n, x in arrays.items()})
-    for x, y in zip(found, plain, strict=True):
+    for x, y in zip(actual, plain, strict=True):
         np.testing.assert_array_equal(x, y)
     p, q, r, s = (arrays[n].astype(np.float64) for n in shapes)
-    np.testing.assert_allclose(found[0], p @ q + r, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found[3], s.swapaxes(1, 2))
+    np.testing.assert_allclose(actual[0], p @ q + r, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(actual[3], s.swapaxes(1, 2))
     for n, x in arrays.items():
         np.testing.assert_array_equal(x, before[n], err_msg=f"{n} was written to")
 
@@ -103,13 +103,13 @@ def test_outputs_belong_to_the_caller() -> None:
     y = x + 1
     graph.set_outputs([x, y, y, x.reshape(2, 2)])
     compiled = rlx.compile(graph)
-    given = np.arange(4, dtype=np.float32)
-    first = compiled.run({"x": given})
+    inputs = np.arange(4, dtype=np.float32)
+    first = compiled.run({"x": inputs})
     for array in first:
-        assert array.flags.writeable and array.flags.c_contiguous and not np.shares_memory(array, given)
+        assert array.flags.writeable and array.flags.c_contiguous and not np.shares_memory(array, inputs)
         array[...] = -1
     for array, wanted in zip(
-        compiled.run({"x": given}), [given, given + 1, given + 1, given.reshape(2, 2)], strict=True
+        compiled.run({"x": inputs}), [inputs, inputs + 1, inputs + 1, inputs.reshape(2, 2)], strict=True
     ):
         np.testing.assert_array_equal(array, wanted)
 

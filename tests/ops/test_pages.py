@@ -69,7 +69,7 @@ class Cache:
             self.f.allocator.copy(array, memory)
             self.pools[name] = memory
 
-    def feed(self, begin: int, end: int) -> Array:
+    def forward(self, begin: int, end: int) -> Array:
         """The outputs [batch, tokens, heads, dim] of these tokens of both sequences."""
         tokens = {n: x[:, begin:end] for n, x in PROMPT.items()}
         positions = np.tile(np.arange(begin, end, dtype=np.int32), (BATCH, 1))
@@ -78,15 +78,15 @@ class Cache:
         order = self.random.permutation(positions.size)
         rows = np.repeat(np.arange(BATCH, dtype=np.int32), end - begin)
         flat = {n: x.reshape(-1, *x.shape[2:])[order] for n, x in tokens.items()}
-        found = self.run(flat, {"positions": positions.ravel()[order], "rows": rows[order]})
-        return found[np.argsort(order)].reshape(BATCH, end - begin, HEADS, DIM)
+        result = self.run(flat, {"positions": positions.ravel()[order], "rows": rows[order]})
+        return result[np.argsort(order)].reshape(BATCH, end - begin, HEADS, DIM)
 
     def run(self, tokens: dict[str, Array], places: dict[str, Array]) -> Array:
         arrays = {n: np.ascontiguousarray(x) for n, x in (tokens | places).items()}
-        found, keys, values = self.f.run({**arrays, "table": self.table, **self.pools})
+        result, keys, values = self.f.run({**arrays, "table": self.table, **self.pools})
         if self.f.device == "reference":
             self.pools = {"keys": keys, "values": values}
-        return np.asarray(found)
+        return np.asarray(result)
 
 
 def expected(dtype: str, kind: str) -> Array:
@@ -112,9 +112,9 @@ def test_bits_depend_on_neither_pages_nor_chunks_nor_shape(dtype: str, kind: str
         chunks = [(i, min(i + size, LENGTH)) for i in range(0, LENGTH, size)]
         begin, end = chunks[1]
         chunks[1:2] = [*((p, p + 1) for p in range(begin, begin + 5)), (begin + 5, end)]  # decode in between
-        results.append(np.concatenate([cache.feed(*chunk) for chunk in chunks], axis=1))
-    for found in results[1:]:
-        assert found.tobytes() == results[0].tobytes()
+        results.append(np.concatenate([cache.forward(*chunk) for chunk in chunks], axis=1))
+    for actual in results[1:]:
+        assert actual.tobytes() == results[0].tobytes()
     tolerance = 0.05 if dtype == "q8_0" else 1e-4
     np.testing.assert_allclose(results[0], expected(dtype, kind), rtol=tolerance, atol=tolerance)
 
@@ -123,8 +123,8 @@ def test_bits_depend_on_neither_pages_nor_chunks_nor_shape(dtype: str, kind: str
 @pytest.mark.parametrize("device", ("toy", "cpu"))
 def test_a_backend_reads_pages_of_any_layout(device: str, axes: tuple[str, str]) -> None:
     cache = Cache(device, "f32", "causal", False, KvLayout(PAGE, *axes), 5)
-    found = np.concatenate([cache.feed(0, 100), cache.feed(100, 101), cache.feed(101, LENGTH)], axis=1)
-    np.testing.assert_allclose(found, expected("f32", "causal"), rtol=1e-4, atol=1e-4)
+    actual = np.concatenate([cache.forward(0, 100), cache.forward(100, 101), cache.forward(101, LENGTH)], axis=1)
+    np.testing.assert_allclose(actual, expected("f32", "causal"), rtol=1e-4, atol=1e-4)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

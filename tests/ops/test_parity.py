@@ -29,22 +29,22 @@ def torch() -> Any:
 
 def run(place: str, build: Callable[..., Any], *arrays: Array) -> list[Array]:
     graph = rlx.Graph("parity")
-    given = build(graph, *(graph.input(f"x{i}", a.shape, a.dtype) for i, a in enumerate(arrays)))
-    graph.set_outputs(given if isinstance(given, (list, tuple)) else [given])
+    inputs = build(graph, *(graph.input(f"x{i}", a.shape, a.dtype) for i, a in enumerate(arrays)))
+    graph.set_outputs(inputs if isinstance(inputs, (list, tuple)) else [inputs])
     compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
     return compiled.run({f"x{i}": a for i, a in enumerate(arrays)})
 
 
-def close(found: Array, wanted: Any, tolerance: float = 2e-6) -> None:
+def close(actual: Array, wanted: Any, tolerance: float = 2e-6) -> None:
     """Within a tolerance of the largest number, in units of the type; NaN and infinities in the same places."""
     exact = wanted.numpy()
-    assert found.shape == exact.shape
+    assert actual.shape == exact.shape
     if not np.issubdtype(exact.dtype, np.floating):
-        np.testing.assert_array_equal(found, exact)
+        np.testing.assert_array_equal(actual, exact)
         return
     allowed = tolerance * (2.0**-29 * 4 if exact.dtype == np.float64 else 1)
     largest = np.max(np.abs(exact), initial=0, where=np.isfinite(exact))
-    np.testing.assert_allclose(found, exact, rtol=0, atol=allowed * largest)
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=allowed * largest)
 
 
 def uniform(*shape: int, dtype: Any = np.float32, low: float = -4, high: float = 4, seed: int = 0) -> Array:
@@ -73,9 +73,9 @@ def call(torch: Any, path: str, *arrays: Array, **options: Any) -> Any:
 @EVERY_TYPE
 def test_unary_ops(torch: Any, dtype: Any, place: str) -> None:
     x, y = uniform(7, 65, dtype=dtype), uniform(7, 65, dtype=dtype, low=1e-3, high=50)
-    found = run(place, lambda g, a, b: [g.apply(n, a) for n in UNARY] + [g.apply(n, b) for n in POSITIVE], x, y)
+    actual = run(place, lambda g, a, b: [g.apply(n, a) for n in UNARY] + [g.apply(n, b) for n in POSITIVE], x, y)
     wanted = [call(torch, f, x) for f in UNARY.values()] + [call(torch, f, y) for f in POSITIVE.values()]
-    for array, exact in zip(found, wanted, strict=True):
+    for array, exact in zip(actual, wanted, strict=True):
         close(array, exact)
     close(run(place, lambda g, a: a.gelu_tanh(), x)[0], call(torch, "nn.functional.gelu", x, approximate="tanh"))
 
@@ -84,8 +84,8 @@ def test_unary_ops(torch: Any, dtype: Any, place: str) -> None:
 def test_special_numbers_mean_the_same(torch: Any, place: str) -> None:
     x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-40, 1.0, -1.0, 200.0, -200.0], np.float32)
     names = {**UNARY, **POSITIVE}
-    found = run(place, lambda g, a: [g.apply(n, a) for n in names], x)
-    for name, array in zip(names, found, strict=True):
+    actual = run(place, lambda g, a: [g.apply(n, a) for n in names], x)
+    for name, array in zip(names, actual, strict=True):
         exact = call(torch, names[name], x).numpy()
         if name not in ("gelu", "silu"):  # x · 0 for -inf: NaN or 0, as libraries like
             np.testing.assert_array_equal(np.isnan(array), np.isnan(exact), err_msg=name)
@@ -98,8 +98,8 @@ def test_special_numbers_mean_the_same(torch: Any, place: str) -> None:
 def test_binary_ops(torch: Any, dtype: Any, place: str) -> None:
     a, b = uniform(5, 1, 33, dtype=dtype), uniform(7, 1, dtype=dtype, seed=1)
     a[0, 0, :3], b[:2, 0] = [np.nan, np.inf, 0.0], [np.nan, np.inf]
-    found = run(place, lambda g, x, y: [g.apply(n, x, y) for n in BINARY], a, b)
-    for (name, path), array in zip(BINARY.items(), found, strict=True):
+    actual = run(place, lambda g, x, y: [g.apply(n, x, y) for n in BINARY], a, b)
+    for (name, path), array in zip(BINARY.items(), actual, strict=True):
         exact = call(torch, path, a, b).numpy()
         np.testing.assert_array_equal(array, exact, err_msg=name)
 
@@ -149,9 +149,9 @@ def test_topk(torch: Any, place: str) -> None:
         np.random.default_rng(0).permutation(7 * 65).reshape(7, 65).astype(np.float32)
     )  # no equals: torch breaks ties as it likes
     values, at = torch.topk(torch.from_numpy(x), 9)
-    found = run(place, lambda g, v: v.topk(k=9), x)
-    close(found[0], values)
-    close(found[1], at)
+    actual = run(place, lambda g, v: v.topk(k=9), x)
+    close(actual[0], values)
+    close(actual[1], at)
 
 
 @EVERY_PLACE
@@ -184,8 +184,8 @@ def test_products(torch: Any, dtype: Any, place: str) -> None:
         uniform(3, 1, 7, 13, dtype=dtype, seed=2),
     )
     p, q, r = (torch.from_numpy(x) for x in (a, b, c))
-    found = run(place, lambda g, x, y, z: [x @ y, z @ x, x.mT @ z.mT], a, b, c)
-    for array, exact in zip(found, (p @ q, r @ p, p.mT @ r.mT), strict=True):
+    actual = run(place, lambda g, x, y, z: [x @ y, z @ x, x.mT @ z.mT], a, b, c)
+    for array, exact in zip(actual, (p @ q, r @ p, p.mT @ r.mT), strict=True):
         close(array, exact, 1e-5)
 
 
@@ -200,23 +200,23 @@ def test_indexing(torch: Any, place: str) -> None:
     close(rows, torch.nn.functional.embedding(i, t))
     close(columns, torch.index_select(t, 1, i))
     close(added, t.index_add(0, i, u), 5e-6)
-    whole = i[:, None].expand(-1, 33)
-    close(added, torch.scatter_add(t, 0, whole, u), 5e-6)
+    full = i[:, None].expand(-1, 33)
+    close(added, torch.scatter_add(t, 0, full, u), 5e-6)
 
 
 @EVERY_PLACE
 def test_moving_elements(torch: Any, place: str) -> None:
     x, y = uniform(3, 5, 17), uniform(3, 2, 17, seed=1)
     t, s = torch.from_numpy(x), torch.from_numpy(y)
-    found = run(
+    actual = run(
         place,
         lambda g, a, b: [g.concatenate([a, b], axis=1), g.pad(a, low=(0, 1, 2), high=(0, 0, 3), value=1.5),
              a[:, 1:4:2, ::3]],
         x, y,
     )  # fmt: skip
-    close(found[0], torch.cat([t, s], 1))
-    close(found[1], torch.nn.functional.pad(t, (2, 3, 1, 0), value=1.5))
-    close(found[2], t[:, 1:4:2, ::3])
+    close(actual[0], torch.cat([t, s], 1))
+    close(actual[1], torch.nn.functional.pad(t, (2, 3, 1, 0), value=1.5))
+    close(actual[2], t[:, 1:4:2, ::3])
 
 
 @EVERY_PLACE
@@ -224,8 +224,8 @@ def test_moving_elements(torch: Any, place: str) -> None:
 def test_casts_within_range(torch: Any, dtype: Any, place: str) -> None:
     info = np.iinfo(dtype)
     x = uniform(5, 65, low=max(float(info.min), -1e6), high=min(float(info.max), 1e6))
-    (found,) = run(place, lambda g, v: v.astype(dtype), x)
-    close(found, torch.from_numpy(x).to(torch.from_numpy(np.zeros(1, dtype)).dtype))
+    (actual,) = run(place, lambda g, v: v.astype(dtype), x)
+    close(actual, torch.from_numpy(x).to(torch.from_numpy(np.zeros(1, dtype)).dtype))
 
 
 @EVERY_PLACE
@@ -271,13 +271,13 @@ def test_attention_of_packed_sequences(torch: Any, kind: str, place: str) -> Non
     graph.set_outputs([graph.attention(q, k, v, segments, mask_kind=kind)])
     graph = vjp(graph, ["x0", "x1", "x2"])
     compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
-    given = {f"x{i}": t for i, t in enumerate(tensors[:3])} | ({} if segments is None else {"ids": ids})
-    found = compiled.run(given | {"d_output": tensors[3]})
+    inputs = {f"x{i}": t for i, t in enumerate(tensors[:3])} | ({} if segments is None else {"ids": ids})
+    actual = compiled.run(inputs | {"d_output": tensors[3]})
     *theirs, weights = (torch.from_numpy(t).transpose(1, 2) for t in tensors)
     theirs = [t.requires_grad_() for t in theirs]
     y = torch.nn.functional.scaled_dot_product_attention(*theirs, enable_gqa=True, attn_mask=torch.from_numpy(seen))
     y.backward(weights)
-    for ours, exact in zip(found, [y.detach(), *(t.grad for t in theirs)], strict=True):
+    for ours, exact in zip(actual, [y.detach(), *(t.grad for t in theirs)], strict=True):
         close(ours, exact.transpose(1, 2).contiguous(), 1e-5)
 
 
@@ -286,5 +286,5 @@ def test_attention_of_packed_sequences(torch: Any, kind: str, place: str) -> Non
 def test_narrow_floats_round_as_torch_rounds(torch: Any, name: str, theirs: str, place: str) -> None:
     x = uniform(9, 65)
     dtype = getattr(torch, theirs)
-    (found,) = run(place, lambda g, v: v.astype(name).astype("f32"), x)
-    np.testing.assert_array_equal(found, torch.from_numpy(x).to(dtype).to(torch.float32).numpy())
+    (actual,) = run(place, lambda g, v: v.astype(name).astype("f32"), x)
+    np.testing.assert_array_equal(actual, torch.from_numpy(x).to(dtype).to(torch.float32).numpy())

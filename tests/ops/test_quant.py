@@ -49,8 +49,8 @@ def test_blocks_become_the_numbers_that_gguf_reads(storage: DType, where: str) -
     f = rlx.compile(g, "reference") if where == "reference" else rlx.compile(g, target=where)
     x = blocks(storage, 3, 2 * storage.block)
     f.set_param("w", x)
-    (found,) = f.run()
-    np.testing.assert_array_equal(found, numbers(x))
+    (actual,) = f.run()
+    np.testing.assert_array_equal(actual, numbers(x))
 
 
 @pytest.mark.parametrize("storage", FLOAT8_PACKED, ids=str)
@@ -95,11 +95,11 @@ def test_a_matmul_unpacks_on_the_way(storage: DType, target: str) -> None:
     stored = blocks(storage, n, k)
     f.set_param("w", stored)
     a = rng.normal(size=(200, k)).astype(np.float32)
-    (found,) = f.run({"x": a})
+    (actual,) = f.run({"x": a})
     exact = a.astype(np.float64) @ numbers(stored).astype(np.float64).T
-    assert np.abs(found - exact).max() <= 2e-6 * np.abs(exact).max()
+    assert np.abs(actual - exact).max() <= 2e-6 * np.abs(exact).max()
     for m in (1, 2, 3, 4, 5, 6, 7, 13, 199):
-        np.testing.assert_array_equal(f.run({"x": a[3 : 3 + m]})[0], found[3 : 3 + m][:m])
+        np.testing.assert_array_equal(f.run({"x": a[3 : 3 + m]})[0], actual[3 : 3 + m][:m])
     plan = f.plan  # type: ignore[attr-defined]
     assert len(plan.main.launches) == 1
     (panels,) = (plan.main.buffers[name].type for name in plan.main.weights)
@@ -120,9 +120,9 @@ def test_weights_that_share_an_input_are_joined_while_packed() -> None:
     assert kinds.count("matmul") == 2
     for m in (1, 9):
         a = rng.normal(size=(m, 256)).astype(np.float32)
-        for found, w in zip(f.run({"x": a}), stored.values(), strict=True):
+        for actual, w in zip(f.run({"x": a}), stored.values(), strict=True):
             exact = a.astype(np.float64) @ numbers(w).T
-            assert np.abs(found - exact).max() <= 2e-6 * np.abs(exact).max()
+            assert np.abs(actual - exact).max() <= 2e-6 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("kinds", [("q4_k", "q4_k"), ("q4_k", "q6_k")])
@@ -156,8 +156,8 @@ def test_rows_of_a_packed_table_are_unpacked_as_they_are_taken(storage: DType, w
     stored = blocks(storage, 9, k)
     f.set_param("w", stored)
     picked = rng.integers(0, 9, (2, 3)).astype(np.int32)
-    for found in f.run({"at": picked}):
-        np.testing.assert_array_equal(found, numbers(stored)[picked])
+    for actual in f.run({"at": picked}):
+        np.testing.assert_array_equal(actual, numbers(stored)[picked])
     if where != "reference":
         assert f.plan.main.weights == ["w"]  # type: ignore[attr-defined]  # the table itself, not a copy of it
 
@@ -222,12 +222,12 @@ def run(where: str, build: Callable[..., Any], *arrays: Array) -> Array:
 def test_every_eight_bit_float(scheme: str, theirs: str, where: str) -> None:
     """All 256, NaN and infinities included; E4M3 has no infinities and goes to 448."""
     every = np.arange(256, dtype=np.uint8).reshape(8, 32)
-    found = run(where, lambda x: x.dequantise(scheme=scheme), every)
-    np.testing.assert_array_equal(found, every.view(getattr(ml_dtypes, theirs)).astype(np.float32))
-    finite = found[np.isfinite(found)]
+    actual = run(where, lambda x: x.dequantise(scheme=scheme), every)
+    np.testing.assert_array_equal(actual, every.view(getattr(ml_dtypes, theirs)).astype(np.float32))
+    finite = actual[np.isfinite(actual)]
     assert finite.max() == (448 if scheme == "fp8e4m3" else 57344)
-    assert np.isinf(found).sum() == (0 if scheme == "fp8e4m3" else 2)
-    assert np.isnan(found).sum() == (2 if scheme == "fp8e4m3" else 6)
+    assert np.isinf(actual).sum() == (0 if scheme == "fp8e4m3" else 2)
+    assert np.isnan(actual).sum() == (2 if scheme == "fp8e4m3" else 6)
 
 
 @PLACES
@@ -256,9 +256,9 @@ def test_every_four_bit_float_and_integer(where: str) -> None:
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_halves_go_to_even_and_nothing_wraps(kind: Any, where: str) -> None:
     x = np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5, 1e30, -1e30, np.inf, -np.inf, np.nan, -128.5], kind)
-    whole = [0, 2, 2, 0, -2, -2, 126, 127, 127, -128, 127, -128, 0, -128]
-    np.testing.assert_array_equal(run(where, lambda x: x.quantise(1.0), x), np.array(whole, np.int8))
-    np.testing.assert_array_equal(run(where, lambda x: x.quantise(1.0, 3), x)[:6], np.array(whole[:6]) + 3)
+    integers = [0, 2, 2, 0, -2, -2, 126, 127, 127, -128, 127, -128, 0, -128]
+    np.testing.assert_array_equal(run(where, lambda x: x.quantise(1.0), x), np.array(integers, np.int8))
+    np.testing.assert_array_equal(run(where, lambda x: x.quantise(1.0, 3), x)[:6], np.array(integers[:6]) + 3)
     unsigned = run(where, lambda x: x.quantise(1.0, 128, dtype="u8"), x)
     np.testing.assert_array_equal(unsigned, [128, 130, 130, 128, 126, 126, 254, 255, 255, 0, 255, 0, 0, 0])
 
@@ -270,8 +270,8 @@ def tiny_cases(kind: Any, floats: Any) -> Array:
     middles = (sorted_[1:] + sorted_[:-1]) / 2
     special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e30, -1e30, 1e-30, -1e-30]
     spread = rng.normal(size=2000) * 10.0 ** rng.integers(-9, 6, 2000)
-    beside = [np.nextafter(middles, kind(s * np.inf)) for s in (1, -1)]
-    cases = np.concatenate([every, middles, *beside, special, spread]).astype(kind)
+    neighbours = [np.nextafter(middles, kind(s * np.inf)) for s in (1, -1)]
+    cases = np.concatenate([every, middles, *neighbours, special, spread]).astype(kind)
     return np.pad(cases, (0, -cases.size % 32)).reshape(16, -1)
 
 
@@ -282,13 +282,13 @@ def test_eight_bit_floats_are_rounded_as_ml_dtypes_rounds_and_cut_off_at_the_lar
 ) -> None:
     floats, top = getattr(ml_dtypes, theirs), 448.0 if scheme == "fp8e4m3" else 57344.0
     x = tiny_cases(np.float32, floats)
-    found = run(where, lambda x: x.quantise(1.0, scheme=scheme), x)
+    actual = run(where, lambda x: x.quantise(1.0, scheme=scheme), x)
     expected = np.where(np.isnan(x), np.abs(x), np.clip(x, -top, top)).astype(floats).view(np.uint8)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     x = tiny_cases(np.float64, floats)  # `ml_dtypes` rounds these to f32 first, so twice
-    found = run(where, lambda x: x.quantise(1.0, scheme=scheme), x)
+    actual = run(where, lambda x: x.quantise(1.0, scheme=scheme), x)
     sure = ~np.isnan(x)
-    np.testing.assert_array_equal(found[sure], ORACLES["quantise"](x, 1.0, scheme=scheme)[sure])
+    np.testing.assert_array_equal(actual[sure], ORACLES["quantise"](x, 1.0, scheme=scheme)[sure])
 
 
 @PLACES
@@ -296,10 +296,10 @@ def test_four_bit_floats_are_rounded_as_ml_dtypes_rounds(where: str) -> None:
     x = tiny_cases(np.float32, ml_dtypes.float4_e2m1fn)
     x = np.where(np.isnan(x), np.float32(0), x)
     one = np.full((1, x.shape[1]), 0x38, np.uint8)  # 1.0 as E4M3
-    found = run(where, lambda x, s: x.quantise(s, scheme="nvfp4/16"), x, one)
+    actual = run(where, lambda x, s: x.quantise(s, scheme="nvfp4/16"), x, one)
     expected = x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    np.testing.assert_array_equal(found & 15, expected[:, 0::2])
-    np.testing.assert_array_equal(found >> 4, expected[:, 1::2])
+    np.testing.assert_array_equal(actual & 15, expected[:, 0::2])
+    np.testing.assert_array_equal(actual >> 4, expected[:, 1::2])
     nan = run(where, lambda x, s: x.quantise(s, scheme="nvfp4/16"), np.full((16, 2), np.nan, np.float32), one[:, :2])
     assert not nan.any()  # there is no NaN
 
@@ -313,24 +313,24 @@ def test_numbers_come_back_from_small_floats(where: str) -> None:
         q, scale = g.input("x", x.shape).quantise(scheme=scheme)
         assert scale.shape == (10,)
         g.set_outputs([q.dequantise(scale, scheme=scheme)])
-        (found,) = compiled(g, where).run({"x": x})
-        assert np.all(np.abs(found - x) <= np.abs(x) * part + np.abs(x).max(0) * 2.0**-15)
+        (actual,) = compiled(g, where).run({"x": x})
+        assert np.all(np.abs(actual - x) <= np.abs(x) * part + np.abs(x).max(0) * 2.0**-15)
     x[16:32] = 0  # a block of zeros has a scale of 0
     g = rlx.Graph("there and back")
-    q, small, whole = g.input("x", x.shape).quantise(scheme=QuantScheme.NVFP4)
-    assert str(q.type) == "u8[64, 5]" and str(small.type) == "u8[4, 10]" and str(whole.type) == "f32[]"
-    g.set_outputs([q.dequantise(small, whole, scheme=QuantScheme.NVFP4), small, whole])
-    found, small_, whole_ = compiled(g, where).run({"x": x})
+    q, small, full = g.input("x", x.shape).quantise(scheme=QuantScheme.NVFP4)
+    assert str(q.type) == "u8[64, 5]" and str(small.type) == "u8[4, 10]" and str(full.type) == "f32[]"
+    g.set_outputs([q.dequantise(small, full, scheme=QuantScheme.NVFP4), small, full])
+    actual, block_scales, tensor_scale = compiled(g, where).run({"x": x})
     largest = np.abs(x).reshape(4, 16, 10).max(1)
-    np.testing.assert_allclose(whole_, largest.max() / 6 / 448, rtol=1e-6)
-    scales = (largest / 6 / whole_).astype(ml_dtypes.float8_e4m3fn)
-    np.testing.assert_array_equal(small_, scales.view(np.uint8))
-    assert np.all(np.abs(found - x) <= np.repeat(largest, 16, axis=0) * (1 / 6 + 1 / 16)) and not found[16:32].any()
+    np.testing.assert_allclose(tensor_scale, largest.max() / 6 / 448, rtol=1e-6)
+    scales = (largest / 6 / tensor_scale).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(block_scales, scales.view(np.uint8))
+    assert np.all(np.abs(actual - x) <= np.repeat(largest, 16, axis=0) * (1 / 6 + 1 / 16)) and not actual[16:32].any()
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
 @PLACES
-def test_a_running_scale_starts_with_what_it_sees_and_then_follows(where: str) -> None:
+def test_a_running_scale_begins_with_what_it_sees_and_then_follows(where: str) -> None:
     g = rlx.Graph("calibrate")
     x, state = g.input("x", (6, 4)), g.input("state", (4,))
     after = x.running_scale(state, axis=1, decay=0.9)
@@ -351,14 +351,14 @@ def test_the_gradient_of_a_learned_scale_is_that_of_the_paper(where: str) -> Non
     """Inside the range the slope of the result over the scale, with rounding held, is round(z) - z; outside ±top."""
     x = rng.normal(size=(40, 3)).astype(np.float32)
     scale, dy = np.array([0.05, 0.2, 0.4], np.float32), rng.normal(size=(40, 3)).astype(np.float32)
-    found = run(where, lambda x, s, d: x.fake_quantise_scale_grad(s, d, bits=4, axis=1), x, scale, dy)
+    actual = run(where, lambda x, s, d: x.fake_quantise_scale_grad(s, d, bits=4, axis=1), x, scale, dy)
     expected = np.zeros(3)
     for (i, j), value in np.ndenumerate(x):
         z = float(value) / float(scale[j])
         expected[j] += float(dy[i, j]) * (round(z) - z if abs(z) <= 7 else 7 if z > 0 else -7)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
-    kept = run(where, lambda x, d, s: x.fake_quantise_grad(d, s, bits=4, axis=1, ste="clipped"), x, dy, scale)
-    np.testing.assert_array_equal(kept, np.where(np.abs(x) <= 7 * scale, dy, 0))
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-5)
+    remaining = run(where, lambda x, d, s: x.fake_quantise_grad(d, s, bits=4, axis=1, ste="clipped"), x, dy, scale)
+    np.testing.assert_array_equal(remaining, np.where(np.abs(x) <= 7 * scale, dy, 0))
 
 
 @PLACES
@@ -369,10 +369,10 @@ def test_quantising_loses_half_a_step_at_most(where: str) -> None:
         a = g.input("x", x.shape)
         q, scale = a.quantize(scheme=scheme)
         g.set_outputs([q.dequantize(scale, scheme=scheme), scale])
-        found, step = compiled(g, where).run({"x": x})
+        actual, step = compiled(g, where).run({"x": x})
         steps = step if scheme is None else np.repeat(step, int(scheme.split("/")[1]), axis=0)
-        assert np.all(np.abs(found - x) <= steps * 0.5001)
-        assert np.abs(found - x).max() > steps.max() * 0.3  # and that is what it does lose
+        assert np.all(np.abs(actual - x) <= steps * 0.5001)
+        assert np.abs(actual - x).max() > steps.max() * 0.3  # and that is what it does lose
     axis = run(where, lambda x: x.quantise(x.quant_scale(axis=1), axis=1).dequantise(x.quant_scale(axis=1), axis=1), x)
     fake = run(where, lambda x: x.fake_quantise(axis=1), x)
     np.testing.assert_array_equal(axis, fake)
@@ -389,9 +389,9 @@ def test_views_and_run_time_sizes_are_quantised_where_they_lie(scheme: str, wher
     q, scale = x.quantise(scheme=scheme)
     g.set_outputs([q.dequantise(scale, scheme=scheme)])
     a = rng.normal(size=(3, 6, 32)).astype(np.float32)
-    turned = a.swapaxes(1, 2).astype(np.float64)
-    step = ORACLES["quant_scale"](turned, scheme=scheme)
-    exact = ORACLES["dequantise"](ORACLES["quantise"](turned, step, scheme=scheme), step, scheme=scheme)
+    rotated = a.swapaxes(1, 2).astype(np.float64)
+    step = ORACLES["quant_scale"](rotated, scheme=scheme)
+    exact = ORACLES["dequantise"](ORACLES["quantise"](rotated, step, scheme=scheme), step, scheme=scheme)
     np.testing.assert_allclose(compiled(g, where).run({"x": a})[0], exact, rtol=1e-6, atol=1e-6)
 
 
@@ -589,8 +589,8 @@ def test_torch_quantises_the_same(where: str) -> None:
     s, z = scales.astype(np.float32), zeros.astype(np.int32)
     ours = run(where, lambda x, s, z: x.quantise(s, z, axis=0, dtype="u8"), x, s, z)
     np.testing.assert_array_equal(ours, theirs.int_repr().numpy())
-    found = run(where, lambda q, s, z: q.dequantise(s, z, axis=0), ours, s, z)
-    np.testing.assert_array_equal(found, theirs.dequantize().numpy())
+    actual = run(where, lambda q, s, z: q.dequantise(s, z, axis=0), ours, s, z)
+    np.testing.assert_array_equal(actual, theirs.dequantize().numpy())
 
 
 @pytest.mark.parity

@@ -12,12 +12,12 @@ from targets import supported
 import rlx
 from rlx.dtypes import DType, dtype
 from rlx.ir.registry import packed
-from rlx.ops.quantised_activations import WHOLE
+from rlx.ops.quantised_activations import INT8_DOT_TYPES
 from rlx.profile import CompileProfile, Precision
 
 TARGETS = [t.name for t in supported()]
 INT8 = CompileProfile(precision=Precision(activations="int8"))
-EVERY_TYPE = pytest.mark.parametrize("storage", [dtype(name) for name in WHOLE], ids=str)
+EVERY_TYPE = pytest.mark.parametrize("storage", [dtype(name) for name in INT8_DOT_TYPES], ids=str)
 rng = np.random.default_rng(11)
 
 
@@ -55,11 +55,11 @@ def test_products_are_those_of_the_rounded_numbers(storage: DType, where: str) -
     f = product(storage, n, k, where, stored, profile=INT8)
     x = activations(200, k)
     x[3] = 0
-    (found,) = f.run({"x": x})
+    (actual,) = f.run({"x": x})
     wanted = exact(storage, x, stored)
-    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    assert np.abs(actual - wanted).max() <= 1e-6 * np.abs(wanted).max()
     for m in (1, 2, 3, 4, 5, 7, 8, 9, 17, 199) if where != "reference" else ():
-        np.testing.assert_array_equal(f.run({"x": x[3 : 3 + m]})[0], found[3 : 3 + m])
+        np.testing.assert_array_equal(f.run({"x": x[3 : 3 + m]})[0], actual[3 : 3 + m])
     if where != "reference":
         assert [launch.kernel.kind for launch in f.plan.main.launches] == ["loops", "matmul"]
 
@@ -73,11 +73,11 @@ def test_pieces_of_long_rows_and_blocks_of_many_do_not_show(name: str, target: s
     stored = blocks(storage, n, k)
     f = product(storage, n, k, target, stored, profile=INT8)
     x = activations(m, k)
-    (found,) = f.run({"x": x})
+    (actual,) = f.run({"x": x})
     wanted = exact(storage, x, stored)
-    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    assert np.abs(actual - wanted).max() <= 1e-6 * np.abs(wanted).max()
     for rows in (slice(0, 1), slice(126, 131), slice(255, 258), slice(298, 300), slice(3, 259)):
-        np.testing.assert_array_equal(f.run({"x": x[rows]})[0], found[rows])
+        np.testing.assert_array_equal(f.run({"x": x[rows]})[0], actual[rows])
 
 
 @EVERY_TYPE
@@ -97,19 +97,19 @@ def test_the_ends_of_the_ranges_do_not_overflow(storage: DType) -> None:
     x[4, ::2] = -5
     wanted = exact(storage, x, stored)
     for target in TARGETS:
-        (found,) = product(storage, n, k, target, stored, profile=INT8).run({"x": x})
-        assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+        (actual,) = product(storage, n, k, target, stored, profile=INT8).run({"x": x})
+        assert np.abs(actual - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
 def test_targets_with_fused_multiply_add_agree_to_the_bit() -> None:
     fused = [t.name for t in supported() if t.has_fma]
-    for name in WHOLE:
+    for name in INT8_DOT_TYPES:
         storage = dtype(name)
         stored = blocks(storage, 70, 512)
         x = rng.normal(size=(6, 512)).astype(np.float32)
-        found = [product(storage, 70, 512, target, stored, profile=INT8).run({"x": x})[0] for target in fused]
-        for other in found[1:]:
-            np.testing.assert_array_equal(found[0], other)
+        actual = [product(storage, 70, 512, target, stored, profile=INT8).run({"x": x})[0] for target in fused]
+        for other in actual[1:]:
+            np.testing.assert_array_equal(actual[0], other)
 
 
 def test_one_input_is_rounded_once_for_all_its_weights() -> None:
@@ -149,10 +149,10 @@ def test_a_normalised_row_is_rounded_where_it_is_made() -> None:
         normed = a / np.sqrt((a.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) * scale
         rounded = ORACLES["round_blocks"](normed, block=32)
         wanted = rounded @ ORACLES["dequantise"](stored).astype(np.float64).T
-        (found,) = f.run({"x": a})
+        (actual,) = f.run({"x": a})
         # A number between two codes may go to either by its last bit.
-        assert np.abs(found - wanted).max() <= 0.02 * np.abs(wanted).max()
-        assert np.median(np.abs(found - wanted)) <= 1e-6 * np.abs(wanted).max()
+        assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
+        assert np.median(np.abs(actual - wanted)) <= 1e-6 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("where", ["reference", TARGETS[0]])
@@ -161,8 +161,8 @@ def test_blocks_of_tiny_numbers_are_zeros(where: str) -> None:
     x = activations(3, 96)
     x[1, :32], x[1, 40], x[2, 64:] = 1e-38, 0, 1e-42
     wanted = exact(dtype("q4_1"), np.where(np.abs(x) < 1e-30, 0, x), stored)
-    (found,) = product(dtype("q4_1"), 40, 96, where, stored, profile=INT8).run({"x": x})
-    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    (actual,) = product(dtype("q4_1"), 40, 96, where, stored, profile=INT8).run({"x": x})
+    assert np.abs(actual - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -176,8 +176,8 @@ def test_what_is_not_a_number_stays_so(name: str, target: str) -> None:
         x = rng.normal(size=(2 * k, k)).astype(np.float32)
         x[2 * np.arange(k), np.arange(k)] = bad
         for rows in (x, x[:3]):  # tiles, dots
-            (found,) = f.run({"x": rows})
-            assert not np.isfinite(found[::2]).any() and np.isfinite(found[1::2]).all()
+            (actual,) = f.run({"x": rows})
+            assert not np.isfinite(actual[::2]).any() and np.isfinite(actual[1::2]).all()
 
 
 def test_types_without_whole_numbers_keep_their_arithmetic() -> None:

@@ -58,21 +58,23 @@ def compiled(op: str, device: str, ragged: bool) -> rlx.CompiledGraph:
 def numbers(op: str, count: int, seed: int = 0) -> dict[str, Array]:
     """Operands for so many tokens, and states of all rows; gates are below 0, keys short."""
     rng, (shapes, state, _) = np.random.default_rng([seed, count]), OPS[op]
-    found = {}
+    result = {}
     for name, shape in shapes.items():
         size = (ROWS, *state) if name == "state" else (count, *shape) if name[0].isupper() else shape
-        found[name] = (rng.uniform(-1, 0, size) if name in ("G", "a") else rng.uniform(0, 0.4, size)).astype(np.float32)
-    return found
+        result[name] = (rng.uniform(-1, 0, size) if name in ("G", "a") else rng.uniform(0, 0.4, size)).astype(
+            np.float32
+        )
+    return result
 
 
 def alone(op: str, device: str, arrays: dict[str, Array], rows: Array, batch: list[int]) -> tuple[Array, Array]:
     """Outputs and states of some rows with equally many tokens, as a rectangular call gives them."""
     own = [rows == row for row in batch]
-    given = {n: np.stack([x[mine] for mine in own]) if n[0].isupper() else x for n, x in arrays.items()}
-    given["state"] = arrays["state"][batch]
+    inputs = {n: np.stack([x[mine] for mine in own]) if n[0].isupper() else x for n, x in arrays.items()}
+    inputs["state"] = arrays["state"][batch]
     if op == "depthwise_conv1d_causal_carry":
-        given["lengths"] = np.array([mine.sum() for mine in own], np.int32)
-    y, after = compiled(op, device, ragged=False).run(given)
+        inputs["lengths"] = np.array([mine.sum() for mine in own], np.int32)
+    y, after = compiled(op, device, ragged=False).run(inputs)
     return np.asarray(y), np.asarray(after)
 
 

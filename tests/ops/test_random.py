@@ -35,17 +35,17 @@ def numbers(op: str, where: str, shape: tuple[int, ...], **options: int) -> np.n
 
 @pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
 def test_the_published_vectors_come_out(counter: list[int], key: list[int], wanted: list[int]) -> None:
-    found = philox([np.uint64(c) for c in counter], [np.uint64(k) for k in key])
-    assert [int(word) for word in found] == wanted
+    actual = philox([np.uint64(c) for c in counter], [np.uint64(k) for k in key])
+    assert [int(word) for word in actual] == wanted
 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_bits_are_those_of_the_paper_on_every_device(where: str) -> None:
     for shape in ((), (1,), (0, 3), (7, 19), (1003,)):
-        found = numbers("random_bits", where, shape)
-        np.testing.assert_array_equal(found, ORACLES["random_bits"](KEY, shape=shape).astype(np.uint32))
-        found = numbers("random_uniform", where, shape)
-        np.testing.assert_array_equal(found, ORACLES["random_uniform"](KEY, shape=shape).astype(np.float32))
+        actual = numbers("random_bits", where, shape)
+        np.testing.assert_array_equal(actual, ORACLES["random_bits"](KEY, shape=shape).astype(np.uint32))
+        actual = numbers("random_uniform", where, shape)
+        np.testing.assert_array_equal(actual, ORACLES["random_uniform"](KEY, shape=shape).astype(np.float32))
 
 
 def test_bits_depend_on_key_and_index_alone() -> None:
@@ -67,9 +67,9 @@ def test_uniform_numbers_fill_the_interval() -> None:
 def test_normal_numbers_are_those_of_box_and_muller_on_every_device(where: str) -> None:
     """Two uniform numbers each, in float64; only the last places of log, sqrt and cos are the device's own."""
     for shape in ((), (1,), (0, 3), (7, 19), (1003,)):
-        found = numbers("random_normal", where, shape)
-        assert found.dtype == np.float32 and found.shape == shape
-        np.testing.assert_allclose(found, ORACLES["random_normal"](KEY, shape=shape), rtol=0, atol=2e-6)
+        actual = numbers("random_normal", where, shape)
+        assert actual.dtype == np.float32 and actual.shape == shape
+        np.testing.assert_allclose(actual, ORACLES["random_normal"](KEY, shape=shape), rtol=0, atol=2e-6)
 
 
 def test_normal_numbers_depend_on_key_and_index_alone_and_are_normal() -> None:

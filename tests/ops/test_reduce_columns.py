@@ -39,8 +39,8 @@ def test_columns_are_those_of_numpy_in_f64(op: str, columns: int) -> None:
     compiled, size = columns_of(op, ("rows", columns)), block(columns)
     for rows in (1, 7, 8, 9, size - 1, size, size + 1, 3 * size + 9):
         x = near_one(rows, columns, seed=rows)
-        (found,) = compiled.run({"x": x})
-        np.testing.assert_allclose(found, getattr(np, op)(x.astype(np.float64), axis=0), rtol=2e-5)
+        (actual,) = compiled.run({"x": x})
+        np.testing.assert_allclose(actual, getattr(np, op)(x.astype(np.float64), axis=0), rtol=2e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -50,11 +50,11 @@ def test_any_size_may_wait_for_run_time(shape: tuple[int | str, ...], threads: i
     for columns in (40,) if shape[-1] == 40 else (0, 1, 40, 2 * STRIP + 1):
         for rows in (2000,) if shape[-2] == 2000 else (0, 5, 2 * BLOCK + 3):
             x = near_one(*(3,) * (len(shape) - 2), rows, columns)
-            (found,) = compiled.run({"x": x})
-            np.testing.assert_allclose(found, x.astype(np.float64).sum(axis=-2), rtol=2e-6)
+            (actual,) = compiled.run({"x": x})
+            np.testing.assert_allclose(actual, x.astype(np.float64).sum(axis=-2), rtol=2e-6)
 
 
-def turned(x: Any, *axes: int) -> Any:
+def transposed(x: Any, *axes: int) -> Any:
     return x.transpose(axes) if isinstance(x, np.ndarray) else x.transpose(axes=axes)
 
 
@@ -64,8 +64,8 @@ VIEWS: dict[str, tuple[Callable[[Any], Any], int | tuple[int, ...]]] = {  # of [
     "two axes with gaps": (lambda x: x[:, 5:80], (0, 1)),
     "columns with gaps": (lambda x: x[:, :, 7:150], 1),
     "every third row": (lambda x: x[:, ::3], 1),
-    "other order": (lambda x: turned(x, 1, 0, 2), 0),
-    "kept axes in other order": (lambda x: turned(x, 2, 1, 0), 1),
+    "other order": (lambda x: transposed(x, 1, 0, 2), 0),
+    "kept axes in other order": (lambda x: transposed(x, 2, 1, 0), 1),
     "transposed": (lambda x: x.mT, 2),
 }
 
@@ -90,9 +90,9 @@ def test_views_are_read_where_they_are(name: str, keepdims: bool) -> None:
 def test_whole_numbers_wrap_as_those_of_numpy(op: str, dtype: str) -> None:
     kind = np.dtype({"i": "int", "u": "uint"}[dtype[0]] + dtype[1:])
     x = np.random.default_rng(0).integers(np.iinfo(kind).min, np.iinfo(kind).max, (1500, 70), kind, endpoint=True)
-    (found,) = columns_of(op, ("rows", 70), dtype).run({"x": x})
+    (actual,) = columns_of(op, ("rows", 70), dtype).run({"x": x})
     wanted = getattr(np, op)(x, axis=0, **({"dtype": kind} if op in ("sum", "prod") else {}))
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(actual, wanted)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -100,10 +100,10 @@ def test_whole_numbers_wrap_as_those_of_numpy(op: str, dtype: str) -> None:
 def test_floats_are_rounded_once(op: str, dtype: str) -> None:
     kind = np.dtype({"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f64": np.float64}[dtype])
     x = near_one(3000, 70).astype(kind)
-    (found,) = columns_of(op, ("rows", 70), dtype).run({"x": x})
+    (actual,) = columns_of(op, ("rows", 70), dtype).run({"x": x})
     wanted = getattr(np, op)(x.astype(np.float64), axis=0)
     half_step = {"f16": 2**-11, "bf16": 2**-8, "f64": 0}[dtype]
-    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=half_step + (1e-12 if dtype == "f64" else 2e-5))
+    np.testing.assert_allclose(actual.astype(np.float64), wanted, rtol=half_step + (1e-12 if dtype == "f64" else 2e-5))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -113,8 +113,8 @@ def test_no_number_is_found_wherever_it_is(op: str) -> None:
     for row in (0, block(768), 2 * block(768), rows - 1):
         x = near_one(rows, 768)
         x[row, 5:700:5] = np.nan
-        (found,) = compiled.run({"x": x})
-        np.testing.assert_array_equal(np.isnan(found), np.isnan(x[row]))
+        (actual,) = compiled.run({"x": x})
+        np.testing.assert_array_equal(np.isnan(actual), np.isnan(x[row]))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
@@ -123,16 +123,16 @@ def test_no_number_is_found_wherever_it_is(op: str) -> None:
 )
 def test_no_rows_give_what_nothing_comes_to(op: str, wanted: float, dtype: str) -> None:
     x = np.empty((0, 256), np.float32 if dtype == "f32" else np.float16)
-    (found,) = columns_of(op, ("rows", 256), dtype).run({"x": x})
-    np.testing.assert_array_equal(found, np.full(256, wanted))
+    (actual,) = columns_of(op, ("rows", 256), dtype).run({"x": x})
+    np.testing.assert_array_equal(actual, np.full(256, wanted))
 
 
 def test_long_columns_lose_little() -> None:
     x = np.full((300_000, 16), 0.1, np.float32)
-    (found,) = columns_of("sum", ("rows", 16)).run({"x": x})
+    (actual,) = columns_of("sum", ("rows", 16)).run({"x": x})
     one_by_one = np.add.accumulate(x[:, 0])[-1]
     exact = x[:, 0].astype(np.float64).sum()
-    assert abs(one_by_one - exact) > 10 * abs(found - exact).max()
+    assert abs(one_by_one - exact) > 10 * abs(actual - exact).max()
 
 
 # -- how it is done ---------------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def test_long_columns_lose_little() -> None:
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 def test_bits_do_not_depend_on_threads(op: str, shape: tuple[int | str, ...]) -> None:
     sizes = {"rows": 1007, "columns": 5003}
-    found = [d if isinstance(d, int) else sizes[d] for d in shape]
-    x = np.random.default_rng(3).standard_normal(found, dtype=np.float32)
+    actual = [d if isinstance(d, int) else sizes[d] for d in shape]
+    x = np.random.default_rng(3).standard_normal(actual, dtype=np.float32)
     results = [columns_of(op, shape, threads=n).run({"x": x})[0].tobytes() for n in (1, 2, 3)]
     assert results[0] == results[1] == results[2]
 
@@ -193,16 +193,16 @@ def test_scales_of_norms_have_gradients_over_many_rows(kind: str, shape: tuple[i
     rng = np.random.default_rng(5)
     x, dy = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
     g = rlx.Graph("norm")
-    given = [g.input("x", ("batch", *shape[1:])), *(g.input(n, shape[-1:]) for n in ("gamma", "beta"))]
-    g.set_outputs([g.one(f"{kind}_norm", *given, eps=0.1)])
+    operands = [g.input("x", ("batch", *shape[1:])), *(g.input(n, shape[-1:]) for n in ("gamma", "beta"))]
+    g.set_outputs([g.one(f"{kind}_norm", *operands, eps=0.1)])
     ones = np.ones(shape[-1], np.float32)
-    feed = {"x": x, "gamma": ones, "beta": ones, "d_output": dy}
+    arrays = {"x": x, "gamma": ones, "beta": ones, "d_output": dy}
     back = vjp(g, ["gamma", "beta"])
-    (_, *found), (_, *again) = (rlx.compile(back, threads=n).run(feed) for n in (1, 2))
+    (_, *actual), (_, *again) = (rlx.compile(back, threads=n).run(arrays) for n in (1, 2))
     wide, slope = x.astype(np.float64), dy.astype(np.float64)
     centred = wide - wide.mean(axis=-1, keepdims=True) if kind == "layer" else wide
     normal = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 0.1)
     rows = tuple(range(len(shape) - 1))
     for i, wanted in enumerate(((slope * normal).sum(axis=rows), slope.sum(axis=rows))):
-        np.testing.assert_allclose(found[i], wanted, atol=1e-4)
-        assert found[i].tobytes() == again[i].tobytes()
+        np.testing.assert_allclose(actual[i], wanted, atol=1e-4)
+        assert actual[i].tobytes() == again[i].tobytes()

@@ -104,8 +104,8 @@ def test_oracles_take_the_attributes_of_their_ops() -> None:
         if isinstance(ORACLES[op.name], np.ufunc) or not op.schema.attrs:
             continue
         parameters = inspect.signature(ORACLES[op.name]).parameters.values()
-        found = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        assert set(op.schema.attrs) == found, op.name
+        actual = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        assert set(op.schema.attrs) == actual, op.name
 
 
 def test_forms_are_for_ops_that_exist() -> None:

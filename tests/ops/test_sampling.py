@@ -98,8 +98,8 @@ class Draws:
     def logits(self) -> Array:
         """Peaked or flat, now and then with many equals."""
         rng = self.rng
-        found = rng.standard_normal((self.rows, self.vocab), np.float32) * rng.choice([0.2, 1, 3, 8])
-        return (np.round(found * 2) / 2 if rng.random() < 0.3 else found).astype(np.float32)
+        result = rng.standard_normal((self.rows, self.vocab), np.float32) * rng.choice([0.2, 1, 3, 8])
+        return (np.round(result * 2) / 2 if rng.random() < 0.3 else result).astype(np.float32)
 
     def inputs(self) -> dict[str, Array]:
         """Those of the next step, less the logits."""

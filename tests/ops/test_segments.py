@@ -37,8 +37,8 @@ def attend(arrays: dict[str, Array], kind: str, place: str, ids: Array | None = 
     q, k, v = (graph.input(n, arrays[n].shape, "f32") for n in "qkv")
     mask = None if ids is None else graph.input("ids", ids.shape, "i32")
     graph.set_outputs([graph.attention(q, k, v, mask, mask_kind=kind)])
-    given = {n: arrays[n] for n in "qkv"} | {"d_output": arrays["dy"]} | ({} if ids is None else {"ids": ids})
-    return [np.asarray(x) for x in compiled(vjp(graph, ["q", "k", "v"]), place).run(given)]
+    inputs = {n: arrays[n] for n in "qkv"} | {"d_output": arrays["dy"]} | ({} if ids is None else {"ids": ids})
+    return [np.asarray(x) for x in compiled(vjp(graph, ["q", "k", "v"]), place).run(inputs)]
 
 
 def packed_ids(lengths: tuple[int, ...], padding: int = 0) -> Array:
@@ -51,17 +51,17 @@ def packed_ids(lengths: tuple[int, ...], padding: int = 0) -> Array:
 def test_packed_sequences_are_what_they_are_alone(kind: str, place: str) -> None:
     ids = packed_ids(LENGTHS, padding=7)
     arrays = operands(ids.shape[1])
-    found = attend(arrays, MaskKind.segments(kind), place, ids)
+    actual = attend(arrays, MaskKind.segments(kind), place, ids)
     start = 0
     for length in LENGTHS:
         piece = slice(start, start + length)
         alone = attend({n: a[:, piece] for n, a in arrays.items()}, kind, place)
-        for ours, exact in zip(found, alone, strict=True):
+        for ours, exact in zip(actual, alone, strict=True):
             np.testing.assert_allclose(ours[:, piece], exact, rtol=0, atol=1e-6 * max(1, np.abs(exact).max()))
         if start % 64 == 0 and place not in ("reference", "toy"):
-            np.testing.assert_array_equal(found[0][:, piece], alone[0])
+            np.testing.assert_array_equal(actual[0][:, piece], alone[0])
         start += length
-    for array in found:
+    for array in actual:
         np.testing.assert_array_equal(array[:, start:], 0)  # padding sees nothing and is not seen
 
 
@@ -95,9 +95,9 @@ def test_another_sequence_may_hold_nan(dim: int, kind: str, place: str) -> None:
     for name in "kv":
         arrays[name][:, 20:40] = np.nan
     arrays["v"][:, 45] = np.inf
-    found = attend(arrays, kind, place, ids)[0]
-    np.testing.assert_array_equal(found[:, :20], clean[:, :20])
-    assert np.isnan(found[:, 20:40]).all() and not np.isnan(found[:, 40:45]).any()
+    actual = attend(arrays, kind, place, ids)[0]
+    np.testing.assert_array_equal(actual[:, :20], clean[:, :20])
+    assert np.isnan(actual[:, 20:40]).all() and not np.isnan(actual[:, 40:45]).any()
 
 
 @EVERY_KIND
@@ -181,10 +181,10 @@ def recurrence(op: str, place: str, segments: bool, gradients: bool = True) -> A
 
 def recur(op: str, arrays: dict[str, Array], dy: Array, place: str, ids: Array | None = None) -> dict[str, Array]:
     """The first result and the gradients of all operands."""
-    given = {n: np.ascontiguousarray(a) for n, a in (arrays | {"d_output": dy}).items()}
-    given |= {} if ids is None else {"ids": ids}
-    found = recurrence(op, place, ids is not None).run(given)
-    return dict(zip(("y", *arrays), map(np.asarray, found), strict=True))
+    inputs = {n: np.ascontiguousarray(a) for n, a in (arrays | {"d_output": dy}).items()}
+    inputs |= {} if ids is None else {"ids": ids}
+    result = recurrence(op, place, ids is not None).run(inputs)
+    return dict(zip(("y", *arrays), map(np.asarray, result), strict=True))
 
 
 def pieces_alone(
@@ -193,22 +193,22 @@ def pieces_alone(
     """Where each sequence begins, what it has of the results of all together, and what it has alone."""
     arrays, of_tokens, _ = RECURRENCES[op]
     dy = drawn(9, *arrays.get("v", arrays.get("x")).shape)  # type: ignore[union-attr]
-    found, start = recur(op, arrays, dy, place, packed_ids(lengths)), 0
+    result, start = recur(op, arrays, dy, place, packed_ids(lengths)), 0
     for length in lengths:
         piece = slice(start, start + length)
         alone = {n: a[:, piece] if n in of_tokens else a for n, a in arrays.items()}
-        packed = {n: a[:, piece] if n in {"y", *of_tokens} else a for n, a in found.items()}
+        packed = {n: a[:, piece] if n in {"y", *of_tokens} else a for n, a in result.items()}
         yield start, packed, recur(op, alone, dy[:, piece], place)
         start += length
 
 
-def near(found: Array, exact: Array, name: str) -> None:
-    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * max(1, np.abs(exact).max()), err_msg=name)
+def near(actual: Array, exact: Array, name: str) -> None:
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-6 * max(1, np.abs(exact).max()), err_msg=name)
 
 
 @EVERY_PLACE
 @pytest.mark.parametrize("op", RECURRENCES)
-def test_a_recurrence_starts_again_where_ids_change(op: str, place: str) -> None:
+def test_a_recurrence_is_reset_where_ids_change(op: str, place: str) -> None:
     arrays, of_tokens, _ = RECURRENCES[op]
     shared = arrays.keys() - of_tokens - {"state", "left_pad"}  # weights of all sequences
     sums: dict[str, Array] = {}

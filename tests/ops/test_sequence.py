@@ -24,12 +24,12 @@ def test_a_sequence_may_come_in_pieces() -> None:
     f = rlx.compile(g)
     f.set_param("a", -rng.random((channels, n)).astype(np.float32))
     sizes = {"x": channels, "delta": channels, "b": n, "c": n}
-    whole = {name: rng.random((2, 23, size)).astype(np.float32) for name, size in sizes.items()}
+    full = {name: rng.random((2, 23, size)).astype(np.float32) for name, size in sizes.items()}
     start = np.zeros((2, channels, n), np.float32)
-    y, last = f.run({**whole, "state": start})
+    y, last = f.run({**full, "state": start})
     parts, at = [], start
     for first, end in ((0, 1), (1, 8), (8, 8), (8, 23)):
-        piece, at = f.run({**{k: v[:, first:end].copy() for k, v in whole.items()}, "state": at})
+        piece, at = f.run({**{k: v[:, first:end].copy() for k, v in full.items()}, "state": at})
         parts.append(piece)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), y)
     np.testing.assert_array_equal(at, last)
@@ -67,8 +67,8 @@ def test_a_state_of_the_runtime_is_carried_on_in_place(op: str) -> None:
     np.testing.assert_array_equal(numbers["state"], before)
     graph, _ = carrying(op, "state")
     graph.set_outputs(graph.outputs[:1])
-    (found,) = rlx.compile(graph).run(numbers)
-    np.testing.assert_array_equal(found, y)
+    (actual,) = rlx.compile(graph).run(numbers)
+    np.testing.assert_array_equal(actual, y)
     np.testing.assert_array_equal(numbers["state"], after)
 
 
@@ -90,10 +90,10 @@ def test_the_state_of_a_convolution_has_the_last_tokens_that_count(length: int) 
     )
     f = rlx.compile(g)
     f.set_param("w", np.ones((5, 4), np.float32))
-    tokens, kept = (np.arange(n * 5, dtype=np.float32).reshape(1, n, 5) + a for n, a in ((7, 100), (3, 0)))
-    wanted = np.concatenate([kept[0], tokens[0, :length]])[-3:]
-    f.run({"x": tokens, "state": kept, "n": np.array([length], np.int32)})
-    np.testing.assert_array_equal(kept[0], wanted)
+    tokens, previous = (np.arange(n * 5, dtype=np.float32).reshape(1, n, 5) + a for n, a in ((7, 100), (3, 0)))
+    wanted = np.concatenate([previous[0], tokens[0, :length]])[-3:]
+    f.run({"x": tokens, "state": previous, "n": np.array([length], np.int32)})
+    np.testing.assert_array_equal(previous[0], wanted)
 
 
 @pytest.mark.parity

@@ -73,7 +73,7 @@ def each_axis(**usual: int) -> tuple[Sizes, ...]:
     return tuple({tuple(s.items()): s for s in (*alone, *pairs)}.values())
 
 
-def turned(x: Any) -> Any:
+def transposed(x: Any) -> Any:
     """The last axis first, of a value or an array."""
     return np.transpose(x, (2, 0, 1)) if isinstance(x, np.ndarray) else x.transpose(axes=(2, 0, 1))
 
@@ -121,7 +121,7 @@ CASES = [
     Case("outer axes", "mean", (NMK,), THREE, {"axis": (0, 2)}),
     Case("inner axes", "min", (NMK,), THREE, {"axis": (1, 2), "keepdims": True}),
     Case("all axes", "prod", (Operand(("n", "m"), low=0.9, high=1.1),), TWO),
-    Case("transposed", "max", (NMK,), THREE, {"axis": -1}, view=lambda x: [turned(x)]),
+    Case("transposed", "max", (NMK,), THREE, {"axis": -1}, view=lambda x: [transposed(x)]),
     Case("every other", "sum", (NM,), TWO, {"axis": 1}, view=lambda x: [x[:, ::2]]),
     Case("exclusive", "cumsum", (NM,), TWO, {"axis": 0, "exclusive": True}),
     Case("three", "topk", (NM,), tuple(s for s in TWO if s["m"] >= 3), {"k": 3}),
@@ -161,7 +161,7 @@ CASES = [
     Case("both sides", "pad", (NM,), TWO, {"low": (1, 3), "high": (2, 0), "value": 2.5}),
     Case("a view", "pad", (NM,), TWO, {"low": (0, 2), "high": (0, 1)}, view=lambda x: [x.mT]),
     Case("plus transposed", "add", (NM, arg("m", "n")), TWO, view=lambda x, y: [x, y.mT]),
-    Case("turned about", "mul", (NMK, NMK), THREE, view=lambda x, y: [turned(x), turned(y)]),
+    Case("turned about", "mul", (NMK, NMK), THREE, view=lambda x, y: [transposed(x), transposed(y)]),
     Case("steps", "neg", (NM,), TWO, view=lambda x: [x[::2, ::3]]),
     Case("parts", "add", (NM,), tuple(s for s in TWO if s["m"] >= 2), view=lambda x: [x[:, 1:], x[:, :-1]]),
     Case("a column", "exp", (NM,), tuple(s for s in TWO if s["m"] >= 1), view=lambda x: [x[:, 0]]),
@@ -223,8 +223,8 @@ def test_one_compilation_is_right_at_every_size(
     count = kernels_compiled()
     relative = limit(registry.get(case.op), element_type)
     for trial in trials(CASES.index(case), element_type):
-        found = compiled.run({f"x{i}": a for i, a in enumerate(trial.arrays)})
-        for array, exact in zip(found, trial.exact, strict=True):
+        actual = compiled.run({f"x{i}": a for i, a in enumerate(trial.arrays)})
+        for array, exact in zip(actual, trial.exact, strict=True):
             assert_matches(
                 array, exact, relative=relative, least=trial.least, where=f"{case.op} {case.name} at {trial.sizes}"
             )
@@ -244,14 +244,14 @@ class Trial:
 @functools.lru_cache(maxsize=4)  # a case runs in several places one after the other
 def trials(index: int, element_type: str) -> list[Trial]:
     case, rng = CASES[index], np.random.default_rng(7)
-    found = []
+    actual = []
     for sizes in case.sizes:
         if _wanted(case, sizes):
             arrays = [o.array(rng, sizes, element_type) for o in case.operands]
             seen = case.seen(arrays)
             exact = expected(case.op, seen, case.attrs)
-            found.append(Trial(sizes, arrays, exact, magnitude(case.op, seen, case.attrs)))
-    return found
+            actual.append(Trial(sizes, arrays, exact, magnitude(case.op, seen, case.attrs)))
+    return actual
 
 
 @pytest.mark.parametrize("target", [t.name for t in supported()])
@@ -260,13 +260,13 @@ def test_many_axes(target: str) -> None:
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     graph = rlx.Graph("axes")
     a = graph.input("x", shape)
-    turned_about = a.transpose(axes=order)
+    reversed_axes = a.transpose(axes=order)
     graph.set_outputs(
         [
-            turned_about + 1,
-            turned_about.sum(axis=(1, 3, 5)),
-            graph.softmax(turned_about, axis=2),
-            turned_about[:, :, ::2],
+            reversed_axes + 1,
+            reversed_axes.sum(axis=(1, 3, 5)),
+            graph.softmax(reversed_axes, axis=2),
+            reversed_axes[:, :, ::2],
         ]
     )
     plus, total, soft, half = rlx.compile(graph, target=target).run({"x": x})

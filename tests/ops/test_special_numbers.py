@@ -49,12 +49,12 @@ def specials(element_type: str) -> Array:
 
 def elementwise(operands: int, *, floats: bool) -> list[str]:
     """Elementwise ops of so many operands that take floats."""
-    found = []
+    result = []
     for op in user_ops():
         first = op.samples[0].operands[0] if op.samples else None
         if ELEMENTWISE in op.traits and len(op.schema.operands) == operands and op.name != "cast" and first is not None:
-            found += [op.name] if (first.dtype == "f32") == floats else []
-    return found
+            result += [op.name] if (first.dtype == "f32") == floats else []
+    return result
 
 
 # Where a result may be far smaller than what it is made from, errors are relative to that: x for gelu, whose tail is a
@@ -72,9 +72,9 @@ def check_each(op: str, actual: Array, exact: Array, x: Array) -> None:
     if op in EXACT or name not in FLOATS:
         assert_matches(actual, exact, relative=0, where=op)
     else:
-        near, found = rounded(exact, name), actual.astype(np.float64)
+        near, result = rounded(exact, name), actual.astype(np.float64)
         finite = np.isfinite(near)
-        np.testing.assert_array_equal(found[~finite], near[~finite], err_msg=f"{op}: NaN and infinities")
+        np.testing.assert_array_equal(result[~finite], near[~finite], err_msg=f"{op}: NaN and infinities")
         info = ml_dtypes.finfo(NUMPY[name])
         scale = np.maximum(np.abs(exact), _SCALE.get(op, np.zeros_like)(x.astype(np.float64)))[finite]
         relative = registry.get(op).tolerance * (2.0**-28 if name == "f64" else 1) + (
@@ -82,7 +82,7 @@ def check_each(op: str, actual: Array, exact: Array, x: Array) -> None:
         )
         # Results below the normal numbers may be lost: sigmoid(-100) is 1 / inf in f32.
         allowed = relative * scale + float(info.smallest_normal)
-        worst = np.max(np.abs(found[finite] - near[finite]) - allowed, initial=-np.inf)
+        worst = np.max(np.abs(result[finite] - near[finite]) - allowed, initial=-np.inf)
         assert worst <= 0, f"{op}: {worst} too far off"
     if op in _SIGNED_ZERO:
         zero = exact == 0
@@ -93,8 +93,8 @@ def check_each(op: str, actual: Array, exact: Array, x: Array) -> None:
 @EVERY_FLOAT
 def test_special_floats_pass_every_unary_op(element_type: str, place: str) -> None:
     ops, x = elementwise(1, floats=True), specials(element_type)
-    found = run(place, lambda g, a: [g.apply(op, a) for op in ops], x=x)
-    for op, array in zip(ops, found, strict=True):
+    actual = run(place, lambda g, a: [g.apply(op, a) for op in ops], x=x)
+    for op, array in zip(ops, actual, strict=True):
         check_each(op, array, expected(op, [x], {})[0], x)
 
 
@@ -110,8 +110,8 @@ def test_angles_may_be_as_large_as_numbers(element_type: str, place: str) -> Non
 @EVERY_PLACE
 @EVERY_FLOAT
 def test_the_sine_of_negative_zero_is_negative_zero(element_type: str, place: str) -> None:
-    (found,) = run(place, lambda g, v: [v.sin()], x=np.array([-0.0, 0.0] * 9).astype(NUMPY[element_type]))
-    np.testing.assert_array_equal(np.signbit(found), [True, False] * 9)
+    (actual,) = run(place, lambda g, v: [v.sin()], x=np.array([-0.0, 0.0] * 9).astype(NUMPY[element_type]))
+    np.testing.assert_array_equal(np.signbit(actual), [True, False] * 9)
 
 
 @EVERY_PLACE
@@ -119,8 +119,8 @@ def test_the_sine_of_negative_zero_is_negative_zero(element_type: str, place: st
 def test_special_floats_pass_every_binary_op(element_type: str, place: str) -> None:
     ops, x = elementwise(2, floats=True), specials(element_type)
     a, b = x[:, None], x[None, :]
-    found = run(place, lambda g, p, q: [g.apply(op, p, q) for op in ops], a=a, b=b)
-    for op, array in zip(ops, found, strict=True):
+    actual = run(place, lambda g, p, q: [g.apply(op, p, q) for op in ops], a=a, b=b)
+    for op, array in zip(ops, actual, strict=True):
         check_each(op, array, expected(op, [a, b], {})[0], a)
 
 
@@ -129,9 +129,9 @@ def test_special_floats_pass_every_binary_op(element_type: str, place: str) -> N
 def test_where_does_not_mix_in_what_it_does_not_take(element_type: str, place: str) -> None:
     x = specials(element_type)
     keep = np.arange(x.size) % 3 == 0
-    (found,) = run(place, lambda g, c, a: [g.where(c, a, 1.0)], keep=keep, x=x)
-    assert found.dtype == x.dtype
-    np.testing.assert_array_equal(found.view(np.uint8), np.where(keep, x, np.ones_like(x)).view(np.uint8))
+    (actual,) = run(place, lambda g, c, a: [g.where(c, a, 1.0)], keep=keep, x=x)
+    assert actual.dtype == x.dtype
+    np.testing.assert_array_equal(actual.view(np.uint8), np.where(keep, x, np.ones_like(x)).view(np.uint8))
 
 
 @EVERY_PLACE
@@ -254,10 +254,10 @@ def test_norms_keep_rows_apart(op: str, place: str) -> None:
     """A row with a NaN or an infinity is spoiled, its neighbours are not; a constant row has no variance."""
     x = np.random.default_rng(1).uniform(-2, 2, (5, 35)).astype(np.float32)
     x[1, 34], x[2, 0], x[3] = np.nan, np.inf, 4.0
-    (found,) = run(place, lambda g, v: [g.apply(op, v)], x=x)
+    (actual,) = run(place, lambda g, v: [g.apply(op, v)], x=x)
     exact = expected(op, [x], {})[0]
-    assert np.isnan(found[1]).all() and np.isnan(found[2, 0]) and np.isfinite(found[[0, 3, 4]]).all()
-    assert_matches(found[[0, 3, 4]], exact[[0, 3, 4]], relative=3e-6)
+    assert np.isnan(actual[1]).all() and np.isnan(actual[2, 0]) and np.isfinite(actual[[0, 3, 4]]).all()
+    assert_matches(actual[[0, 3, 4]], exact[[0, 3, 4]], relative=3e-6)
 
 
 # -- products and attention ------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ def test_a_product_spreads_special_numbers_along_rows_and_columns(element_type: 
     rng = np.random.default_rng(2)
     a, b = (rng.uniform(1, 2, s).astype(NUMPY[element_type]) for s in ((13, 21), (21, 70)))
     a[3, 20], a[7, 0], b[5, 69] = np.nan, np.inf, -np.inf
-    (found,) = run(place, lambda g, x, y: [x @ y], a=a, b=b)
-    assert_matches(found, expected("matmul", [a, b], {})[0], relative=1e-2)
+    (actual,) = run(place, lambda g, x, y: [x @ y], a=a, b=b)
+    assert_matches(actual, expected("matmul", [a, b], {})[0], relative=1e-2)
 
 
 def heads(*shape: int, seed: int = 0) -> Array:
@@ -320,9 +320,9 @@ def test_a_masked_key_contributes_nothing_whatever_it_holds(value: float, place:
     def build(g: Any, a: Any, b: Any, c: Any, mask: Any, added: Any) -> list[Any]:
         return [g.attention(a, b, c, mask, mask_kind="custom"), g.attention(a, b, c, added, mask_kind="bias")]
 
-    found = run(place, build, q=q, k=spoiled_k, v=spoiled_v, keep=keep, bias=bias)
+    actual = run(place, build, q=q, k=spoiled_k, v=spoiled_v, keep=keep, bias=bias)
     exact = expected("attention", [q, k, v, keep], {"mask_kind": "custom"})[0]
-    for array in found:
+    for array in actual:
         assert_matches(array, exact, relative=1e-5)
 
 
@@ -331,10 +331,10 @@ def test_a_masked_key_contributes_nothing_whatever_it_holds(value: float, place:
 def test_later_keys_contribute_nothing_whatever_they_hold(kind: str, place: str) -> None:
     q, k, v = heads(1, 9, 2, 16), heads(1, 70, 1, 16, seed=1), heads(1, 70, 1, 16, seed=2)
     k[0, 66:], v[0, 66:] = np.nan, np.nan
-    (found,) = run(place, lambda g, a, b, c: [g.attention(a, b, c, mask_kind=kind)], q=q, k=k, v=v)
+    (actual,) = run(place, lambda g, a, b, c: [g.attention(a, b, c, mask_kind=kind)], q=q, k=k, v=v)
     exact = expected("attention", [q, k, v], {"mask_kind": kind})[0]
-    assert np.isfinite(found[0, :5]).all() and np.isnan(found[0, 5:]).all()
-    assert_matches(found, exact, relative=1e-5)
+    assert np.isfinite(actual[0, :5]).all() and np.isnan(actual[0, 5:]).all()
+    assert_matches(actual, exact, relative=1e-5)
 
 
 # -- integers --------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def integers(element_type: str) -> Array:
     if info.bits == 8:
         return np.arange(info.min, int(info.max) + 1).astype(NUMPY[element_type])
     near = [0, 1, 2, 3, 5, 7, 8, 100, 2**15 - 1, 2**15]
-    found = {
+    result = {
         int(info.min),
         int(info.min) + 1,
         int(info.max),
@@ -353,7 +353,7 @@ def integers(element_type: str) -> Array:
         *near,
         *(-n for n in near),
     }
-    return np.array(sorted(n for n in found if info.min <= n <= info.max), NUMPY[element_type])
+    return np.array(sorted(n for n in result if info.min <= n <= info.max), NUMPY[element_type])
 
 
 @EVERY_PLACE
@@ -365,8 +365,8 @@ def test_integers_wrap_and_floor(element_type: str, place: str) -> None:
     ops = [*elementwise(2, floats=False), *elementwise(2, floats=True)]
     ops = [op for op in ops if op not in ("div", "pow") and not op.startswith("logical")]
     assert {"floor_divide", "mod", "add", "mul", "maximum", "less"} <= set(ops)
-    found = run(place, lambda g, p, q: [g.apply(op, p, q) for op in ops], a=a, b=b)
-    for op, array in zip(ops, found, strict=True):
+    actual = run(place, lambda g, p, q: [g.apply(op, p, q) for op in ops], a=a, b=b)
+    for op, array in zip(ops, actual, strict=True):
         assert_matches(array, expected(op, [a, b], {})[0], relative=0, where=f"{op} of {element_type}")
 
 

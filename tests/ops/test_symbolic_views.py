@@ -35,8 +35,8 @@ def test_a_running_sum_over_the_columns_of_a_run_time_slice(n: int) -> None:
     x = g.input("x", (size, 2))
     g.set_outputs([x[size // 2 :, :].transpose(axes=(1, 0)).cumsum(axis=0)])
     array = np.random.default_rng(n).uniform(-1, 1, (n, 2)).astype(np.float32)
-    (found,) = rlx.compile(g).run({"x": array})
-    np.testing.assert_allclose(found, np.cumsum(array[n // 2 :].T, axis=0), rtol=1e-6)
+    (actual,) = rlx.compile(g).run({"x": array})
+    np.testing.assert_allclose(actual, np.cumsum(array[n // 2 :].T, axis=0), rtol=1e-6)
 
 
 def test_a_traced_slice_from_a_run_time_size() -> None:

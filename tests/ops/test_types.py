@@ -46,8 +46,8 @@ def test_the_oracles_know_every_element_type() -> None:
 
 
 def test_promotion_is_the_table() -> None:
-    found = {(a, b): str(dtypes.promote(rlx.dtype(a), rlx.dtype(b))) for a, b in itertools.product(NAMES, NAMES)}
-    assert found == promotions()
+    actual = {(a, b): str(dtypes.promote(rlx.dtype(a), rlx.dtype(b))) for a, b in itertools.product(NAMES, NAMES)}
+    assert actual == promotions()
 
 
 def numbers(name: str, count: int = 37) -> Array:
@@ -55,8 +55,8 @@ def numbers(name: str, count: int = 37) -> Array:
     if name == "bool":
         return rng.random(count) < 0.5
     low = 0 if name.startswith("u") else -9
-    whole = rng.integers(low, 10, count)
-    return (whole if name in INTEGERS else whole / 4).astype(NUMPY[name])
+    integers = rng.integers(low, 10, count)
+    return (integers if name in INTEGERS else integers / 4).astype(NUMPY[name])
 
 
 @EVERY_PLACE
@@ -68,8 +68,8 @@ def test_operands_of_two_types_meet_in_the_promoted_one(place: str) -> None:
     outputs = [values[a] + values[b] for a, b in pairs] + [graph.less(values[a], values[b]) for a, b in pairs]
     graph.set_outputs(outputs)
     compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
-    found = compiled.run(arrays)
-    for (a, b), total, less in zip(pairs, found, found[len(pairs) :], strict=False):
+    actual = compiled.run(arrays)
+    for (a, b), total, less in zip(pairs, actual, actual[len(pairs) :], strict=False):
         assert total.dtype == NUMPY[promotions()[a, b]], f"{a} + {b}"
         x, y = (arrays[n].astype(np.float64) for n in (a, b))
         assert_matches(total, x + y, relative=0, where=f"{a} + {b}")
@@ -215,12 +215,12 @@ def test_operands_may_differ_in_type(number: int, place: str) -> None:
         values = [graph.input(f"x{i}", a.shape, a.dtype) for i, a in enumerate(arrays)]
         graph.set_outputs(graph.apply(op, *values, **attrs))
         compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
-        (found,) = compiled.run({f"x{i}": a for i, a in enumerate(arrays)})
-        assert found.dtype == graph.outputs[0].dtype.numpy
+        (actual,) = compiled.run({f"x{i}": a for i, a in enumerate(arrays)})
+        assert actual.dtype == graph.outputs[0].dtype.numpy
         name = str(graph.outputs[0].dtype)
         relative = 0.0 if op in EXACT or name not in FLOATS else tolerance(name, 1e-5)
         exact, least = expected(op, arrays, attrs)[0], magnitude(op, arrays, attrs)
-        assert_matches(found, exact, relative=relative, least=least, where=f"{op} of {choice}")
+        assert_matches(actual, exact, relative=relative, least=least, where=f"{op} of {choice}")
 
 
 @EVERY_PLACE
@@ -233,6 +233,6 @@ def test_rope_tables_may_differ_in_type(names: str, style: str, place: str) -> N
     graph = rlx.Graph("rope")
     graph.set_outputs(graph.rope(*(graph.input(n, a.shape, a.dtype) for n, a in arrays.items()), style=style))
     compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
-    (found,) = compiled.run(arrays)
+    (actual,) = compiled.run(arrays)
     exact = expected("rope", [x, cos, sin, positions], {"style": style})[0]
-    assert_matches(found, exact, relative=tolerance(names.split()[0], 2e-6))
+    assert_matches(actual, exact, relative=tolerance(names.split()[0], 2e-6))

@@ -67,9 +67,9 @@ def test_an_op_by_decomposition(device: str) -> None:
         of_one(lambda x: x.graph.mish(x * 2), device, a), mish(2.0 * a.astype(np.float64)), rtol=1e-5
     )
     half = a.astype(np.float16)
-    found = of_one(lambda x: x.mish(), device, half)
-    assert found.dtype == np.float16
-    np.testing.assert_allclose(found.astype(float), mish(half.astype(float)), rtol=2e-3, atol=1e-3)
+    actual = of_one(lambda x: x.mish(), device, half)
+    assert actual.dtype == np.float16
+    np.testing.assert_allclose(actual.astype(float), mish(half.astype(float)), rtol=2e-3, atol=1e-3)
 
 
 @BOTH
@@ -136,10 +136,10 @@ def test_several_operands_results_and_types(device: str) -> None:
     x, w = g.input("x", ("n", 4)), g.input("w", (4,))
     g.set_outputs([*x.sums(w), *x.sums(head_dim=2)])
     a, b = rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=4).astype(np.float32)
-    found = outputs(g, device, x=a, w=b)
-    np.testing.assert_allclose(found[0], (a.astype(np.float64) * b).sum(-1), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(found[1], a * b > 1)
-    np.testing.assert_array_equal(found[3], a > 2)
+    actual = outputs(g, device, x=a, w=b)
+    np.testing.assert_allclose(actual[0], (a.astype(np.float64) * b).sum(-1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(actual[1], a * b > 1)
+    np.testing.assert_array_equal(actual[3], a > 2)
 
 
 @BOTH
@@ -171,8 +171,8 @@ def test_narrow_precision_does_not_round_what_a_kernel_of_the_user_sees(device: 
 
 # -- where it shows ---------------------------------------------------------------------------------------------------
 def test_reports_and_text_know_the_op(capsys: pytest.CaptureFixture[str]) -> None:
-    found = rlx.op("mish", decompose=lambda x: x * (1 + x.exp()).log().tanh(), doc="Mish.")(same)
-    assert found.group == "test_user_ops" and Path(found.place.rpartition(":")[0]) == Path(__file__)
+    actual = rlx.op("mish", decompose=lambda x: x * (1 + x.exp()).log().tanh(), doc="Mish.")(same)
+    assert actual.group == "test_user_ops" and Path(actual.place.rpartition(":")[0]) == Path(__file__)
     g = rlx.Graph("g")
     g.set_outputs([g.input("x", (3,)).mish()])
     assert "%1 = mish(%0) : f32[3]" in g.text() and rlx.Graph.parse(g.text()) == g

@@ -94,9 +94,9 @@ def _write_metadata(writer: Any, checkpoint: Checkpoint) -> None:
         place, value = leaf.metadata.get("gguf"), c.value(leaf)
         if place and value is not None:
             metadata[place] = value
-    if isinstance(c, DecoderConfig) and c.turns:
+    if isinstance(c, DecoderConfig) and c.uses_rope:
         metadata |= rope_settings(c)
-    for place, value in (metadata | c.only_in_gguf()).items():
+    for place, value in (metadata | c.gguf_only_settings()).items():
         _add(writer, f"{prefix}.{place}", value)
     if checkpoint.tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
@@ -141,7 +141,7 @@ def rope_settings(c: DecoderConfig) -> dict[str, Any]:
 def rope_tensors(checkpoint: Checkpoint) -> dict[str, Array]:
     """Divisors of RoPE frequencies that GGUF stores as tensors: those of Llama 3 and longrope."""
     c = checkpoint.config
-    if not isinstance(c, DecoderConfig) or not c.turns or c.rope.kind not in TENSORS_OF_ROPE:
+    if not isinstance(c, DecoderConfig) or not c.uses_rope or c.rope.kind not in TENSORS_OF_ROPE:
         return {}
     known = TENSORS_OF_ROPE[c.rope.kind]
     if checkpoint.family.architecture not in known:

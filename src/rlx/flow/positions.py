@@ -11,7 +11,7 @@ from rlx.dtypes import BOOL
 from rlx.errors import GraphError, ShapeError, nearest
 from rlx.flow.context import FlowCtx
 from rlx.flow.state import MAIN_ROPE
-from rlx.hir.lower import counted
+from rlx.hir.lower import default_positions
 from rlx.ir.graph import Graph, Value
 from rlx.ops.rope import STYLES as ROPE_STYLES
 from rlx.types import Size
@@ -28,7 +28,7 @@ def token_positions(ctx: FlowCtx, x: Value) -> Value:
         return ctx.input("positions", x.shape[1:2], "i32").reshape(*x.shape[:2])  # ragged: a batch of one
     if has_positions(ctx):
         return ctx.input("positions", x.shape[:2], "i32")
-    return counted(ctx.hir(), x.shape[0], x.shape[1])
+    return default_positions(ctx.hir(), x.shape[0], x.shape[1])
 
 
 def size_of(graph: Graph, size: Size) -> Value:

@@ -1,4 +1,4 @@
-"""Activations by the names that configurations of models have (`hidden_act` of Hugging Face)."""
+"""Activations by their names in model configurations (Hugging Face's `hidden_act`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rlx.errors import CapabilityError
 from rlx.ir.graph import Value
 
-# Those that have weights of their own (prelu, xielu) are no part of it.
+# Activations with weights of their own (prelu, xielu) are not included.
 NAMED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("silu", "swish"), lambda x: x.silu()),
     **dict.fromkeys(("gelu", "gelu_python"), lambda x: x.gelu()),
@@ -34,20 +34,20 @@ NAMED: dict[str, Callable[[Any], Any]] = {
 
 
 def check_known(name: str) -> None:
-    """Raise unless an activation has this name."""
+    """Raise unless the name is a known activation."""
     if name not in NAMED:
         raise CapabilityError(f"activation {name!r} is not known", hint=f"known: {', '.join(sorted(NAMED))}")
 
 
 def activate(x: Value, name: str) -> Value:
-    """An activation by its name in configurations."""
+    """Apply an activation by its configuration name."""
     check_known(name)
     result: Value = NAMED[name](x)
     return result
 
 
 def softplus(x: Value) -> Value:
-    """log(1 + exp(x)), for small results too: log(1 + e) there is e, with what 1 + e has lost put back."""
+    """log(1 + exp(x)), accurate for small results too: log(1 + e) ≈ e, with the rounding of 1 + e added back."""
     e = (-(abs(x))).exp()
     one = e + 1.0
     rest = one - 1.0

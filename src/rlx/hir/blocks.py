@@ -1,9 +1,8 @@
 """HIR blocks: the pieces models are assembled from, one level above tensor ops.
 
-These take weights as values [in, out] and have their lowerings in `lower.py`; those over stored weights, which stages
-emit, are in `layers.py` and `recurrent.py` together with theirs. An HIR graph may use any MIR op beside blocks. A block
-that does what an op does on tensors laid out as models have them (heads side by side in the last axis) is called
-`<op>_block`.
+These take weights as values [in, out] and are lowered in `lower.py`. Blocks over stored weights, which stages emit, are
+in `layers.py` and `recurrent.py` with their lowerings. HIR graphs may also use any MIR op. A block that does what an op
+does, on tensors laid out as in models (heads packed in the last axis), is called `<op>_block`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rlx.types import Size, TensorType, require_equal, tensor
 
 
 class Activation(enum.Enum):
-    """What may follow a linear map; the value is the op's name."""
+    """Activations that can follow a linear map; the value is the op's name."""
 
     GELU = "gelu"
     GELU_APPROX = "gelu_tanh"
@@ -52,7 +51,7 @@ Shape = tuple[Size, ...]
 
 
 def one_type(types: TensorType | tuple[TensorType, ...]) -> TensorType:
-    """The type that the rule of an op with one result gives."""
+    """The single result type of an op's type rule."""
     assert isinstance(types, TensorType)
     return types
 
@@ -62,30 +61,30 @@ def shape_text(shape: Sequence[Size]) -> str:
 
 
 def check_operands(where: str, like: TensorType, wanted: Mapping[str, tuple[TensorType | None, Shape]]) -> None:
-    """Every operand that is given has its shape and the float type of `like`."""
+    """Check that every present operand has its shape and the float type of `like`."""
     if not like.dtype.is_float:
         raise DTypeError(f"{where}: takes floats, found {like}")
     check_shapes(where, wanted)
-    for name, (found, _) in wanted.items():
-        if found is not None and found.dtype is not like.dtype:
-            raise DTypeError(f"{where}: {name} is {found}, x is {like.dtype}; both have one type")
+    for name, (operand, _) in wanted.items():
+        if operand is not None and operand.dtype is not like.dtype:
+            raise DTypeError(f"{where}: {name} is {operand}, x is {like.dtype}; both have one type")
 
 
 def check_shapes(where: str, wanted: Mapping[str, tuple[TensorType | None, Shape]]) -> None:
-    """Every operand that is given has its shape."""
-    for name, (found, shape) in wanted.items():
-        if found is None:
+    """Check that every present operand has its shape."""
+    for name, (operand, shape) in wanted.items():
+        if operand is None:
             continue
-        message = f"{where}: {name} is {found}, expected {shape_text(shape)}"
-        if found.rank != len(shape):
+        message = f"{where}: {name} is {operand}, expected {shape_text(shape)}"
+        if operand.rank != len(shape):
             raise ShapeError(message)
-        for have, want in zip(found.shape, shape, strict=True):
+        for have, want in zip(operand.shape, shape, strict=True):
             require_equal(have, want, message)
 
 
 # -- linear maps ------------------------------------------------------------------------------------------------------
 def wide(x: TensorType | Value) -> DType:
-    """The element type that stored weights of a linear map have beside x: f32, or f64 where x has it."""
+    """Element type to which a linear map's stored weights are converted: f32, or f64 if x is f64."""
     return promote(x.dtype, F32) if x.dtype.is_float else F32
 
 
@@ -117,13 +116,13 @@ def linear(
 
 @op("linear_fused", level=HIR, samples=_LINEAR)
 def linear_fused(x: TensorType, weight: TensorType, bias: TensorType, *, activation: str | None = None) -> TensorType:
-    """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
+    """activation(x @ weight + bias) as a single MIR op under every fusion policy."""
     return linear_type("linear_fused", x, weight, bias, activation)
 
 
 @op("shared_linear_pair", level=HIR, samples=[sample(f32(3, 17), f32(17, 70), f32(17, 5))])
 def shared_linear_pair(x: TensorType, first: TensorType, second: TensorType) -> tuple[TensorType, TensorType]:
-    """x @ first and x @ second, two results of one reading of x."""
+    """x @ first and x @ second, reading x once."""
     return one_type(matmul.rule(x, first)), one_type(matmul.rule(x, second))
 
 
@@ -152,7 +151,7 @@ def residual_rms_norm(
 
 # -- heads ------------------------------------------------------------------------------------------------------------
 def heads_shape(where: str, name: str, t: TensorType, size: int) -> Shape:
-    """[batch, seq, heads, size] of [batch, seq, heads · size] or of a tensor that has it already."""
+    """[batch, seq, heads, size] from [batch, seq, heads · size]; unchanged if the heads are split already."""
     if t.rank == 4:
         return t.shape
     last = t.shape[-1] if t.rank == 3 else None
@@ -164,11 +163,11 @@ def heads_shape(where: str, name: str, t: TensorType, size: int) -> Shape:
 
 
 def heads_first(q: TensorType, num_heads: int) -> bool:
-    """Whether a tensor of four axes is [batch, heads, seq, head_dim]. Where both readings fit it is the other one."""
+    """Whether a rank-4 tensor is [batch, heads, seq, head_dim]; if ambiguous, it is [batch, seq, heads, head_dim]."""
     return q.rank == 4 and q.shape[2] != num_heads and q.shape[1] == num_heads
 
 
-def swapped(shape: Shape) -> Shape:
+def swap_heads(shape: Shape) -> Shape:
     return (shape[0], shape[2], shape[1], *shape[3:])
 
 
@@ -198,17 +197,17 @@ def attention_block(
 ) -> TensorType:
     """Attention over [batch, seq, heads * head_dim], [batch, seq, heads, head_dim] or [batch, heads, seq, head_dim].
 
-    k and v may have fewer heads than q. The result is laid out as q. Masks, scale and softcap are those of `attention`.
+    k and v may have fewer heads than q. The result has q's layout. Masks, scale and softcap are those of `attention`.
     """
     where = "attention_block"
     if not q.rank == k.rank == v.rank or q.rank not in (3, 4):
         raise ShapeError(f"{where}: q, k and v have 3 or 4 axes each, found {q}, {k}, {v}")
     if heads_first(q, num_heads):
-        q, k, v = (t.with_shape(*swapped(t.shape)) for t in (q, k, v))
+        q, k, v = (t.with_shape(*swap_heads(t.shape)) for t in (q, k, v))
         result = attention_block.rule(
             q, k, v, mask, num_heads=num_heads, head_dim=head_dim, mask_kind=mask_kind, scale=scale, softcap=softcap
         )
-        return one_type(result).with_shape(*swapped(one_type(result).shape))
+        return one_type(result).with_shape(*swap_heads(one_type(result).shape))
     split = [t.with_shape(*heads_shape(where, n, t, head_dim)) for n, t in (("q", q), ("k", k), ("v", v))]
     if split[0].shape[2] != num_heads or split[0].shape[3] != head_dim:
         raise ShapeError(f"{where}: q is {q}, expected {num_heads} heads of {head_dim}")
@@ -216,14 +215,14 @@ def attention_block(
     return result if q.rank == 4 else q
 
 
-def rotated(where: str, head_dim: int, n_rot: int | None, cos: TensorType) -> int:
-    """How many elements of a head turn."""
-    turned = head_dim if n_rot is None else n_rot
-    if turned % 2 or not 0 < turned <= head_dim:
-        raise ShapeError(f"{where}: n_rot is {turned}, expected an even number of 2 to {head_dim} elements")
-    if cos.rank != 2 or not isinstance(cos.shape[1], int) or cos.shape[1] < turned // 2:
-        raise ShapeError(f"{where}: cos is {cos}, expected [positions, {turned // 2}] or wider")
-    return turned
+def rotary_size(where: str, head_dim: int, n_rot: int | None, cos: TensorType) -> int:
+    """Number of elements per head that RoPE rotates."""
+    width = head_dim if n_rot is None else n_rot
+    if width % 2 or not 0 < width <= head_dim:
+        raise ShapeError(f"{where}: n_rot is {width}, expected an even number of 2 to {head_dim} elements")
+    if cos.rank != 2 or not isinstance(cos.shape[1], int) or cos.shape[1] < width // 2:
+        raise ShapeError(f"{where}: cos is {cos}, expected [positions, {width // 2}] or wider")
+    return width
 
 
 @op(
@@ -242,13 +241,13 @@ def rope_block(
     head_dim: int,
     n_rot: int | None = None,
 ) -> TensorType:
-    """Rotate the first `n_rot` elements (all, unless given) of each head by the angle of its position.
+    """Rotate the first `n_rot` elements of each head (default: all) by the angle of its position.
 
     `x` is [batch, seq, heads * head_dim] or [batch, seq, heads, head_dim]; tables are [positions, n_rot / 2] or wider.
-    Positions count from 0 along the sequence, or are given as [batch, seq].
+    Positions count from 0 along the sequence, unless passed as [batch, seq].
     """
     where = "rope_block"
-    turned = rotated(where, head_dim, n_rot, cos)
+    width = rotary_size(where, head_dim, n_rot, cos)
     split = x.with_shape(*heads_shape(where, "x", x, head_dim))
     if split.shape[3] != head_dim:
         raise ShapeError(f"{where}: x is {x}, expected heads of {head_dim}")
@@ -257,7 +256,7 @@ def rope_block(
     if positions is None:
         _enough_rows(where, cos, x)
         positions = tensor(x.shape[:2], "i32")
-    tables = [t.with_shape(t.shape[0], turned // 2) for t in (cos, sin)]
+    tables = [t.with_shape(t.shape[0], width // 2) for t in (cos, sin)]
     rope.rule(split, *tables, positions)
     return x
 
@@ -270,7 +269,7 @@ def _enough_rows(where: str, cos: TensorType, x: TensorType) -> None:
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 def _small(*shape: int) -> Spec:
-    """A weight or a table: sums over it stay near what they are made of."""
+    """A small weight or table, to keep sums over it in range."""
     return f32(*shape, low=-0.7, high=0.7)
 
 
@@ -330,7 +329,7 @@ def llama_decoder_block(
         "input_beta": (input_beta, vector), "post_beta": (post_beta, vector),
     })  # fmt: skip
     _enough_rows(where, cos, x)
-    rotated(where, head_dim, None, cos)
+    rotary_size(where, head_dim, None, cos)
     heads = [x.with_shape(*x.shape[:2], n, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads)]
     attention.rule(*heads, mask, mask_kind=mask_kind)
     return x
@@ -379,10 +378,10 @@ def qwen35_mtp_head(
 ) -> TensorType:
     """The multi-token-prediction head of Qwen3.5: logits of the token after next, [batch, vocab].
 
-    `x` is the trunk's [batch, seq, hidden], `ids` the tokens that follow each of them, `last[b]` the place in row b to
-    predict from. Normed embeddings and normed x go side by side through `eh_proj` into one layer of gated attention
-    (`q` gives queries and gates, [hidden, heads * 2 * head_dim], for each head side by side; queries and keys are
-    normed a head at a time; the first `n_rot` elements turn) and SwiGLU, then through `norm` and `head`.
+    `x` is the trunk's [batch, seq, hidden], `ids` the token after each of them, `last[b]` the index in row b to predict
+    from. Normed embeddings and normed x are concatenated and go through `eh_proj` into one layer of gated attention
+    (`q` gives queries and gates, [hidden, heads * 2 * head_dim], adjacent per head; queries and keys are normed per
+    head; the first `n_rot` elements are rotated) and SwiGLU, then through `norm` and `head`.
     """
     where = "qwen35_mtp_head"
     if x.rank != 3:
@@ -392,7 +391,7 @@ def qwen35_mtp_head(
         if t.shape != shape or not t.dtype.is_integer:
             raise ShapeError(f"{where}: {name} is {t}, expected integers {shape_text(shape)}")
     wide, narrow, inner = num_heads * head_dim, num_kv_heads * head_dim, gate.shape[-1]
-    rotated(where, head_dim, n_rot, cos)
+    rotary_size(where, head_dim, n_rot, cos)
     vector = (hidden,)
     check_operands(where, x, {
         "embed": (embed, (embed.shape[0], hidden)), "hidden_norm": (hidden_norm, vector),

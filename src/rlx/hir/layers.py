@@ -1,7 +1,7 @@
-"""Blocks of layers, with their lowerings: linear maps, norms, attention, feed-forwards, patches of images.
+"""Layer blocks with their lowerings: linear maps, norms, attention, feed-forwards, patch embedding.
 
-Weights are operands as files store them: `[out, in]`, packed or in another element type. They are converted to the type
-of x, in matmuls to f32 or wider. Heads are split: queries, keys and values are `[batch, seq, heads, head_dim]`.
+Weights are operands as files store them: `[out, in]`, quantised or in another element type. They are converted to the
+type of x, in matmuls to f32 or wider. Queries, keys and values have split heads: `[batch, seq, heads, head_dim]`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from rlx.errors import GraphError, ShapeError
 from rlx.hir.activations import activate, check_known
 from rlx.hir.blocks import check_shapes, linear_type, one_type, wide
-from rlx.hir.lower import activated, counted, lowering, placed, projected, read
+from rlx.hir.lower import apply_activation, default_positions, lowering, place, project, read
 from rlx.hir.ragged import check_token_rows, without_batch
 from rlx.ir.graph import Value
 from rlx.ir.registry import HIR, TAKES_PACKED, f32, i32, op, sample
@@ -40,10 +40,10 @@ def linear_stored(
     transposed: bool = True,
     heads: int | None = None,
 ) -> TensorType:
-    """activation(x @ weight + bias) by a weight and a bias as files store them: packed, or of any element type.
+    """activation(x @ weight + bias) with a weight and bias as files store them: quantised, or of any element type.
 
-    They are converted to f32 (f64 where x has it). The weight is [out, in], or [in, out] unless it is `transposed`.
-    With `heads` the last axis of the result is split into so many heads, [..., heads, head_dim].
+    They are converted to f32 (f64 if x is f64). The weight is [out, in] if `transposed`, else [in, out]. With `heads`,
+    the last axis of the result is split into [..., heads, head_dim].
     """
     where = "linear_stored"
     if weight.rank < 2:
@@ -64,7 +64,7 @@ def linear_stored(
 def _(
     x: Value, weight: Value, bias: Value | None, *, activation: str | None, transposed: bool, heads: int | None
 ) -> Value:
-    y = activated(projected(x, weight, bias, transposed=transposed), activation)
+    y = apply_activation(project(x, weight, bias, transposed=transposed), activation)
     return y if heads is None else y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
 
 
@@ -85,9 +85,9 @@ def norm(
     eps: float,
     unit_offset: bool = False,
 ) -> TensorType:
-    """RMSNorm (`kind="rms"`) or LayerNorm (`kind="layer"`) of the last axis, times a stored weight, plus a bias.
+    """RMSNorm (`kind="rms"`) or LayerNorm (`kind="layer"`) over the last axis, times a stored weight, plus a bias.
 
-    With `unit_offset` it is times 1 + weight, as in Gemma's files.
+    `unit_offset` multiplies by 1 + weight, as in Gemma's files.
     """
     if kind not in NORMS:
         raise GraphError(f"norm: kind is {kind!r}, expected rms or layer")
@@ -109,7 +109,7 @@ def _(x: Value, weight: Value, bias: Value | None, *, kind: str, eps: float, uni
 # -- attention --------------------------------------------------------------------------------------------------------
 @op("split_qkv", level=HIR, samples=[sample(f32(2, 3, 24), num_heads=2)])
 def split_qkv(qkv: TensorType, *, num_heads: int) -> tuple[TensorType, TensorType, TensorType]:
-    """Queries, keys and values [batch, seq, heads, head_dim] of one projection that has them one after the other."""
+    """Splits a fused projection into queries, keys and values [batch, seq, heads, head_dim]."""
     width = qkv.shape[-1] if qkv.rank == 3 else None
     if not isinstance(width, int) or num_heads < 1 or width % (3 * num_heads):
         raise ShapeError(f"split_qkv: found {qkv}, expected [batch, seq, 3 * {num_heads} * head_dim]")
@@ -186,23 +186,23 @@ def _(
     q: Value, k: Value, v: Value, mask: Value | None, cos: Value | None, sin: Value | None, rows: Value | None,
     positions: Value | None, *, mask_kind: str, scale: float | None, softcap: float | None, style: str,
 ) -> Value:  # fmt: skip
-    q, k = (rotated_heads(x, cos, sin, rows, positions, style) for x in (q, k))
-    return joined(q.graph.one("attention", q, k, v, mask, mask_kind=mask_kind, scale=scale, softcap=softcap))
+    q, k = (rotate_heads(x, cos, sin, rows, positions, style) for x in (q, k))
+    return join_heads(q.graph.one("attention", q, k, v, mask, mask_kind=mask_kind, scale=scale, softcap=softcap))
 
 
-def rotated_heads(
+def rotate_heads(
     x: Value, cos: Value | None, sin: Value | None, rows: Value | None, positions: Value | None, style: str
 ) -> Value:
-    """Queries or keys after RoPE; as they are where there are no tables."""
+    """Applies RoPE to queries or keys; the identity if there are no tables."""
     if cos is None or sin is None:
         return x
-    if rows is None:  # padding has a negative position; what it turns to is never looked at
-        rows = counted(x.graph, *x.shape[:2]) if positions is None else positions.maximum(0)
+    if rows is None:  # padding has negative positions; its rotation is never read
+        rows = default_positions(x.graph, *x.shape[:2]) if positions is None else positions.maximum(0)
     return x.graph.one("rope", x, cos, sin, rows, style=style)
 
 
-def joined(heads: Value) -> Value:
-    """[batch, seq, heads * head_dim] of [batch, seq, heads, head_dim]."""
+def join_heads(heads: Value) -> Value:
+    """[batch, seq, heads, head_dim] to [batch, seq, heads * head_dim]."""
     batch, seq, count, size = heads.shape
     return heads.reshape(batch, seq, count * size)
 
@@ -242,11 +242,11 @@ def cached_self_attention(
     key_axes: str = POOL_AXES,
     value_axes: str = POOL_AXES,
 ) -> TensorType:
-    """`self_attention` over a cache: appends k and v at `positions`, then attends over all that the cache holds.
+    """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
-    `keys` and `values` are pools of pages and `table` says which are whose, as `kv_append` has them. Pools are written
-    in place; with a window they are rings. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
-    that says which row of the table each belongs to.
+    `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
+    place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
+    sequence of ragged tokens, and `token_rows` is the table row of each.
     """
     where = "cached_self_attention"
     _check_heads(where, q, k, v)
@@ -272,8 +272,8 @@ def _(
     softcap: float | None, style: str, key_axes: str, value_axes: str,
 ) -> Value:  # fmt: skip
     graph, ring = q.graph, split_mask(mask_kind)[1] > 0
-    q, k = (rotated_heads(x, cos, sin, rows, positions, style) for x in (q, k))
-    table, keys, values = placed(table), placed(keys), placed(values)
+    q, k = (rotate_heads(x, cos, sin, rows, positions, style) for x in (q, k))
+    table, keys, values = place(table), place(keys), place(values)
     lead = q.shape[:2]
     if token_rows is not None:
         q, k, v, positions = (without_batch(x) for x in (q, k, v, positions))
@@ -283,7 +283,7 @@ def _(
     how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
     how |= {"key_axes": key_axes, "value_axes": value_axes}
     seen = graph.one("cached_attention", q, keys, values, *places, **how)
-    return joined(seen if token_rows is None else seen.reshape(*lead, *seen.shape[1:]))
+    return join_heads(seen if token_rows is None else seen.reshape(*lead, *seen.shape[1:]))
 
 
 # -- feed-forwards ----------------------------------------------------------------------------------------------------
@@ -323,8 +323,8 @@ def _(
     x: Value, gate: Value, up: Value, down: Value, gate_bias: Value | None, up_bias: Value | None,
     down_bias: Value | None, *, activation: str,
 ) -> Value:  # fmt: skip
-    opened = activate(projected(x, gate, gate_bias), activation)
-    return projected(opened * projected(x, up, up_bias), down, down_bias)
+    activated = activate(project(x, gate, gate_bias), activation)
+    return project(activated * project(x, up, up_bias), down, down_bias)
 
 
 @op(
@@ -360,10 +360,10 @@ def fused_gated_ffn(
 def _(
     x: Value, both: Value, down: Value, both_bias: Value | None, down_bias: Value | None, *, activation: str
 ) -> Value:
-    halves = projected(x, both, both_bias)
+    halves = project(x, both, both_bias)
     assert isinstance(halves.shape[-1], int)
     inner = halves.shape[-1] // 2
-    return projected(activate(halves[..., :inner], activation) * halves[..., inner:], down, down_bias)
+    return project(activate(halves[..., :inner], activation) * halves[..., inner:], down, down_bias)
 
 
 @op(
@@ -385,10 +385,10 @@ def moe_ffn(
     normalise: bool = True,
     activation: str = "silu",
 ) -> TensorType:
-    """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` likeliest experts of each token.
+    """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` most likely experts of each token.
 
-    `x` is [batch, seq, hidden], `router` [experts, hidden]; weights of experts are stacked, [experts, out, in].
-    Probabilities are a softmax over all experts; with `normalise` those of the chosen ones add up to 1.
+    `x` is [batch, seq, hidden], `router` [experts, hidden]; expert weights are stacked, [experts, out, in].
+    Probabilities are a softmax over all experts; `normalise` rescales those of the chosen ones to sum to 1.
     """
     check_known(activation)
     if x.rank != 3 or not x.dtype.is_float or gate.rank != 3:
@@ -410,15 +410,15 @@ def _(
     graph, (batch, seq, hidden), experts = x.graph, x.shape, router.shape[0]
     rows = x.reshape(batch * seq, hidden)
     count: Size = rows.shape[0]
-    odds, picked = projected(rows, router).softmax(axis=-1).topk(k=chosen)  # [rows, chosen]
+    odds, expert_ids = project(rows, router).softmax(axis=-1).topk(k=chosen)  # [rows, chosen]
     if normalise:
         odds = odds / odds.sum(axis=-1, keepdims=True)
-    picked = picked.reshape(count * chosen)
-    order, place, _ = picked.group_rows(groups=experts)  # an expert reads its weights once for all its rows
-    each, picked = rows.gather(order // chosen), picked.gather(order)
+    expert_ids = expert_ids.reshape(count * chosen)
+    order, place, _ = expert_ids.group_rows(groups=experts)  # each expert reads its weights once for all its rows
+    each, expert_ids = rows.gather(order // chosen), expert_ids.gather(order)
 
     def expert(x: Value, weight: Value) -> Value:
-        return graph.one("grouped_matmul", x, read(weight, wide(x)).mT, picked)
+        return graph.one("grouped_matmul", x, read(weight, wide(x)).mT, expert_ids)
 
     inner = activate(expert(each, gate), activation) * expert(each, up)
     out = expert(inner, down).gather(place).reshape(count, chosen, hidden)
@@ -432,7 +432,7 @@ def _(
     samples=[sample(f32(2, 3, 8, 6), f32(5, 3, 2, 2), f32(5)), sample(f32(1, 3, 4, 4), f32(5, 3, 4, 4))],
 )  # fmt: skip
 def patch_embedding(pixels: TensorType, weight: TensorType, bias: TensorType | None = None) -> TensorType:
-    """A vector per square of pixels: [batch, channels, height, width] to [batch, patches, dim], row by row.
+    """One vector per patch: [batch, channels, height, width] to [batch, patches, dim], row by row.
 
     `weight` is [dim, channels, side, side].
     """
@@ -449,7 +449,7 @@ def patch_embedding(pixels: TensorType, weight: TensorType, bias: TensorType | N
 def _(pixels: Value, weight: Value, bias: Value | None) -> Value:
     side = weight.shape[2]
     weight, bias = read(weight, pixels.dtype), None if bias is None else read(bias, pixels.dtype)
-    found = pixels.graph.one("conv2d", pixels, weight, bias, stride=side)
-    batch, dim, rows, columns = found.shape
-    patches: Value = found.reshape(batch, dim, rows * columns).transpose(axes=(0, 2, 1))
+    features = pixels.graph.one("conv2d", pixels, weight, bias, stride=side)
+    batch, dim, rows, columns = features.shape
+    patches: Value = features.reshape(batch, dim, rows * columns).transpose(axes=(0, 2, 1))
     return patches

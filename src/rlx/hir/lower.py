@@ -1,7 +1,7 @@
-"""Lowering: HIR blocks become MIR ops. Every node made keeps the block it came from.
+"""Lowers HIR blocks to MIR ops. Every new node records the block it came from.
 
-`lowering` writes a block with plain ops, which passes fuse; `direct` has the blocks that `FusionPolicy.DIRECT` makes a
-fused op at once. Both mean the same.
+`lowering` writes a block in plain ops, which passes fuse later; `direct` has the blocks that `FusionPolicy.DIRECT`
+lowers straight to a fused op. Both compute the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from rlx.dtypes import DType
 from rlx.errors import LowerError
 from rlx.hir.activations import activate
-from rlx.hir.blocks import ACTIVATIONS, heads_first, heads_shape, rotated, wide
+from rlx.hir.blocks import ACTIVATIONS, heads_first, heads_shape, rotary_size, wide
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.provenance import built_from
 from rlx.ir.registry import HIR, MIR, RuleTable, get
@@ -23,10 +23,10 @@ from rlx.types import Size, TensorType
 Lowering = Callable[..., Value | tuple[Value, ...]]
 lowering: RuleTable[Lowering] = RuleTable("lowering", "src/rlx/hir/lower.py")
 direct: RuleTable[Lowering] = RuleTable("direct lowering", "src/rlx/hir/lower.py")
-LATE = ("input", "param", "state")  # leaves that are placed where they are read first
+LATE = ("input", "param", "state")  # leaves that are placed at their first use
 
 
-def activated(x: Value, activation: str | None) -> Value:
+def apply_activation(x: Value, activation: str | None) -> Value:
     if activation is None:
         return x
     return x.graph.one(activation, x) if activation in ACTIVATIONS else activate(x, activation)
@@ -34,18 +34,18 @@ def activated(x: Value, activation: str | None) -> Value:
 
 # -- linear maps ------------------------------------------------------------------------------------------------------
 def read(stored: Value, kind: DType) -> Value:
-    """A stored weight in an element type: packed blocks are unpacked, other types are cast."""
+    """Converts a stored weight to an element type: unpacks quantised blocks, casts other types."""
     if stored.dtype.is_packed:
         stored = stored.dequantise()
     return stored if stored.dtype is kind else stored.astype(kind)
 
 
-def projected(
+def project(
     x: Value, weight: Value, bias: Value | None = None, *, transposed: bool = True, kind: DType | None = None
 ) -> Value:
-    """x times a stored weight, [out, in] where it is `transposed`, plus a bias.
+    """x times a stored weight ([out, in] if `transposed`, else [in, out]) plus a bias.
 
-    Both are read as `kind`, which is f32 or wider unless it is given.
+    Weight and bias are converted to `kind`, by default f32, or f64 if x is f64.
     """
     kind = kind or wide(x)
     weight = read(weight, kind)
@@ -56,7 +56,7 @@ def projected(
 @lowering("linear")
 def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) -> Value:
     product = x @ weight
-    return activated(product if bias is None else product + bias, activation)
+    return apply_activation(product if bias is None else product + bias, activation)
 
 
 @direct("linear")
@@ -67,7 +67,7 @@ def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) ->
     others = [] if bias is None else [bias]
 
     def epilogue(total: Value, *added: Value) -> Value:
-        return activated(total + added[0] if added else total, activation)
+        return apply_activation(total + added[0] if added else total, activation)
 
     return fused(x, [weight], others, epilogue)
 
@@ -77,18 +77,18 @@ def _(x: Value, first: Value, second: Value) -> tuple[Value, Value]:
     return x @ first, x @ second
 
 
-def gated(gate: Value, up: Value) -> Value:
+def swiglu(gate: Value, up: Value) -> Value:
     return gate.graph.one("silu", gate) * up
 
 
 @lowering("swiglu_ffn")
 def _(x: Value, up: Value, gate: Value, down: Value) -> Value:
-    return gated(x @ gate, x @ up) @ down
+    return swiglu(x @ gate, x @ up) @ down
 
 
 @direct("swiglu_ffn")
 def _(x: Value, up: Value, gate: Value, down: Value) -> Value:
-    return fused(x, [gate, up], [], gated) @ down
+    return fused(x, [gate, up], [], swiglu) @ down
 
 
 @lowering("residual_rms_norm")
@@ -107,7 +107,7 @@ def rms(x: Value, gamma: Value, eps: float, beta: Value | None = None) -> Value:
 
 
 def fused(x: Value, weights: Sequence[Value], others: Sequence[Value], epilogue: Callable[..., Value]) -> Value:
-    """One matmul with an epilogue over its sums and `others`; plain ops where the types are not of one float."""
+    """One matmul with an epilogue over its sums and `others`; plain ops unless all operands share one float type."""
     graph = x.graph
     if not x.dtype.is_float or any(w.dtype is not x.dtype for w in weights):
         return epilogue(*(x @ w for w in weights), *others)
@@ -123,7 +123,7 @@ def fused(x: Value, weights: Sequence[Value], others: Sequence[Value], epilogue:
 
 # -- heads ------------------------------------------------------------------------------------------------------------
 def split_heads(x: Value, size: int) -> Value:
-    """[batch, seq, heads, size] of [batch, seq, heads · size]."""
+    """[batch, seq, heads · size] to [batch, seq, heads, size]."""
     return x.reshape(heads_shape("heads", "x", x.type, size))
 
 
@@ -133,33 +133,33 @@ def _(
     scale: float | None, softcap: float | None,
 ) -> Value:  # fmt: skip
     swap = heads_first(q.type, num_heads)
-    heads = [turned_heads(t) if swap else split_heads(t, head_dim) for t in (q, k, v)]
+    heads = [swap_heads_and_seq(t) if swap else split_heads(t, head_dim) for t in (q, k, v)]
     seen = q.graph.one("attention", *heads, mask, mask_kind=mask_kind, scale=scale, softcap=softcap)
-    return turned_heads(seen) if swap else seen.reshape(q.shape) if q.rank == 3 else seen
+    return swap_heads_and_seq(seen) if swap else seen.reshape(q.shape) if q.rank == 3 else seen
 
 
-def turned_heads(x: Value) -> Value:
+def swap_heads_and_seq(x: Value) -> Value:
     return x.graph.one("transpose", x, axes=(0, 2, 1, 3))
 
 
 @lowering("rope_block")
 def _(x: Value, cos: Value, sin: Value, positions: Value | None, *, head_dim: int, n_rot: int | None) -> Value:
     if positions is None:
-        positions = counted(x.graph, x.shape[0], x.shape[1])
-    return turn(split_heads(x, head_dim), cos, sin, positions, n_rot).reshape(x.shape)
+        positions = default_positions(x.graph, x.shape[0], x.shape[1])
+    return apply_rope(split_heads(x, head_dim), cos, sin, positions, n_rot).reshape(x.shape)
 
 
-def counted(graph: Graph, batch: Size, seq: Size) -> Value:
+def default_positions(graph: Graph, batch: Size, seq: Size) -> Value:
     """Positions 0, 1, ... in each row, [batch, seq]."""
     ones = graph.one("expand", graph.constant(1, "i32"), shape=(batch, seq))
     return graph.one("cumsum", ones, axis=1, exclusive=True)
 
 
-def turn(heads: Value, cos: Value, sin: Value, positions: Value, n_rot: int | None = None) -> Value:
-    """RoPE of [batch, seq, heads, head_dim] by tables that may be wider than what turns."""
+def apply_rope(heads: Value, cos: Value, sin: Value, positions: Value, n_rot: int | None = None) -> Value:
+    """Applies RoPE to [batch, seq, heads, head_dim]; the tables may be wider than the rotated part."""
     head_dim = heads.shape[3]
     assert isinstance(head_dim, int)
-    half = rotated("rope", head_dim, n_rot, cos.type) // 2
+    half = rotary_size("rope", head_dim, n_rot, cos.type) // 2
     cos, sin = (t if t.shape[1] == half else t[:, :half] for t in (cos, sin))
     return heads.graph.one("rope", heads, cos, sin, positions)
 
@@ -172,13 +172,13 @@ def _(
     num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask_kind: str,
 ) -> Value:  # fmt: skip
     h = rms(x, input_norm, eps, input_beta)
-    positions = counted(x.graph, *x.shape[:2])
+    positions = default_positions(x.graph, *x.shape[:2])
     queries, keys, values = (split_heads(h @ w, head_dim) for w in (q, k, v))
-    queries, keys = (turn(t, cos, sin, positions) for t in (queries, keys))
+    queries, keys = (apply_rope(t, cos, sin, positions) for t in (queries, keys))
     seen = x.graph.one("attention", queries, keys, values, mask, mask_kind=mask_kind)
     x = x + seen.reshape(*x.shape[:2], num_heads * head_dim) @ o
     h = rms(x, post_norm, eps, post_beta)
-    return x + gated(h @ gate, h @ up) @ down
+    return x + swiglu(h @ gate, h @ up) @ down
 
 
 @lowering("qwen35_mtp_head")
@@ -193,39 +193,39 @@ def _(
     tokens = rms(graph.one("gather", embed, ids), embed_norm, eps)
     x = graph.one("concatenate", tokens, rms(x, hidden_norm, eps), axis=-1) @ eh_proj
     h = rms(x, input_norm, eps)
-    positions = counted(graph, batch, seq)
-    both = (h @ q).reshape(batch, seq, num_heads, 2 * head_dim)  # for each head its query, then its gate
+    positions = default_positions(graph, batch, seq)
+    both = (h @ q).reshape(batch, seq, num_heads, 2 * head_dim)  # per head: the query, then its gate
     keys, values = (split_heads(h @ w, head_dim) for w in (k, v))
-    queries = turn(rms(both[..., :head_dim], q_norm, eps), cos, sin, positions, n_rot)
-    keys = turn(rms(keys, k_norm, eps), cos, sin, positions, n_rot)
+    queries = apply_rope(rms(both[..., :head_dim], q_norm, eps), cos, sin, positions, n_rot)
+    keys = apply_rope(rms(keys, k_norm, eps), cos, sin, positions, n_rot)
     seen = graph.one("attention", queries, keys, values, mask_kind="causal")
     opened = seen * graph.one("sigmoid", both[..., head_dim:])
     x = x + opened.reshape(batch, seq, num_heads * head_dim) @ o
     h = rms(x, post_norm, eps)
-    x = x + gated(h @ gate, h @ up) @ down
-    return rms(picked(x, last), norm, eps) @ head
+    x = x + swiglu(h @ gate, h @ up) @ down
+    return rms(take_rows(x, last), norm, eps) @ head
 
 
-def picked(x: Value, last: Value) -> Value:
-    """Row `last[b]` of each x[b], [batch, hidden]."""
+def take_rows(x: Value, last: Value) -> Value:
+    """Returns row `last[b]` of each x[b], [batch, hidden]."""
     graph = x.graph
     batch, seq, hidden = x.shape
     ones = graph.one("expand", graph.constant(1, "i32"), shape=(batch, seq))
     lengths = graph.one("sum", ones, axis=1)
-    starts = graph.one("cumsum", lengths, axis=0, exclusive=True)  # b · seq
+    offsets = graph.one("cumsum", lengths, axis=0, exclusive=True)  # b · seq
     inside = graph.one("logical_and", graph.one("greater_equal", last, 0), graph.one("less", last, lengths))
-    rows = graph.one("where", inside, starts + last, -1)  # what lies outside would be a row of another sequence
+    rows = graph.one("where", inside, offsets + last, -1)  # an index out of range would hit another sequence
     return graph.one("gather", x.reshape(batch * seq, hidden), rows)
 
 
-def placed(leaf: Value) -> Value:
-    """An operand of a block. If it is a leaf that waits to be read, it is placed in the graph here."""
+def place(leaf: Value) -> Value:
+    """Returns an operand of a block, placing it in the graph if it is a pending leaf."""
     return leaf.node[leaf.index]
 
 
-# -- whole graphs -----------------------------------------------------------------------------------------------------
+# -- graphs -----------------------------------------------------------------------------------------------------------
 class _LateLeaf(Value):
-    """A leaf in front of a block. It is placed in the graph when the first op of the block reads it."""
+    """A pending leaf. It is placed in the graph when the first op of the block reads it."""
 
     __slots__ = ("leaf", "lowering")
 
@@ -246,10 +246,10 @@ class _LateLeaf(Value):
 
 
 class _Lowering(Rewriter):
-    """A graph while it is lowered.
+    """Lowers one graph.
 
-    The inputs, params and states of a block that come right before it wait until one of its ops reads them, and keep
-    their order. So the ops of a block and their weights come as somebody would have written them one by one.
+    Inputs, params and states right before a block stay pending until one of its ops reads them, and keep their order.
+    Ops and their weights thus appear in the order in which they would be written by hand.
     """
 
     def __init__(self, graph: Graph, policy: FusionPolicy) -> None:
@@ -259,14 +259,14 @@ class _Lowering(Rewriter):
         self.waiting: dict[Node, None] = {}
 
     def place(self, leaf: Node) -> None:
-        """Place a leaf, and before it those that wait longer: leaves are what a graph takes, in order."""
+        """Place a leaf and all leaves pending longer, since the order of leaves is the graph's signature."""
         while leaf in self.waiting:
             first = next(iter(self.waiting))
             del self.waiting[first]
-            self.give(first, self.copy(first))
+            self.set_results(first, self.copy(first))
 
     def place_all(self, but: Sequence[Node] = ()) -> None:
-        """Place what waits; of leaves to wait on, only those after all others do."""
+        """Place all pending leaves, except a trailing run of those in `but`."""
         waiting = list(self.waiting)
         while waiting and waiting[-1] in but:
             waiting.pop()
@@ -282,22 +282,22 @@ class _Lowering(Rewriter):
             self.place_all()
         else:
             self.place_all()
-            results = self.copied(node)
-        self.give(node, results)
+            results = self.copy_with_bodies(node)
+        self.set_results(node, results)
 
-    def give(self, node: Node, results: Sequence[Value]) -> None:
-        """What stands for the results of a node from here on."""
+    def set_results(self, node: Node, results: Sequence[Value]) -> None:
+        """Record the values that replace a node's results."""
         self.values.update(zip(node.results, results, strict=True))
 
-    def copied(self, node: Node) -> tuple[Value, ...]:
-        """A tensor op as it is; a loop may have blocks in its body."""
+    def copy_with_bodies(self, node: Node) -> tuple[Value, ...]:
+        """Copies a tensor op, lowering blocks in its bodies."""
         if not any(isinstance(v, Graph) for v in node.attrs.values()):
             return self.copy(node)
         attrs = {k: lower(v, self.policy) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
         return self.graph.append(node.op, self.operands(node), attrs, node.types, node.origin).results
 
     def lower(self, node: Node) -> tuple[Value, ...]:
-        """The ops of a block."""
+        """Lowers a block to ops."""
         _check(node)
         is_direct = self.policy is FusionPolicy.DIRECT and node.op in direct
         rule = direct[node.op] if is_direct else lowering[node.op]
@@ -308,8 +308,8 @@ class _Lowering(Rewriter):
         ]
         origin = replace(node.origin, source=f"%{node.id} {node.op}")
         with self.graph.scope(origin), built_from(origin):  # the latter for nodes in bodies
-            given = rule(*operands, **node.attrs)
-        results = (given,) if isinstance(given, Value) else given
+            outputs = rule(*operands, **node.attrs)
+        results = (outputs,) if isinstance(outputs, Value) else outputs
         for have, want in zip(results, node.types, strict=True):
             if have.type != want:
                 raise LowerError(f"{node.op}: became {have.type}, expected {want}", notes=[f"at: {node.origin}"])
@@ -317,7 +317,7 @@ class _Lowering(Rewriter):
 
 
 def lower(graph: Graph, policy: FusionPolicy = FusionPolicy.FUSABLE) -> Graph:
-    """The MIR graph of an HIR graph; an MIR graph is returned as it is."""
+    """Lowers an HIR graph to MIR; returns MIR graphs unchanged."""
     if graph.level == MIR:
         return graph
     lowered = _Lowering(map_bodies(graph, lambda body: lower(body, policy)), policy)
@@ -329,13 +329,13 @@ def lower(graph: Graph, policy: FusionPolicy = FusionPolicy.FUSABLE) -> Graph:
 
 
 def _check(node: Node) -> None:
-    """Operands as the block declares them; a graph put together without its builder may have fewer."""
+    """Check operands against the block's schema; a graph not made by the builder may lack some."""
     schema = get(node.op).schema
-    names, least = schema.operands, len(schema.operands) - schema.optional
+    names, required = schema.operands, len(schema.operands) - schema.optional
     notes = [f"at: {node.origin}"]
     if len(node.operands) != len(names):
         wanted = f"{len(names)} operands ({', '.join(names)})"
         raise LowerError(f"{node.op}: expected {wanted}, found {len(node.operands)}", notes=notes)
-    for name, operand in zip(names[:least], node.operands, strict=False):
+    for name, operand in zip(names[:required], node.operands, strict=False):
         if operand is None:
             raise LowerError(f"{node.op}: expected operand {name!r}, found none", notes=notes)

@@ -1,4 +1,4 @@
-"""Ragged tokens in blocks with a cache: a batch of one sequence of tokens, and the row that each belongs to."""
+"""Ragged tokens in blocks with a cache: a batch of one sequence, and the row of the cache of each token."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Blocks of recurrent layers, with their lowerings: Mamba, Mamba 2 and the gated delta rule, each after a convolution.
+"""Recurrent blocks with their lowerings: Mamba, Mamba 2 and the gated delta rule, each after a causal convolution.
 
-With a cache of the runtime, operands `conv_state` and `state` are carried on from earlier tokens and written in place,
-and `positions` says which tokens are padding (a negative one): those leave every state as it is. Without them a
-sequence begins where its tokens do. Weights are as files store them.
+With a runtime cache, `conv_state` and `state` carry over from earlier tokens and are written in place, and `positions`
+marks padding (negative), which leaves every state unchanged. Without them, states start at zero. Weights are as files
+store them.
 
-Ragged tokens are a batch of one sequence, with `token_rows` [tokens], the row of the states that each belongs to.
+Ragged tokens are a batch of one sequence, with `token_rows` [tokens], the row of the states of each token.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rlx.dtypes import I32
 from rlx.errors import GraphError, ShapeError
 from rlx.hir.activations import activate, check_known, softplus
 from rlx.hir.blocks import check_shapes
-from rlx.hir.lower import lowering, placed, projected, read
+from rlx.hir.lower import lowering, place, project, read
 from rlx.hir.ragged import check_token_rows, without_batch
 from rlx.ir.graph import Value
 from rlx.ir.registry import HIR, TAKES_PACKED, Spec, f32, i32, op, sample
 from rlx.types import Size, TensorType
 
 
-# -- what they share --------------------------------------------------------------------------------------------------
+# -- shared -----------------------------------------------------------------------------------------------------------
 def _check_states(
     where: str, x: TensorType, states: dict[str, tuple[TensorType | None, tuple[Size, ...]]],
     positions: TensorType | None, token_rows: TensorType | None,
@@ -34,14 +34,14 @@ def _check_states(
         check_token_rows(where, x, token_rows)
         if positions is None:
             raise GraphError(f"{where}: token_rows are rows of {' and '.join(states)}, and there are none")
-    given = [t for t, _ in states.values()] + [positions]
-    if any(t is None for t in given) and any(t is not None for t in given):
+    operands = [t for t, _ in states.values()] + [positions]
+    if any(t is None for t in operands) and any(t is not None for t in operands):
         raise GraphError(f"{where}: takes {', '.join(states)} and positions, or none of them")
     check_shapes(where, {**states, "positions": (positions, x.shape[:2])})
 
 
 def _sizes(where: str, **sizes: Size) -> None:
-    """Every size is a number, and not a negative one."""
+    """Check that every size is a known non-negative number."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 0:
             raise ShapeError(f"{where}: {name} is {size}, expected a number that the weights decide")
@@ -62,18 +62,18 @@ def _conv_shapes(
 
 
 def _state_count(x: TensorType, state: TensorType | None, token_rows: TensorType | None) -> Size:
-    """How many sequences there are states of."""
+    """The number of sequences that have states."""
     ragged = token_rows is not None and state is not None and state.rank
     return state.shape[0] if ragged else x.shape[0]  # type: ignore[union-attr]
 
 
 def _zeros(x: Value, *shape: Size) -> Value:
-    """A state at the beginning of sequences, [batch, *shape]."""
+    """Initial state, [batch, *shape]."""
     return x.graph.one("expand", x.graph.constant(0.0, x.dtype), shape=(x.shape[0], *shape))
 
 
 def _present_rows(rows: Value | None, positions: Value | None) -> Value | None:
-    """Rows of ragged tokens as recurrent ops take them: -1 for padding. Another token of a negative row has none."""
+    """Rows of ragged tokens for recurrent ops: -1 for padding. Other tokens with a negative row raise an error."""
     if rows is None or positions is None:
         return None
     where, rows = functools.partial(rows.graph.one, "where"), rows if rows.dtype is I32 else rows.astype("i64")
@@ -81,7 +81,7 @@ def _present_rows(rows: Value | None, positions: Value | None) -> Value | None:
 
 
 def _carry(op: str, tokens: Sequence[Value], *others: Value | None, rows: Value | None, **how: Any) -> list[Value]:
-    """The results of a recurrent op; ragged tokens come as [1, tokens, ...], and so does the first result."""
+    """Runs a recurrent op; ragged tokens and its first result are [1, tokens, ...]."""
     graph = tokens[0].graph
     if rows is None:
         return list(graph.apply(op, *tokens, *others, **how))
@@ -89,24 +89,24 @@ def _carry(op: str, tokens: Sequence[Value], *others: Value | None, rows: Value 
     return [out.reshape(1, *out.shape), after]
 
 
-def _convolved(
+def _convolve(
     x: Value, conv: Value, bias: Value | None, state: Value | None, positions: Value | None, rows: Value | None
 ) -> Value:
-    """A causal convolution of each channel with its last tokens."""
-    weight, size = placed(read(conv, x.dtype)), conv.shape[-1]
+    """Depthwise causal convolution."""
+    weight, size = place(read(conv, x.dtype)), conv.shape[-1]
     assert isinstance(size, int)
     if state is None or positions is None:
         before = _zeros(x, size - 1, x.shape[-1])
         y = x.graph.one("depthwise_conv1d_causal", x, weight, before, kernel_size=size)
     else:
-        before = placed(state)
+        before = place(state)
         counts = (positions >= 0).astype("i32").sum(axis=1) if rows is None else None
         y = _carry("depthwise_conv1d_causal_carry", [x], weight, before, counts, rows=rows, kernel_size=size)[0]
     return y if bias is None else y + read(bias, x.dtype)
 
 
 def _where_present(x: Value, positions: Value | None) -> Value:
-    """x [batch, seq, ...] with 0 at padding; as it is where there is none."""
+    """x [batch, seq, ...] with 0 at padding; unchanged without positions."""
     if positions is None:
         return x
     present = positions >= 0
@@ -154,9 +154,9 @@ def mamba_block(
 ) -> TensorType:
     """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
-    `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
-    c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
-    unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
+    `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] projects x to the low-rank step, b
+    and c; `step` [inner, rank] and `step_bias` project the step to its full width. `rates` [inner, n] are log decay
+    rates unless `log_rates` is false; `skip` [inner] scales the part of x that bypasses the scan.
     """
     where = "mamba_block"
     check_known(activation)
@@ -186,20 +186,20 @@ def _(
     assert isinstance(width, int) and isinstance(n, int)
     size, rank = width // 2, mix.shape[0] - 2 * n
     inner, gate, rows = both[:, :, :size], both[:, :, size:], _present_rows(token_rows, positions)
-    inner = activate(_convolved(inner, conv, conv_bias, conv_state, positions, rows), activation)
-    mixed = projected(inner, mix, kind=kind)
-    steps = softplus(projected(mixed[:, :, :rank], step, step_bias, kind=kind))
+    inner = activate(_convolve(inner, conv, conv_bias, conv_state, positions, rows), activation)
+    mixed = project(inner, mix, kind=kind)
+    steps = softplus(project(mixed[:, :, :rank], step, step_bias, kind=kind))
     if rows is None:
-        steps = _where_present(steps, positions)  # no step, no change of the state
-    rates = placed(read(rates, kind))
+        steps = _where_present(steps, positions)  # a step of 0 leaves the state unchanged
+    rates = place(read(rates, kind))
     b, c = mixed[:, :, rank : rank + n], mixed[:, :, rank + n :]
     decay = _decay(rates, log_rates)
-    before = _zeros(both, size, n) if state is None else placed(state)
+    before = _zeros(both, size, n) if state is None else place(state)
     x, delta, b, c = (v if rows is None else without_batch(v) for v in (inner, steps, b, c))
     operands = x, delta, decay, b, c, before, read(skip, kind)
-    found = graph.apply("selective_scan_carry", *operands, rows=rows, state_size=n)[0]
-    found = found if rows is None else found.reshape(*inner.shape)
-    gated: Value = found * gate.silu()
+    scanned = graph.apply("selective_scan_carry", *operands, rows=rows, state_size=n)[0]
+    scanned = scanned if rows is None else scanned.reshape(*inner.shape)
+    gated: Value = scanned * gate.silu()
     return gated
 
 
@@ -240,9 +240,9 @@ def mamba2_block(
 ) -> TensorType:
     """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
-    `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
-    and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
-    `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
+    `mixed` is [batch, seq, inner + channels + heads]: the gate, the convolution's input (values per head, keys and
+    queries per group), and a step per head. `step_bias`, `rates` and `skip` have one number per head, `norm` one per
+    channel; the norm is over all channels, or over each of `norm_groups` parts.
     """
     where = "mamba2_block"
     check_known(activation)
@@ -278,12 +278,12 @@ def _(
     n, total = (channels - size) // (2 * groups), size + channels + heads
 
     def vector(stored: Value) -> Value:
-        """A weight that files may have as a column or as rows of groups."""
+        """Reads a vector that files may store as a column or as one row per group."""
         return read(stored, mixed.dtype).reshape(stored.type.elements)
 
     gate, inner, steps = (mixed[:, :, a:b] for a, b in ((0, size), (size, total - heads), (total - heads, total)))
     rows = _present_rows(token_rows, positions)
-    inner = activate(_convolved(inner, conv, conv_bias, conv_state, positions, rows), activation)
+    inner = activate(_convolve(inner, conv, conv_bias, conv_state, positions, rows), activation)
     ends = (0, size, size + groups * n, channels)
     v, k, q = (
         inner[:, :, a:b].reshape(*lead, count, (b - a) // count)
@@ -293,12 +293,12 @@ def _(
     steps = steps if most_step is None else steps.minimum(most_step)
     steps = _where_present(steps, positions) if rows is None else steps
     rates = vector(rates)
-    before = _zeros(mixed, heads, n, size // heads) if state is None else placed(state)
+    before = _zeros(mixed, heads, n, size // heads) if state is None else place(state)
     # h = exp(dt A) h + dt B x and C h are linear attention: B is the key, dt x the value, C the query
     moved, gates = v * steps.reshape(*steps.shape, 1), steps * _decay(rates, log_rates)
-    found = _carry("gated_linear_attention_carry", [q, k, moved, gates], before, rows=rows)[0]
-    found = found + v * vector(skip).reshape(heads, 1)
-    gated = found.reshape(*lead, size) * gate.silu()
+    attended = _carry("gated_linear_attention_carry", [q, k, moved, gates], before, rows=rows)[0]
+    attended = attended + v * vector(skip).reshape(heads, 1)
+    gated = attended.reshape(*lead, size) * gate.silu()
     weight = vector(norm)
     apart = gated.reshape(*lead, norm_groups, size // norm_groups).rms_norm(eps=eps)
     result: Value = apart.reshape(*lead, size) * weight
@@ -339,12 +339,12 @@ def delta_net_block(
     activation: str = "silu",
     log_rates: bool = True,
 ) -> tuple[TensorType, TensorType]:
-    """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
+    """The gated delta rule (Yang et al., 2024) between its projections: the layer's output, and the state after it.
 
-    `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
-    size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
-    made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
-    `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
+    `qkv` [batch, seq, channels] are queries, keys and values before the convolution; `z` [batch, seq, heads * size]
+    gates the output, after a norm per head; `b` and `a` [batch, seq, heads] determine update strength and decay. Query
+    and key heads have `state_size` elements and are shared by adjacent value heads, or, if `tiled`, by every n-th.
+    States are square, with the larger of both sizes, zero-padded. Returns [batch, seq, heads * size].
     """
     where = "delta_net_block"
     check_known(activation)
@@ -377,21 +377,21 @@ def _(
     kind, lead, n, rows = qkv.dtype, qkv.shape[:2], state_size, _present_rows(token_rows, positions)
     heads, size, channels = rates.shape[0], norm.shape[0], qkv.shape[2]
     assert isinstance(heads, int) and isinstance(size, int) and isinstance(channels, int)
-    keys, side = (channels - heads * size) // 2, max(n, size)  # states are square: what is missing are zeros
-    found = activate(_convolved(qkv, conv, None, conv_state, positions, rows), activation)
-    q, k, v = (found[:, :, i:j] for i, j in ((0, keys), (keys, 2 * keys), (2 * keys, channels)))
-    decay = _decay(placed(read(rates, kind)), log_rates)
+    keys, side = (channels - heads * size) // 2, max(n, size)  # states are square, zero-padded
+    convolved = activate(_convolve(qkv, conv, None, conv_state, positions, rows), activation)
+    q, k, v = (convolved[:, :, i:j] for i, j in ((0, keys), (keys, 2 * keys), (2 * keys, channels)))
+    decay = _decay(place(read(rates, kind)), log_rates)
     gates = decay * softplus(a + read(step_bias, kind))
     q, k = (_unit_heads(x, n, heads, tiled) for x in (q, k))
     if side != n:
-        q = q * math.sqrt(side / n)  # the scan divides by the root of the side
-    operands = [_padded(x, side) for x in (q, k)]
-    operands.append(_padded(v.reshape(*lead, heads, size), side))
-    # at padding neither a gate nor a change: the state stays as it is
+        q = q * math.sqrt(side / n)  # the scan divides by sqrt(side)
+    operands = [_pad(x, side) for x in (q, k)]
+    operands.append(_pad(v.reshape(*lead, heads, size), side))
+    # no decay and no update at padding, so the state is unchanged
     padded = positions if rows is None else None
     operands.append(_where_present(gates, padded))
     operands.append(_where_present(b.sigmoid(), padded))
-    before = _zeros(qkv, heads, side, side) if state is None else placed(state)
+    before = _zeros(qkv, heads, side, side) if state is None else place(state)
     seen, after = _carry("gated_delta_net_carry", operands, before, rows=rows, state_size=side)
     normed = seen[:, :, :, :size].rms_norm(read(norm, kind), eps=eps)
     gated = normed * z.reshape(*lead, heads, size).silu()
@@ -399,7 +399,7 @@ def _(
 
 
 def _unit_heads(x: Value, n: int, heads: int, tiled: bool) -> Value:
-    """Queries or keys of length 1, one for each head of values."""
+    """Queries or keys of unit length, one per value head."""
     lead, count = x.shape[:2], x.shape[2] // n
     assert isinstance(count, int)
     share = heads // count
@@ -410,8 +410,8 @@ def _unit_heads(x: Value, n: int, heads: int, tiled: bool) -> Value:
     return shared.reshape(*lead, heads, n)
 
 
-def _padded(x: Value, size: int) -> Value:
-    """With zeros at the end of the last axis."""
+def _pad(x: Value, size: int) -> Value:
+    """Zero-pads the last axis at its end."""
     last = x.shape[-1]
     if last == size:
         return x

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.hir.lower import lower
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.passes import watched
+from rlx.ir.passes import record_graphs
 from rlx.ir.provenance import Origin
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.lir.program import Program
@@ -82,7 +82,7 @@ class Lineage:
 
 def lineage(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Lineage:
     """Compile the graph with its nodes marked."""
-    with watched() as seen:
+    with record_graphs() as seen:
         plan = plan_lir(_with_marks(graph), target, profile or CompileProfile())
     main = [(name, g) for name, g in seen if g.name == graph.name]
     bind = [(name, g) for name, g in seen if g.name == f"{graph.name}.bind"]

@@ -1,6 +1,6 @@
-"""Builders: the methods `g.softmax` and `x.softmax`, with the signature and the docstring that the op declares.
+"""Builders: the methods `g.softmax` and `x.softmax`, with the signature and docstring declared by the op.
 
-Nothing is generated at run time: a builder reads its signature off the declaration when somebody asks for it.
+No code is generated: a builder derives its signature from the declaration on demand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlx.ir.registry import OpDef
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Annotation of a type rule -> annotation of the builder, which takes values, and converts attributes.
+# Annotation of a type rule -> annotation of the builder, which takes values and converts attributes.
 _TYPES = {
     "TensorType": "Operand",
     "TensorType | None": "Operand | None",
@@ -44,7 +44,7 @@ class Annotation(str):
 
 
 class Builder:
-    """The function behind `g.softmax`: called with a graph and what the op takes, it appends the op."""
+    """The function behind `g.softmax`: appends the op to a graph."""
 
     def __init__(self, definition: OpDef) -> None:
         self.definition = definition
@@ -62,7 +62,7 @@ class Builder:
 
 
 def builder_signature(definition: OpDef) -> inspect.Signature:
-    """What the builder of an op takes: a graph, operands, attributes, and `out_shape`, which every op checks."""
+    """The builder's signature: a graph, operands, attributes, and `out_shape`, which every op checks."""
     rule = inspect.signature(definition.rule)
     empty, keyword = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
@@ -80,7 +80,7 @@ def builder_signature(definition: OpDef) -> inspect.Signature:
 def _result(annotation: Any) -> Annotation:
     text = _text(annotation)
     if annotation is inspect.Signature.empty or "TensorType | tuple" in text:
-        return Annotation("Any")  # a value or several, by the op's attributes
+        return Annotation("Any")  # one value or several, depending on the op's attributes
     return Annotation(text.replace("TensorType", "Value"))
 
 
@@ -89,7 +89,7 @@ def _text(annotation: Any) -> str:
 
 
 def builder(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a builder written by hand: an attribute that it does not have is the error that other ops raise."""
+    """Decorates a hand-written builder: an unknown attribute raises the same error as for other ops."""
 
     @functools.wraps(method)
     def build(*args: P.args, **attrs: P.kwargs) -> R:

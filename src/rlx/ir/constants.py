@@ -1,4 +1,4 @@
-"""Numbers that are part of a graph: the arrays of constants, and what may become one."""
+"""Constants embedded in a graph: their arrays, and the conversion of data to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Array:
 
 
 def constant_data(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
-    """`data` as an array of a type that rlx has; numbers that the type cannot hold are an error."""
+    """Converts `data` to an array of a supported type; numbers out of its range are an error."""
     try:
         array = np.asarray(data)
     except ValueError as error:
@@ -55,5 +55,5 @@ def constant_data(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
         for number in (array.min(), array.max()):
             if not limits.min <= number <= limits.max:
                 raise DTypeError(f"constant: {number} does not fit {wanted}", hint='give a wider type: dtype="i64"')
-    with np.errstate(over="ignore"):  # as in any float arithmetic, what is too large is inf
+    with np.errstate(over="ignore"):  # float overflow becomes inf, as in any float arithmetic
         return array.astype(wanted.numpy, copy=False)

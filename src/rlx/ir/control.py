@@ -1,6 +1,6 @@
-"""Builders of loops and branches on `Graph`: every form is sugar over the ops `scan`, `while_loop` and `cond`.
+"""Builders for loops and branches on `Graph`, all in terms of the ops `scan`, `while_loop` and `cond`.
 
-A body is a graph that reads its inputs in the order of their declaration: carries, broadcasts, one row of each xs.
+A body is a graph whose inputs are, in declaration order: carries, broadcasts, one row of each xs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ControlBuilders:
-    """What `Graph` inherits: the builders of ops whose attributes are graphs."""
+    """Mixin of `Graph`: builders for ops whose attributes are graphs."""
 
     if TYPE_CHECKING:
         limits: dict[str, int]
@@ -32,7 +32,7 @@ class ControlBuilders:
     def _control(self, op: str, operands: Sequence[Any], attrs: dict[str, Any]) -> Node:
         node = self.build(op, operands, attrs)
         for body in node.attrs.values():
-            for symbol, limit in getattr(body, "limits", {}).items():  # what a body allows holds for the whole graph
+            for symbol, limit in getattr(body, "limits", {}).items():  # limits of a body apply to the graph
                 self.limits[symbol] = min(limit, self.limits.get(symbol, limit))
         return node
 
@@ -48,7 +48,7 @@ class ControlBuilders:
         reverse: bool = False,
         checkpoints: int = 0,
     ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        """Any scan: the last carries, and ys `[length, *y]` of what the body gives after the carries."""
+        """The general scan: returns the last carries, and ys `[length, *y]` stacked from the body's other outputs."""
         operands = (*carries, *broadcasts, *xs)
         attrs = {
             "body": body, "length": as_size(length), "carries": len(carries), "broadcasts": len(broadcasts),
@@ -58,26 +58,26 @@ class ControlBuilders:
         return results[: len(carries)], results[len(carries) :]
 
     def scan(self, init: Any, body: Graph, length: Size) -> Value:
-        """The carry after `length` steps of `body`, which takes a carry and gives the next one."""
+        """The carry after `length` steps of `body`, which maps a carry to the next one."""
         return self.scan_with_bcasts_and_xs(init, (), (), body, length)
 
     def scan_with_xs(self, init: Any, xs: Sequence[Any], body: Graph, length: Size) -> Value:
-        """`scan` with inputs `[length, *step]`, of which step t sees row t."""
+        """`scan` with inputs `[length, *step]`; step t sees row t."""
         return self.scan_with_bcasts_and_xs(init, (), xs, body, length)
 
     def scan_with_bcasts_and_xs(
         self, init: Any, bcasts: Sequence[Any], xs: Sequence[Any], body: Graph, length: Size
     ) -> Value:
-        """`scan_with_xs` with further inputs that every step sees whole."""
+        """`scan_with_xs` with additional inputs that every step sees in full."""
         finals, _ = self.scan_general([init], _one_carry(body), length, broadcasts=bcasts, xs=xs)
         return finals[0]
 
     def scan_trajectory(self, init: Any, body: Graph, length: Size) -> Value:
-        """The carries after each step, `[length, *carry]`; the last row is what `scan` gives."""
+        """The carries after each step, `[length, *carry]`; the last row is the result of `scan`."""
         return self.scan_general([init], _with_outputs(_one_carry(body), (0, 0)), length)[1][0]
 
     def scan_checkpointed(self, init: Any, body: Graph, length: int, num_checkpoints: int) -> Value:
-        """What `scan` gives. Its gradient keeps the carries of `num_checkpoints` steps and computes others again."""
+        """The result of `scan`. Its gradient stores `num_checkpoints` carries and recomputes the others."""
         for name, value in (("length", length), ("num_checkpoints", num_checkpoints)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise GraphError(f"scan_checkpointed: {name} is {value!r}, wanted a number of steps")
@@ -93,48 +93,48 @@ class ControlBuilders:
     ) -> Value:  # fmt: skip
         """The gradient of `init`, by one scan from the last step to the first.
 
-        `trajectory` is what `scan_trajectory` gives. `upstream` is the gradient of all its rows (`save_trajectory`), or
-        that of the last carry. `body_vjp` takes the inputs of the body and `d_output`, and gives the gradients of the
+        `trajectory` is the result of `scan_trajectory`. `upstream` is the gradient of all its rows (`save_trajectory`),
+        or of the last carry. `body_vjp` takes the inputs of the body and `d_output`, and returns the gradients of the
         carry and of a row of each xs.
         """
         sweep = self._sweep("scan_backward", (init, trajectory, upstream, *xs), body_vjp, length, save_trajectory)
-        return self._swept(sweep, 0, out_shape)
+        return self._gradient(sweep, 0, out_shape)
 
     def scan_backward_xs(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size,
         xs_idx: int, *, save_trajectory: bool, out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
-        """The gradient of `xs[xs_idx]`, `[length, *step]`; with `scan_backward` of the same operands it is one scan."""
+        """The gradient of `xs[xs_idx]`, `[length, *step]`; shares a scan with `scan_backward` of the same operands."""
         sweep = self._sweep("scan_backward_xs", (init, trajectory, upstream, *xs), body_vjp, length, save_trajectory)
-        return self._swept(sweep, sweep.result(xs_idx), out_shape)
+        return self._gradient(sweep, sweep.result(xs_idx), out_shape)
 
     def scan_backward_with_checkpoints(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int,
         num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
         out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
-        """`scan_backward` from K = `num_checkpoints` carries; those between are computed again with `forward_body`.
+        """`scan_backward` from K = `num_checkpoints` carries; those in between are recomputed with `forward_body`.
 
-        `trajectory` is `[K, *carry]`: row k is the carry after the first ceil((k + 1) * length / K) steps. With a K of
-        0 or `length` it has all rows.
+        `trajectory` is `[K, *carry]`: row k is the carry after the first ceil((k + 1) * length / K) steps. A K of 0 or
+        `length` means all rows.
         """
         sweep = self._sweep(
             "scan_backward_with_checkpoints", (init, trajectory, upstream, *xs), body_vjp, length, save_trajectory,
             num_checkpoints, forward_body,
         )  # fmt: skip
-        return self._swept(sweep, 0, out_shape)
+        return self._gradient(sweep, 0, out_shape)
 
     def scan_backward_xs_with_checkpoints(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int,
         xs_idx: int, num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
         out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
-        """`scan_backward_xs` from checkpoints, as `scan_backward_with_checkpoints`."""
+        """`scan_backward_xs` from checkpoints, as in `scan_backward_with_checkpoints`."""
         sweep = self._sweep(
             "scan_backward_xs_with_checkpoints", (init, trajectory, upstream, *xs), body_vjp, length, save_trajectory,
             num_checkpoints, forward_body,
         )  # fmt: skip
-        return self._swept(sweep, sweep.result(xs_idx), out_shape)
+        return self._gradient(sweep, sweep.result(xs_idx), out_shape)
 
     def _sweep(self, where: str, operands: Sequence[Any], body_vjp: Graph, length: Size, *rest: Any) -> _Sweep:
         init, trajectory, upstream, *xs = (self._value(where, o, None) for o in operands)
@@ -142,8 +142,8 @@ class ControlBuilders:
         sweep.check()
         return sweep
 
-    def _swept(self, sweep: _Sweep, which: int, out_shape: ShapeLike | None) -> Value:
-        """One gradient of a sweep, of the shape that the caller expects."""
+    def _gradient(self, sweep: _Sweep, which: int, out_shape: ShapeLike | None) -> Value:
+        """One gradient of a sweep, checked against the caller's shape."""
         wanted = sweep.init if which == 0 else sweep.xs[which - 1]
         if out_shape is not None and wanted.shape != as_shape(out_shape):
             shown = ", ".join(map(str, as_shape(out_shape)))
@@ -151,7 +151,7 @@ class ControlBuilders:
         return self._gradients(sweep)[which]
 
     def _gradients(self, sweep: _Sweep) -> tuple[Value, ...]:
-        """The gradients of the first carry and of all xs. Equal sweeps are equal nodes, of which passes keep one."""
+        """The gradients of the first carry and of all xs. Equal sweeps are equal nodes, which CSE merges."""
         carry = sweep.init.type
         start = sweep.upstream
         if sweep.save_trajectory:
@@ -166,19 +166,19 @@ class ControlBuilders:
             return (*finals, *ys)
         parts = _Segments(int(sweep.length), sweep.checkpoints)
         mask = [self.constant(parts.valid)] if parts.uneven else []
-        cut = [self._cut(row, parts) for row in rows]
+        cut = [self._split(row, parts) for row in rows]
         body = _segment_back(sweep, parts)
         finals, ys = self.scan_general([start], body, parts.count, xs=[before, *mask, *cut], reverse=True)
-        return (*finals, *(self._joined(y, parts) for y in ys))
+        return (*finals, *(self._join(y, parts) for y in ys))
 
-    def _cut(self, rows: Value, parts: _Segments) -> Value:
-        """[length, ...] as [segments, steps, ...]; short segments end with a row of the next."""
+    def _split(self, rows: Value, parts: _Segments) -> Value:
+        """[length, ...] to [segments, steps, ...]; short segments end with a row of the next."""
         if parts.uneven:
             rows = self.one("gather", rows, parts.rows, axis=0)
         return rows.reshape(parts.count, parts.steps, *rows.shape[1:])
 
-    def _joined(self, parts_of: Value, parts: _Segments) -> Value:
-        """[segments, steps, ...] as [length, ...]."""
+    def _join(self, parts_of: Value, parts: _Segments) -> Value:
+        """[segments, steps, ...] to [length, ...]."""
         flat = parts_of.reshape(parts.count * parts.steps, *parts_of.shape[2:])
         return self.one("gather", flat, parts.places, axis=0) if parts.uneven else flat
 
@@ -186,28 +186,28 @@ class ControlBuilders:
     def while_loop(
         self, init: Any, cond: Graph, body: Graph, *, broadcasts: Sequence[Any] = (), max_steps: int | None = None
     ) -> Any:
-        """The carries when `cond` has given false, or after `max_steps` steps; one value, or a tuple for a tuple."""
+        """The carries once `cond` returns false, or after `max_steps` steps; one value, or a tuple for a tuple."""
         carries = tuple(init) if isinstance(init, (tuple, list)) else (init,)
         attrs = {"cond": cond, "body": body, "carries": len(carries), "max_steps": max_steps}
         results = self._control("while_loop", (*carries, *broadcasts), attrs).results
         return results if isinstance(init, (tuple, list)) else results[0]
 
     def cond(self, predicate: Any, operands: Sequence[Any], then_body: Graph, else_body: Graph) -> Any:
-        """What `then_body` gives where the predicate is true, else what `else_body` gives; only that one runs."""
+        """The outputs of `then_body` if the predicate is true, else those of `else_body`; only one of them runs."""
         node = self._control("cond", (predicate, *operands), {"then_body": then_body, "else_body": else_body})
         return node.results if len(node.results) > 1 else node.results[0]
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
-def _need_graph(where: str, what: str, body: Any) -> None:
+def _need_graph(where: str, role: str, body: Any) -> None:
     from rlx.ir.graph import Graph
 
     if not isinstance(body, Graph):
-        raise GraphError(f"{where}: {what} is a {type(body).__name__}, not a Graph")
+        raise GraphError(f"{where}: {role} is a {type(body).__name__}, not a Graph")
 
 
 def _one_carry(body: Graph) -> Graph:
-    """A body of the seed forms, which gives the next carry and nothing else."""
+    """Check a body that returns the next carry and nothing else."""
     _need_graph("scan", "its body", body)
     if len(body.outputs) != 1:
         hint = "scan_general takes several carries and ys"
@@ -216,7 +216,7 @@ def _one_carry(body: Graph) -> Graph:
 
 
 def _with_outputs(body: Graph, which: Sequence[int]) -> Graph:
-    """The body with some of its outputs, in another order or more than once."""
+    """The body with a selection of its outputs, possibly reordered or repeated."""
     copy = body.copy()
     copy.outputs = tuple(copy.outputs[i] for i in which)
     return copy
@@ -224,7 +224,7 @@ def _with_outputs(body: Graph, which: Sequence[int]) -> Graph:
 
 @dataclass(frozen=True)
 class _Sweep:
-    """What a scan backwards is asked for."""
+    """The arguments of a backward scan."""
 
     where: str
     init: Value
@@ -254,11 +254,11 @@ class _Sweep:
             raise GraphError(f"{self.where}: body_vjp has no input called 'd_output' among {names}", hint=hint)
         wanted = 2 + len(self.xs)
         if len(names) != wanted:
-            what = "a carry, a row of each xs and d_output"
-            raise GraphError(f"{self.where}: body_vjp has {len(names)} inputs, wanted {wanted}: {what}")
+            contents = "a carry, a row of each xs and d_output"
+            raise GraphError(f"{self.where}: body_vjp has {len(names)} inputs, wanted {wanted}: {contents}")
         if len(self.body_vjp.outputs) != wanted - 1:
-            found = len(self.body_vjp.outputs)
-            raise GraphError(f"{self.where}: body_vjp gives {found} gradients, wanted {wanted - 1}: carry and xs")
+            count = len(self.body_vjp.outputs)
+            raise GraphError(f"{self.where}: body_vjp gives {count} gradients, wanted {wanted - 1}: carry and xs")
         if self.recomputes:
             if not isinstance(self.length, int) or not 0 < self.checkpoints < self.length:
                 raise GraphError(f"{self.where}: {self.checkpoints} checkpoints for {self.length} steps")
@@ -276,7 +276,7 @@ class _Sweep:
                 raise ShapeError(f"{self.where}: {name} is {value.type}, wanted {shown} for a carry {carry}")
 
     def gradients(self, into: Graph, carry: Value, row: Sequence[Value], d_output: Value) -> tuple[Value, ...]:
-        """What `body_vjp` gives, as values of another body."""
+        """Inlines `body_vjp` into another body and returns its gradients."""
         from rlx.ir.rewrite import inline
 
         primals = iter([carry, *row])
@@ -285,7 +285,7 @@ class _Sweep:
 
 
 def _step_back(sweep: _Sweep, *, masked: bool = False) -> Graph:
-    """One step: the gradient of the next carry, the carry before, [valid,] [upstream,] xs -> gradients."""
+    """One backward step: the gradient of the next carry, the carry before, [valid,] [upstream,] xs -> gradients."""
     from rlx.ir.graph import Graph
 
     carry = sweep.init.type
@@ -300,7 +300,7 @@ def _step_back(sweep: _Sweep, *, masked: bool = False) -> Graph:
 
 
 def _segment_back(sweep: _Sweep, parts: _Segments) -> Graph:
-    """The steps of one segment: forward once more from its checkpoint, then back."""
+    """The steps of one segment: forward again from its checkpoint, then backward."""
     from rlx.ir.graph import Graph
     from rlx.ir.rewrite import inline
 

@@ -1,4 +1,4 @@
-"""Builders of custom functions on `Graph`, and the handle of one that has several outputs."""
+"""Builders for custom functions on `Graph`, and the handle of one with several outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MultiOutputHandle:
-    """The outputs of a custom function; `source` is its node. It unpacks: `a, b = handle`."""
+    """The outputs of a custom function; `source` is its node. Unpacks: `a, b = handle`."""
 
     source: Node
 
@@ -30,11 +30,11 @@ class MultiOutputHandle:
 
     @property
     def offsets(self) -> tuple[Size, ...]:
-        """Where each output would start, in elements, if all were laid end to end."""
-        starts: list[Size] = [0]
+        """Offset of each output, in elements, if all were concatenated."""
+        offsets: list[Size] = [0]
         for value in self.source.results[:-1]:
-            starts.append(starts[-1] + value.type.elements)
-        return tuple(starts)
+            offsets.append(offsets[-1] + value.type.elements)
+        return tuple(offsets)
 
     def output(self, i: int) -> Value:
         """Output number i."""
@@ -47,7 +47,7 @@ class MultiOutputHandle:
 
 
 class CustomBuilders:
-    """What `Graph` inherits: custom functions of one and of several outputs."""
+    """Mixin of `Graph`: custom functions with one or more outputs."""
 
     if TYPE_CHECKING:
 
@@ -56,11 +56,11 @@ class CustomBuilders:
     def custom_fn(
         self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
     ) -> Value:
-        """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
-        found = len(getattr(fwd_body, "outputs", (None,)))
-        if found != 1:
+        """Applies `fwd_body` to the inputs, with custom derivative rules; see the op `custom_fn`."""
+        count = len(getattr(fwd_body, "outputs", (None,)))
+        if count != 1:
             hint = "custom_fn_multi has several"
-            raise GraphError(f"custom_fn: fwd_body: has {found} outputs, wanted 1", hint=hint)
+            raise GraphError(f"custom_fn: fwd_body: has {count} outputs, wanted 1", hint=hint)
         return self._custom(inputs, fwd_body, vjp_body, jvp_body)[0]
 
     def custom_fn_multi(

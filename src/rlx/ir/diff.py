@@ -1,9 +1,9 @@
-"""What changed from one graph to another, node by node, as text.
+"""Differences between two graphs, node by node, as text.
 
-Nodes are matched by what they compute, not by their numbers or their order: first those that are equal with all they
-depend on, then leaves of one name, then an op on operands that are matched, then from the outputs down, because output
-i of one graph is output i of the other. What is left came or went. All lines use the numbers of the graph before; nodes
-that are new have numbers after its last.
+Nodes are matched by what they compute, not by number or order: first nodes that are equal with all their dependencies,
+then leaves by name, then ops whose operands are matched, then from the outputs down, because output i of one graph
+corresponds to output i of the other. Unmatched nodes were added or removed. All lines use the numbers of the old graph;
+new nodes are numbered after its last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAME, GONE, NEW = " ", "-", "+"
 
 @dataclass(frozen=True)
 class Entry:
-    """A node before and after, or one of the two; the lines of its text, each with its mark."""
+    """A node before and after, or one of the two; the marked lines of its text."""
 
     before: Node | None
     after: Node | None
@@ -37,12 +37,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """All nodes of two graphs, side by side. It is false where nothing differs but names and order."""
+    """All nodes of two graphs, matched. False if only names and order differ."""
 
     before: Graph
     after: Graph
     entries: tuple[Entry, ...]
-    frame: tuple[tuple[str, str], ...]  # lines of what is no node: level, limits, outputs
+    frame: tuple[tuple[str, str], ...]  # lines that are not nodes: level, limits, outputs
 
     def __bool__(self) -> bool:
         return not all(e.is_same for e in self.entries) or any(mark != SAME for mark, _ in self.frame)
@@ -62,14 +62,14 @@ class GraphDiff:
 
     @property
     def ops(self) -> dict[str, int]:
-        """How many more (or fewer) nodes of each op there are."""
+        """Change in the number of nodes per op."""
         change = Counter(n.op for n in self.after.nodes)
         change.subtract(n.op for n in self.before.nodes)
         return {op: n for op, n in sorted(change.items()) if n}
 
     @property
     def blocks(self) -> dict[str, int]:
-        """How many of the nodes that came, went or changed are parts of each HIR block."""
+        """Number of added, removed or changed nodes per HIR block."""
         nodes = [*self.added, *self.removed, *(after for _, after in self.changed)]
         return dict(sorted(Counter(block for node in nodes for block in node.origin.blocks).items()))
 
@@ -83,17 +83,17 @@ class GraphDiff:
         return line + (f"; in blocks: {blocks}" if blocks else "")
 
     def lines(self, context: int | None = 3) -> Iterator[tuple[str, str]]:
-        """Marked lines; of nodes that are the same, only `context` beside those that are not (None: all)."""
+        """Marked lines; of unchanged nodes, only `context` around changed ones (None: all)."""
         shown = self._near(context)
         hidden = 0
         for entry, wanted in zip(self.entries, shown, strict=True):
             if not wanted:
                 hidden += 1
                 continue
-            yield from _folded(hidden)
+            yield from _fold(hidden)
             hidden = 0
             yield from entry.lines
-        yield from _folded(hidden)
+        yield from _fold(hidden)
         yield from self.frame
 
     def _near(self, context: int | None) -> list[bool]:
@@ -121,54 +121,54 @@ class GraphDiff:
         return box(self.summary(), marked(self.lines()))
 
 
-def _folded(count: int) -> Iterator[tuple[str, str]]:
+def _fold(count: int) -> Iterator[tuple[str, str]]:
     if count:
         yield SAME, f"... {count} node{'s' if count > 1 else ''} as before"
 
 
 def diff(before: Any, after: Any) -> GraphDiff:
-    """What changed from one graph or module to another; modules at HIR are compared block by block."""
-    given = before, after
-    before, after = map(_graph, given)
-    if before.level != after.level and not all(isinstance(one, Graph) for one in given):
+    """Compares two graphs or modules; HIR modules are compared block by block."""
+    inputs = before, after
+    before, after = map(_graph, inputs)
+    if before.level != after.level and not all(isinstance(one, Graph) for one in inputs):
         levels = f"found {before.level.upper()} and {after.level.upper()}"
         raise GraphError(f"diff: takes modules of one level, {levels}", hint="lower a module at HIR first")
-    partner = _matched(before, after)
+    partner = _match_nodes(before, after)
     old = {node: f"%{node.id}" for node in before.nodes}
     fresh = (f"%{i}" for i in range(len(before), len(before) + len(after)))
     new = {node: old[partner[node]] if node in partner else next(fresh) for node in after.nodes}
     entries = tuple(_entries(before, after, partner, old, new))
     heads = [_head(before)], [_head(after)]
     ends = [_end(before, old)], [_end(after, new)]
-    head = _marked(*heads) if heads[0] != heads[1] else []
-    return GraphDiff(before, after, entries, tuple([*head, *_marked(*ends)]))
+    head = _mark_lines(*heads) if heads[0] != heads[1] else []
+    return GraphDiff(before, after, entries, tuple([*head, *_mark_lines(*ends)]))
 
 
-def _graph(given: Any) -> Graph:
-    """A graph, or that of a module."""
-    found = given
-    if hasattr(given, "as_graph"):
-        lowered = given.as_graph()
-        found = given.as_hir() if lowered is None else lowered
-    if not isinstance(found, Graph):
-        raise GraphError(f"diff: takes two graphs, found {type(given).__name__}")
-    return found
+def _graph(source: Any) -> Graph:
+    """Returns a graph, or the graph of a module."""
+    graph = source
+    if hasattr(source, "as_graph"):
+        lowered = source.as_graph()
+        graph = source.as_hir() if lowered is None else lowered
+    if not isinstance(graph, Graph):
+        raise GraphError(f"diff: takes two graphs, found {type(source).__name__}")
+    return graph
 
 
 # -- matching ---------------------------------------------------------------------------------------------------------
-def _matched(before: Graph, after: Graph) -> dict[Node, Node]:
-    """For nodes of the graph after, the node before that they stand for."""
-    found = _Matching()
+def _match_nodes(before: Graph, after: Graph) -> dict[Node, Node]:
+    """Maps nodes of the new graph to the old nodes they correspond to."""
+    matching = _Matching()
     numbers: dict[str, int] = {}
-    found.by(_keys(before, numbers), _keys(after, numbers))
-    found.by(_names(before), _names(after))
-    found.forward(before, after)
-    found.downward(zip(before.outputs, after.outputs, strict=False))
-    return found.partner
+    matching.by(_keys(before, numbers), _keys(after, numbers))
+    matching.by(_names(before), _names(after))
+    matching.forward(before, after)
+    matching.downward(zip(before.outputs, after.outputs, strict=False))
+    return matching.partner
 
 
 class _Matching:
-    """Pairs of nodes; each node is in one pair at most."""
+    """Pairs of nodes; each node is in at most one pair."""
 
     def __init__(self) -> None:
         self.partner: dict[Node, Node] = {}  # after -> before
@@ -179,7 +179,7 @@ class _Matching:
         self.taken.add(a)
 
     def by(self, before: Iterable[tuple[Node, str]], after: Iterable[tuple[Node, str]]) -> None:
-        """Pair what has equal keys, in order."""
+        """Pair nodes with equal keys, in order."""
         waiting: dict[str, list[Node]] = {}
         for a, key in before:
             if a not in self.taken:
@@ -189,7 +189,7 @@ class _Matching:
                 self.pair(waiting[key].pop(0), b)
 
     def forward(self, before: Graph, after: Graph) -> None:
-        """Pair nodes of one op whose operands are pairs already, operands first."""
+        """Pair nodes with the same op whose operands are already paired, in topological order."""
         waiting: dict[tuple[object, ...], list[Node]] = {}
         for a in before.nodes:
             if a not in self.taken and a.operands:
@@ -198,14 +198,14 @@ class _Matching:
             if b in self.partner or not b.operands:
                 continue
             edges = [None if o is None else (self.partner.get(o.node), o.index) for o in b.operands]
-            found = waiting.get((b.op, *edges))
-            if found:
-                self.pair(found.pop(0), b)
+            candidates = waiting.get((b.op, *edges))
+            if candidates:
+                self.pair(candidates.pop(0), b)
 
     def downward(self, outputs: Iterable[tuple[Value, Value]]) -> None:
-        """Pair values that are used alike: the outputs, then the operands of pairs.
+        """Pair values with the same use: the outputs, then the operands of pairs.
 
-        An op may have become another one of the same type; the operands of such a pair have to be of one op again.
+        An op may have been replaced by another one of the same type; the operands of such a pair must have the same op.
         """
         stack = [(a, b, False) for a, b in outputs]
         while stack:
@@ -224,7 +224,7 @@ def _edge(value: Value | None) -> tuple[Node | None, int] | None:
 
 
 def _keys(graph: Graph, numbers: dict[str, int]) -> Iterator[tuple[Node, str]]:
-    """Each node with a text of all that it depends on; `numbers` stand for the texts of operands."""
+    """Yields each node with a text of all its dependencies; `numbers` interns the texts of operands."""
     known: dict[Node, int] = {}
     for node in graph.nodes:
         edges = ",".join("-" if o is None else f"{known[o.node]}.{o.index}" for o in node.operands)
@@ -235,7 +235,7 @@ def _keys(graph: Graph, numbers: dict[str, int]) -> Iterator[tuple[Node, str]]:
 
 
 def _names(graph: Graph) -> Iterator[tuple[Node, str]]:
-    """The leaves that have names."""
+    """Yields the named leaves."""
     for node in graph.nodes:
         if not node.operands and "name" in node.attrs:
             yield node, f"{node.op} {node.attrs['name']}"
@@ -245,9 +245,9 @@ def _names(graph: Graph) -> Iterator[tuple[Node, str]]:
 def _entries(
     before: Graph, after: Graph, partner: Mapping[Node, Node], old: Mapping[Node, str], new: Mapping[Node, str]
 ) -> Iterator[Entry]:
-    """Nodes in the order of the graph after; those that are gone stand before what followed them."""
-    kept = set(partner.values())
-    gone = [a for a in before.nodes if a not in kept]
+    """Entries in the order of the new graph; removed nodes precede what followed them."""
+    survivors = set(partner.values())
+    gone = [a for a in before.nodes if a not in survivors]
     for b in after.nodes:
         a = partner.get(b)
         while a is not None and gone and gone[0].id < a.id:
@@ -258,11 +258,11 @@ def _entries(
 
 
 def _entry(a: Node | None, b: Node | None, old: Mapping[Node, str], new: Mapping[Node, str]) -> Entry:
-    return Entry(a, b, tuple(_marked(_node_lines(a, old), _node_lines(b, new))))
+    return Entry(a, b, tuple(_mark_lines(_node_lines(a, old), _node_lines(b, new))))
 
 
-def _marked(before: list[str], after: list[str]) -> list[tuple[str, str]]:
-    """Two texts as one, each line with its mark."""
+def _mark_lines(before: list[str], after: list[str]) -> list[tuple[str, str]]:
+    """Merges two texts, marking each line."""
     lines: list[tuple[str, str]] = []
     for tag, low, high, first, last in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if tag == "equal":

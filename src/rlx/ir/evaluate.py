@@ -23,8 +23,8 @@ _look: ContextVar[Look | None] = ContextVar("look", default=None)
 
 
 @contextmanager
-def watched(look: Look) -> Iterator[None]:
-    """Graphs that run inside, bodies of loops and branches among them, show each node, what it read and made."""
+def observe_nodes(look: Look) -> Iterator[None]:
+    """Calls `look(node, operands, results)` for each node that is evaluated inside, also in bodies."""
     token = _look.set(look)
     try:
         yield
@@ -33,7 +33,7 @@ def watched(look: Look) -> Iterator[None]:
 
 
 def run(graph: Graph, leaves: Arrays, binding: Mapping[str, int]) -> list[np.ndarray[Any, Any]]:
-    """The outputs of the graph for arrays of its inputs and params; symbols have sizes in `binding`."""
+    """The outputs of the graph for arrays of its inputs and params; `binding` maps symbols to sizes."""
     values: dict[Value, np.ndarray[Any, Any]] = {}
     look = _look.get()
     for node in graph.nodes:
@@ -52,7 +52,7 @@ def run(graph: Graph, leaves: Arrays, binding: Mapping[str, int]) -> list[np.nda
 def results_of(
     node: Node, operands: list[Any], leaves: Arrays, binding: Mapping[str, int]
 ) -> tuple[np.ndarray[Any, Any], ...]:
-    """What a node gives, a leaf too."""
+    """The results of a node, including leaves."""
     match node.op:
         case "input" | "state" | "param":
             return (leaves[node.attrs["name"]],)
@@ -63,24 +63,24 @@ def results_of(
 
 
 def _check_room(graph: Graph, node: Node, operands: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Refuse a node whose results do not fit into memory. Views need none, up to what NumPy can count."""
+    """Refuse a node whose results do not fit in memory. Views need none, up to NumPy's size limit."""
     needed = sum(math.prod(shape) * t.dtype.numpy.itemsize for shape, t in zip(shapes, node.types, strict=True))
     if needed <= SMALL or LEAF in node.definition.traits:
         return
     copies = node.op == "reshape" and not operands[0].flags.c_contiguous
     if VIEW not in node.definition.traits or copies or needed >= ADDRESSES:
-        what = f"graph {graph.name!r}: %{node.id} {node.op} of {node.types[0]}, shape {list(shapes[0])}"
-        require(what, needed, "smaller inputs or a smaller batch", [f"built at: {node.origin}"])
+        subject = f"graph {graph.name!r}: %{node.id} {node.op} of {node.types[0]}, shape {list(shapes[0])}"
+        require(subject, needed, "smaller inputs or a smaller batch", [f"built at: {node.origin}"])
 
 
-def _check_shape(value: Value, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """The declared shape, or an error: the oracle may not be wrong about sizes."""
-    if found != wanted:
-        raise BindError(f"%{value.node.id} {value.node.op}: shape is {found}, its type {value.type} says {wanted}")
+def _check_shape(value: Value, actual: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Raise unless the result has the declared shape."""
+    if actual != wanted:
+        raise BindError(f"%{value.node.id} {value.node.op}: shape is {actual}, its type {value.type} says {wanted}")
 
 
 def apply(node: Node, operands: list[Any], binding: Mapping[str, int]) -> tuple[np.ndarray[Any, Any], ...]:
-    """One node: narrow floats are widened, the reference runs, results are rounded to the declared types."""
+    """Evaluates one node: widens narrow floats, runs the reference, rounds results to the declared types."""
     definition = registry.get(node.op)
     if definition.reference is None:
         raise LowerError(f"{node.op}: has no NumPy reference", hint=f"add reference= in {definition.place}")
@@ -93,15 +93,15 @@ def apply(node: Node, operands: list[Any], binding: Mapping[str, int]) -> tuple[
     if definition.takes_binding:
         attrs["binding"] = binding
     with np.errstate(all="ignore"):
-        given = definition.reference(*wide, **attrs)
-        results = given if isinstance(given, tuple) else (given,)
+        outputs = definition.reference(*wide, **attrs)
+        results = outputs if isinstance(outputs, tuple) else (outputs,)
         return tuple(_round(np.asarray(r), t.dtype) for r, t in zip(results, node.types, strict=True))
 
 
-def _check_assumption(node: Node, found: tuple[int, ...], binding: Mapping[str, int]) -> None:
-    """What the graph assumes about sizes, as compiled programs check it."""
+def _check_assumption(node: Node, shape: tuple[int, ...], binding: Mapping[str, int]) -> None:
+    """Check the sizes that the graph assumes equal, as compiled programs do."""
     assert node.operands[0] is not None
-    for have, want, size in zip(node.operands[0].shape, node.types[0].shape, found, strict=True):
+    for have, want, size in zip(node.operands[0].shape, node.types[0].shape, shape, strict=True):
         if size != evaluate(want, binding):
             where = [str(node.origin)]
             raise BindError(f"assume_equal: {have} is {size}, {want} is {evaluate(want, binding)}", notes=where)
@@ -112,13 +112,13 @@ def _round(array: np.ndarray[Any, Any], to: Any) -> np.ndarray[Any, Any]:
 
 
 def widen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Narrow floats as f32; anything else as it is."""
+    """Narrow floats as f32; anything else unchanged."""
     narrow = array.dtype == np.float16 or array.dtype.name == "bfloat16"
     return array.astype(np.float32) if narrow else array
 
 
 def bind_attr(value: Any, binding: Mapping[str, int]) -> Any:
-    """An attribute with its symbolic sizes replaced."""
+    """Replaces symbolic sizes in an attribute."""
     if isinstance(value, Dim):
         return evaluate(value, binding)
     if isinstance(value, tuple):

@@ -1,6 +1,6 @@
 """Graphs: append-only lists of immutable nodes, shared by HIR and MIR.
 
-`Graph` builds (`g.input`, `g.param`, `g.softmax(x)`), prints, parses, compares by structure and makes fingerprints.
+`Graph` builds (`g.input`, `g.param`, `g.softmax(x)`), prints, parses, compares by structure and computes fingerprints.
 Nodes and values are in `ir/value.py`.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
-    """A graph under construction or finished. Append-only; `level` is hir or mir."""
+    """A graph, possibly under construction. Append-only; `level` is hir or mir."""
 
     def __init__(self, name: str = "graph", *, level: str = registry.MIR) -> None:
         if not isinstance(name, str):
@@ -47,16 +47,16 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         self.nodes: list[Node] = []
         self.outputs: tuple[Value, ...] = ()
         self._named: dict[str, Node] = {}
-        self._scope: Origin | None = None  # where nodes come from, while one is open
-        self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
-        self.fixed: set[str] = set()  # params that training leaves alone unless it is told their names
-        self.stages: dict[str, Value] = {}  # what stages of a flow gave, by path; text does not have it
+        self._scope: Origin | None = None  # overrides nodes' origins while set
+        self.limits: dict[str, int] = {}  # symbol -> maximum size at run time
+        self.fixed: set[str] = set()  # params that training does not update unless named explicitly
+        self.stages: dict[str, Value] = {}  # outputs of flow stages by path; not part of the text
 
     # -- modules ----------------------------------------------------------------------------------------------------
     @staticmethod
     def define(name: str, build: Callable[[GraphModule], Any]) -> GraphModule:
-        """An HIR module from a function that gets it and returns its output, or a tuple of outputs."""
-        from rlx.module import GraphModule  # the one reach upwards: modules are made of graphs
+        """Builds an HIR module with a function that takes it and returns its output, or a tuple of outputs."""
+        from rlx.module import GraphModule  # one of two upward imports: modules are made of graphs
 
         return GraphModule.define(name, build)
 
@@ -69,19 +69,19 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
     # -- leaves -----------------------------------------------------------------------------------------------------
     def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
-        """A tensor given at each run; a type in place of the shape says both."""
+        """A tensor passed to each run; a type in place of the shape sets both."""
         return self.leaf("input", name, shape, dtype)
 
     def state(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
-        """Memory given at each run that the graph changes in place, such as a KV cache."""
+        """Memory passed to each run and updated in place, such as a KV cache."""
         return self.leaf("state", name, shape, dtype)
 
     def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
-        """A weight: given once, kept for all runs."""
+        """A weight: set once and kept for all runs."""
         return self.leaf("param", name, shape, dtype)
 
     def leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
-        """An input, state or param; `op` says which."""
+        """An input, state or param, by `op`."""
         if not name or name in self._named:
             problem = "has no name" if not name else f"{name!r} exists already"
             raise GraphError(f"{op}: {problem} in graph {self.name!r}", hint="names of inputs and params are unique")
@@ -98,7 +98,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
             self.limits[symbol.name] = min(symbol.max, self.limits.get(symbol.name, symbol.max))
 
     def constant(self, data: Any, dtype: DTypeLike | None = None) -> Value:
-        """Numbers that are part of the graph. Python floats are f32, Python ints i32, unless `dtype` says otherwise."""
+        """Numbers embedded in the graph. Python floats are f32 and Python ints i32, unless `dtype` says otherwise."""
         return self._constant(Array(constant_data(data, dtype)))
 
     def _constant(self, array: Array) -> Value:
@@ -107,29 +107,29 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
     # -- building -----------------------------------------------------------------------------------------------------
     def apply(self, op: str, *operands: Any, **attrs: Any) -> Any:
-        """Append one op. Numbers and arrays among the operands become constants; the result type is inferred."""
+        """Append one op. Numbers and arrays among the operands become constants; result types are inferred."""
         node = self.build(op, operands, attrs)
         return node.results if len(node.types) != 1 else node.results[0]
 
     def one(self, op: str, *operands: Any, **attrs: Any) -> Value:
-        """`apply` for an op of one result."""
+        """`apply` for an op with one result."""
         return self.build(op, operands, attrs).results[0]
 
     def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any], origin: Origin | None = None) -> Node:
-        """The node that `apply` appends; a pass gives the origin."""
+        """The node that `apply` appends; passes supply the origin."""
         definition = registry.get(op)
         schema = definition.schema
-        expected = attrs.pop("out_shape", None)  # any op takes it: checked against what is inferred, and not kept
+        expected = attrs.pop("out_shape", None)  # accepted by every op: checked against the inferred shape, not stored
         values = self._operands(definition, operands, attrs)
         unknown = [k for k in attrs if k not in schema.attrs]
         if unknown:
             raise GraphError(f"{op}: has no attribute {unknown[0]!r}", hint=nearest(unknown[0], schema.attrs))
         full: dict[str, Any] = {}
         for key, default in schema.attrs.items():
-            given = attrs.get(key, default)
-            if given is registry.REQUIRED:
+            value = attrs.get(key, default)
+            if value is registry.REQUIRED:
                 raise GraphError(f"{op}: attribute {key!r} is missing", hint=f"{op}(..., {key}=...)")
-            full[key] = canonical_attr(op, key, given)
+            full[key] = canonical_attr(op, key, value)
         try:
             types = registry.result_types(definition, [None if v is None else v.type for v in values], full)
             if expected is not None:
@@ -139,13 +139,13 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
             error.add_note(f"  operands: {shown}")
             error.add_note(f"  built at: {origin or here()}")
             raise
-        if origin is None:  # a caller may still change its bodies; passes hand in their own
+        if origin is None:  # a caller may still change its bodies; passes supply their own
             full = {k: v.copy() if isinstance(v, Graph) else v for k, v in full.items()}
         return self.append(op, tuple(values), full, types, origin)
 
-    def _operands(self, definition: registry.OpDef, given: Sequence[Any], attrs: dict[str, Any]) -> list[Value | None]:
+    def _operands(self, definition: registry.OpDef, args: Sequence[Any], attrs: dict[str, Any]) -> list[Value | None]:
         schema, name = definition.schema, definition.name
-        operands = list(given)
+        operands = list(args)
         if schema.variadic:
             if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
                 operands = list(operands[0])
@@ -156,15 +156,15 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
                         raise GraphError(f"{name}: operand {key!r} is given twice")
                     operands += [None] * (position - len(operands))
                     operands.append(attrs.pop(key))
-            least, most = len(schema.operands) - schema.optional, len(schema.operands)
-            if not least <= len(operands) <= most:
-                wanted = str(most) if least == most else f"{least} to {most}"
+            minimum, maximum = len(schema.operands) - schema.optional, len(schema.operands)
+            if not minimum <= len(operands) <= maximum:
+                wanted = str(maximum) if minimum == maximum else f"{minimum} to {maximum}"
                 raise GraphError(f"{name}: takes {wanted} operands ({', '.join(schema.operands)}), got {len(operands)}")
-            operands += [None] * (most - len(operands))
-            for key, operand in zip(schema.operands[:least], operands, strict=False):
+            operands += [None] * (maximum - len(operands))
+            for key, operand in zip(schema.operands[:minimum], operands, strict=False):
                 if operand is None:
                     raise GraphError(f"{name}: operand {key!r} is missing")
-        operands = [_held(operand) for operand in operands]
+        operands = [_unwrap(operand) for operand in operands]
         promoted = _scalar_type(operands) if registry.ELEMENTWISE in definition.traits else None
         return [v if v is None else self._value(name, v, promoted) for v in operands]
 
@@ -190,7 +190,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         types: tuple[TensorType, ...],
         origin: Origin | None = None,
     ) -> Node:
-        """Append a node whose types are known: for passes and parsers. Users call the ops."""
+        """Append a node whose types are known, for passes and parsers. Users call the ops."""
         results = tuple([Value(i) for i in range(len(types))])
         node = Node(len(self.nodes), op, operands, attrs, types, self._scope or origin or here(), self, results)
         for value in results:
@@ -202,7 +202,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
     @contextmanager
     def scope(self, origin: Origin) -> Iterator[None]:
-        """Nodes appended inside come from `origin`, whatever else they are given; of nested scopes the outer counts."""
+        """Nodes appended inside come from `origin`, overriding their own; the outermost scope wins."""
         outer = self._scope
         self._scope = outer or origin
         try:
@@ -211,7 +211,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
             self._scope = outer
 
     def redeclare(self, leaf: Value, type_: TensorType) -> None:
-        """Give an input or param another type. Nothing may read it yet; the value stays the same handle."""
+        """Change the type of an input or param that nothing reads yet; the value stays the same handle."""
         old = leaf.node
         for node in self.nodes:
             if leaf in node.operands:
@@ -220,9 +220,9 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         leaf.node = self.nodes[old.id] = self._named[old.attrs["name"]] = replace(old, types=(type_,))
 
     def set_outputs(self, outputs: Iterable[Value] | Value) -> Graph:
-        """Say what the graph gives; returns the graph."""
-        held = _held(outputs)
-        values = (held,) if isinstance(held, Value) else tuple(map(_held, outputs))
+        """Set the graph's outputs; returns the graph."""
+        held = _unwrap(outputs)
+        values = (held,) if isinstance(held, Value) else tuple(map(_unwrap, outputs))
         for value in values:
             if not isinstance(value, Value) or value.graph is not self:
                 raise GraphError(f"set_outputs: {value!r} is not a value of graph {self.name!r}")
@@ -230,13 +230,13 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         return self
 
     def copy(self) -> Graph:
-        """The same graph again: what happens to one does not change the other."""
+        """An independent copy of the graph."""
         from rlx.ir.rewrite import rebuild
 
         return rebuild(self, lambda rewriter, node: None, made_by="copy")
 
     def reshape(self, x: Value, shape: ShapeLike) -> Value:
-        """`x` with another shape of as many elements; one size may be -1."""
+        """`x` with another shape of the same number of elements; one size may be -1."""
         return self.one("reshape", x, shape=_reshape_target(x, shape))
 
     def cast(self, x: Value, dtype: DTypeLike) -> Value:
@@ -249,43 +249,43 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
     @property
     def inputs(self) -> list[Node]:
-        """The inputs and states, in the order of their declaration."""
+        """The inputs and states, in declaration order."""
         return [n for n in self.nodes if n.op in ("input", "state")]
 
     @property
     def params(self) -> list[Node]:
-        """The weights, in the order of their declaration."""
+        """The weights, in declaration order."""
         return [n for n in self.nodes if n.op == "param"]
 
     def has(self, name: str) -> bool:
-        """Whether an input or a param is called `name`."""
+        """Whether an input or param has this name."""
         return name in self._named
 
     def named(self, name: str) -> Value:
-        """The input or param called `name`."""
+        """The input or param with this name."""
         if name not in self._named:
             raise GraphError(f"graph {self.name!r}: nothing is called {name!r}", hint=nearest(name, self._named))
         return self._named[name][0]
 
     def users(self) -> dict[Value, list[Node]]:
-        """For each value the nodes that read it, once per use."""
-        found: dict[Value, list[Node]] = {}
+        """For each value, the nodes that read it, once per use."""
+        readers: dict[Value, list[Node]] = {}
         for node in self.nodes:
             for operand in node.operands:
                 if operand is not None:
-                    found.setdefault(operand, []).append(node)
-        return found
+                    readers.setdefault(operand, []).append(node)
+        return readers
 
     def reachable(self, values: Iterable[Value]) -> set[Node]:
         """All nodes that `values` depend on."""
-        found: set[Node] = set()
+        nodes: set[Node] = set()
         stack = [v.node for v in values]
         while stack:
             node = stack.pop()
-            if node not in found:
-                found.add(node)
+            if node not in nodes:
+                nodes.add(node)
                 stack += [o.node for o in node.operands if o is not None]
-        return found
+        return nodes
 
     def symbols(self) -> list[str]:
         """Names of all symbols in the types of inputs and params, sorted."""
@@ -300,7 +300,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         return hash(self.fingerprint())
 
     def fingerprint(self) -> str:
-        """A digest of level, ops, attributes, types, edges, outputs and leaf names, the same in every process."""
+        """A digest of level, ops, attributes, types, edges, outputs and leaf names, stable across processes."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.level}|{sorted(self.limits.items())}".encode())
         for node in self.nodes:
@@ -312,14 +312,14 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
     # -- text ---------------------------------------------------------------------------------------------------------
     def text(self, *, full: bool = False, origins: bool = False) -> str:
-        """The graph as text that `Graph.parse` reads back; `full` writes large constants out."""
+        """Formats the graph as text that `Graph.parse` reads back; `full` writes out large constants."""
         from rlx.ir.text import graph_text
 
         return graph_text(self, full=full, origins=origins)
 
     @staticmethod
     def parse(text: str) -> Graph:
-        """The graph that text says."""
+        """Parses a graph."""
         from rlx.ir.text import parse_graph
 
         return parse_graph(text)
@@ -331,7 +331,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         return f"<graph {self.name!r} {self.level}: {len(self.nodes)} nodes, {len(self.outputs)} outputs>"
 
     def _repr_html_(self) -> str:
-        from rlx.inspect.notebook import graph_html  # the other reach upwards: what notebooks show
+        from rlx.inspect.notebook import graph_html  # the other upward import: notebook output
 
         return graph_html(self)
 
@@ -347,13 +347,13 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
 
 def _unpickle(text: str) -> Graph:
-    import rlx  # its Graph comes with all ops declared, which a fresh process may not have yet
+    import rlx  # imports all op declarations, which a fresh process may lack
 
     return rlx.Graph.parse(text)
 
 
 def check_out_shape(where: str, types: Sequence[TensorType], expected: Any) -> None:
-    """Raise unless results have the shape that a caller expects: one, of the first result, or one for each of them."""
+    """Raise unless the results have the expected shapes: one shape for the first result, or one per result."""
     several = bool(expected) and all(isinstance(shape, (tuple, list)) for shape in expected)
     shapes = [as_shape(shape) for shape in expected] if several else [as_shape(expected)]
     if several and len(shapes) != len(types):
@@ -363,20 +363,20 @@ def check_out_shape(where: str, types: Sequence[TensorType], expected: Any) -> N
             raise ShapeError(f"{where}: the result is {type_}, out_shape is [{', '.join(map(str, shape))}]")
 
 
-def _held(operand: Any) -> Any:
-    """The operand; where it only holds a value, such as the one that flows through a model, that value."""
+def _unwrap(operand: Any) -> Any:
+    """Unwraps an operand that holds a value, such as the one that flows through a model."""
     return operand.__rlx_value__() if hasattr(type(operand), "__rlx_value__") else operand
 
 
 def _scalar_type(operands: Sequence[Any]) -> DType | None:
-    """The type that numbers among elementwise operands take beside the others; None where there are no others."""
+    """The type that numbers among elementwise operands take; None if there are only numbers."""
     numbers = [kind for o in operands if (kind := weak(o)) is not None]
     if not numbers or len(numbers) == len(operands):
         return None
     strong = [o.dtype for o in operands if isinstance(o, Value)]
     strong += [dtype(o.dtype) for o in operands if isinstance(o, np.ndarray)]
     if operands and isinstance(operands[0], Value) and operands[0].dtype is BOOL and len(operands) == 3:
-        strong = strong[1:]  # where(condition, a, b): the condition does not take part
+        strong = strong[1:]  # where(condition, a, b): the condition does not count
     return promote(*strong, *numbers)
 
 
@@ -400,7 +400,7 @@ def _reshape_target(x: Value, shape: ShapeLike) -> tuple[Size, ...]:
 
 
 def canonical_attr(op: str, key: str, value: Any) -> Any:
-    """An attribute in the form that nodes keep: it has a text, and equal meanings have one form."""
+    """Normalises an attribute for storage: it has a text form, and equal meanings have equal forms."""
     if key == "dtype":
         return dtype(value)
     if value is None or isinstance(value, (bool, int, float, str, Dim, DType, Array, Graph, Layout)):
@@ -417,7 +417,7 @@ def canonical_attr(op: str, key: str, value: Any) -> Any:
 
 
 def attr_key(value: Any) -> str:
-    """Text that tells attribute values apart, for fingerprints."""
+    """Text that distinguishes attribute values, for fingerprints."""
     match value:
         case None:
             return "none"

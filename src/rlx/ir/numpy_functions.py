@@ -1,4 +1,4 @@
-"""NumPy's functions on values of graphs: those that are ops build them, others say what to write."""
+"""NumPy functions on graph values: those that are ops build them, others raise an error that says what to use."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Value
 
 _SAME = "add floor_divide maximum minimum matmul exp log sqrt sin cos tan tanh less less_equal greater greater_equal"
-# NumPy's name -> the op. `==` between an array and a value is one of NumPy's functions too, and stays an error: a value
-# equals only itself.
+# NumPy name -> op. `==` between an array and a value is a NumPy function too, and stays an error: values compare by
+# identity.
 UFUNCS = {name: name for name in f"{_SAME} logical_and logical_or logical_not".split()} | {
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "remainder": "mod", "power": "pow",
     "negative": "neg", "absolute": "abs", "arctan": "atan", "rint": "round",
 }  # fmt: skip
 
 
-def _instead(name: str) -> str:
+def _alternative(name: str) -> str:
     return f"rlx.{name}(...), if rlx has it, takes graph values"
 
 
 class NumpyFunctions:
-    """What a value is to NumPy: an operand of its elementwise functions and of matmul, and nothing else."""
+    """Makes a value an operand of NumPy's elementwise functions and of matmul, and of nothing else."""
 
     __slots__ = ()
 
@@ -47,11 +47,11 @@ class NumpyFunctions:
             hint = f"rlx.{name}(...) gives a new value; x.astype(...) changes its type"
             raise GraphError(f"numpy.{name}: {', '.join(kwargs)} has no meaning for graph values", hint=hint)
         if name not in UFUNCS:
-            raise GraphError(f"numpy.{name}: is no op of graphs", hint=_instead(name))
+            raise GraphError(f"numpy.{name}: is no op of graphs", hint=_alternative(name))
         return self.graph.one(UFUNCS[name], *inputs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         if function is np.shape:
             return self.shape
         name = function.__name__
-        raise GraphError(f"numpy.{name}: takes numbers, and a graph value has none yet", hint=_instead(name))
+        raise GraphError(f"numpy.{name}: takes numbers, and a graph value has none yet", hint=_alternative(name))

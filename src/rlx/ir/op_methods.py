@@ -1,7 +1,7 @@
 """Ops as methods, looked up in the registry by name. `scripts/stubs.py` writes `op_methods.pyi` for type checkers.
 
-The classes here are bases of those that have the methods. At run time only `GraphOps` and `ValueOps` do something:
-modules, and what flows through a model, hand over to their graph and its values.
+The classes here are bases of those that have the methods. At run time only `GraphOps` and `ValueOps` look ops up;
+modules, and values that flow through a model, delegate to their graph and its values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlx.ir.builders import Builder, is_op, op_names
 
 
 class ListsOps:
-    """`dir`, and with it tab completion, has the ops; those that are declared later too."""
+    """Lists the ops in `dir`, and hence in tab completion, including ops declared later."""
 
     __slots__ = ()
 

@@ -30,19 +30,19 @@ class _Builders:
         self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, *, mask_kind: str | Enum = 'none',
         scale: float | None = None, softcap: float | None = None, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """`attention`, and for each query the logarithm of the sum of exp(scores), [batch, heads, seq], -inf without keys.
+        """`attention`, and per query the logsumexp of its scores, [batch, heads, seq], -inf without keys.
 
-        It is what the gradient of `attention` keeps in place of the weights. Narrow floats have it in f32.
+        The gradient of `attention` stores it instead of the weights. For narrow floats it is f32.
         """
     def attention_grad(
         self, q: Operand, k: Operand, v: Operand, dy: Operand, lse: Operand, delta: Operand,
         mask: Operand | None = None, *, mask_kind: str | Enum = 'none', scale: float | None = None,
         softcap: float | None = None, out_shape: Any = None
     ) -> tuple[Value, Value, Value]:
-        """Gradients of q, k and v from `dy`, that of the result of `attention_lse`.
+        """Gradients of q, k and v from `dy`, the gradient of the result of `attention_lse`.
 
-        `lse` is what that gave, `delta` the sum of dy · result of each query, less the gradient of its lse; both are
-        [batch, heads, seq]. Weights are made again block by block: no memory grows with seq · keys.
+        `lse` is its second result, `delta` the sum of dy · result per query, minus the gradient of its lse; both are
+        [batch, heads, seq]. Weights are recomputed block by block: no memory grows with seq · keys.
         """
     def depthwise_conv1d_causal_carry(
         self, x: Operand, weight: Operand, state: Operand, lengths: Operand | None = None, rows: Operand | None = None,
@@ -50,14 +50,14 @@ class _Builders:
     ) -> tuple[Value, Value]:
         """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
-        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
-        `lengths[b]` count; what comes after them is padding, and no state has it.
+        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. The first `lengths[b]` tokens of
+        a row count; the rest is padding and does not enter the state.
 
         With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
-        [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
+        [rows, kernel_size - 1, channels]: the previous tokens are those of the same row, as in `selective_scan_carry`.
         """
     def ended(self, x: Operand, more: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """`x`, a result of a while loop with `max_steps`; an error at run time where `more`, its condition, still holds.
+        """`x`, a result of a while loop with `max_steps`; an error at run time if `more`, its condition, still holds.
         """
     def conv2d(
         self, x: Operand, weight: Operand, bias: Operand | None = None, *, stride: int | Sequence[int] = 1,
@@ -66,7 +66,7 @@ class _Builders:
     ) -> Value:
         """Cross-correlation of x [batch, channels, height, width] with weight [out, channels / groups, kernel_y, kernel_x].
 
-        `stride`, `padding` (zeros on both sides) and `dilation` are one number, or one for each axis.
+        `stride`, `padding` (zeros on both sides) and `dilation` are one number, or one per axis.
         """
     def pool2d(
         self, x: Operand, *, kind: str | Enum, kernel: int | Sequence[int], stride: int | Sequence[int] | None = None,
@@ -74,7 +74,7 @@ class _Builders:
     ) -> Value:
         """The largest (`kind` max) or mean number of each window of x [batch, channels, height, width].
 
-        `stride` is the kernel's size unless given. Padding counts as zeros in a mean and never as the largest.
+        `stride` defaults to the kernel's size. Padding counts as zeros in a mean and never as the largest.
         """
     def conv1d(
         self, x: Operand, weight: Operand, bias: Operand | None = None, *, stride: int = 1, padding: int = 0,
@@ -164,37 +164,37 @@ class _Builders:
     def matmul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
     def integer_matmul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """Matrix product of 8-bit integers, u8 by i8, summed up as i32."""
+        """Matrix product of 8-bit integers, u8 by i8, accumulated in i32."""
     def dequantise(
         self, x: Operand, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
         scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+        """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+        `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+        [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+        no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+        as scales, and one f32 for all as `zp`.
         """
     def quant_scale(
         self, x: Operand, *, axis: int | None = None, scheme: str | Enum | None = None,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+        """The smallest scale with which `quantise` clips nothing: the largest magnitude / 127 (int4: 7).
 
-        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
-        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+        Per tensor, per index of `axis`, or per block along k with a scheme. Zeros have a scale of 1e-12. 8-bit floats have
+        scales per column (the largest magnitude / 448 or 57344); NVFP4 divides by 6.
         """
     def fake_quantise(
         self, x: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+        """Quantises x to integers of `bits` bits and back, with a symmetric scale per tensor or per index of `axis`.
 
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        Rounds to nearest, ties to even; integers are clipped to ±(2^(bits - 1) - 1). An explicit scale is fixed, learned
+        (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is computed from x: the
+        largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
         """
     def running_scale(
         self, x: Operand, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
@@ -202,15 +202,15 @@ class _Builders:
     ) -> Value:
         """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
 
-        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+        A state that is not positive is uninitialised and becomes the scale of x. Scales are those of `fake_quantise`.
         """
     def fake_quantise_grad(
         self, x: Operand, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
     ) -> Value:
-        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+        """The gradient of `fake_quantise` for x by a straight-through estimator, since rounding itself has none.
 
-        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+        `identity` is dy; `clipped` is dy where x was not clipped, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
         and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
         """
     def fake_quantise_scale_grad(
@@ -219,32 +219,32 @@ class _Builders:
     ) -> Value:
         """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
 
-        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        The sum of dy · (round(z) - z), where z = x / scale; where z is clipped, of dy · ±(2^(bits - 1) - 1).
         """
     def grouped_matmul(self, x: Operand, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """Row i of `x` times the matrix `w[index[i]]`; no other matrix is looked at.
+        """Row i of `x` times the matrix `w[index[i]]`; other matrices are not read.
 
         `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
-        Rows that follow each other and have the same index read their matrix together: many rows are fastest in the order
-        of `group_rows`.
+        Consecutive rows with the same index share one read of their matrix, so many rows are fastest in the order of
+        `group_rows`.
         """
     def group_rows(self, index: Operand, *, groups: Size | str, out_shape: Any = None) -> tuple[Value, Value, Value]:
-        """The order in which rows of equal index come together, where that puts each row, and where each group starts.
+        """Sorts rows by group: the order of rows, its inverse, and the offset of each group.
 
-        The first result says which row comes at each place, group by group, and in a group as they were. The second one is
-        its inverse. Rows of group g are at places `starts[g]` to `starts[g + 1]` of the third. An index outside the groups
-        is an error at run time.
+        The first result says which row comes at each place, group by group, stable within a group. The second one is its
+        inverse. Rows of group g are at places `offsets[g]` to `offsets[g + 1]`, the third result. An index outside the
+        groups is an error at run time.
         """
     def grouped_outer(
         self, x: Operand, y: Operand, index: Operand, *, groups: Size | str, out_shape: ShapeLike | None = None
     ) -> Value:
-        """Of each group the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
+        """Per group, the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
 
-        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros where a group has no
-        rows. Each row is multiplied once. An index outside the groups is an error at run time.
+        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros for a group without rows.
+        Each row is multiplied once. An index outside the groups is an error at run time.
         """
-    def outer_of_runs(self, x: Operand, y: Operand, starts: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """x[:, s:e] @ y[s:e] from each start to the next: [k, rows] and [rows, n] give [starts - 1, k, n]."""
+    def outer_of_runs(self, x: Operand, y: Operand, offsets: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """x[:, s:e] @ y[s:e] from each offset to the next: [k, rows] and [rows, n] give [offsets - 1, k, n]."""
     def layer_norm(
         self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-05,
         out_shape: ShapeLike | None = None
@@ -254,23 +254,24 @@ class _Builders:
         self, x: Operand, dy: Operand, gamma: Operand | None = None, *, kind: str | Enum, eps: float,
         out_shape: Any = None
     ) -> tuple[Value, Value, Value]:
-        """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
+        """Gradients of x, gamma and beta from `dy`, the gradient of the result of `layer_norm` or `rms_norm` (by `kind`).
 
-        x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
+        Reads x and dy once for the gradient of x, and once for the others. With narrow floats, those of gamma and beta are
+        f32.
         """
     def region(self, *xs: Operand | Sequence[Operand], body: Graph, out_shape: Any = None) -> Any:
         """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     def prepack(self, *ws: Operand | Sequence[Operand], layout: Layout, out_shape: ShapeLike | None = None) -> Value:
-        """Weights, or the left side of a matmul, as kernels of a target read them; the layout says how."""
+        """Weights, or the left operand of a matmul, in the layout that a target's kernels read."""
     def fused_matmul(
         self, x: Operand, *rest: Operand | Sequence[Operand], body: Graph, weights: int, columns: Size | str,
         layout: Layout | None = None, out_shape: Any = None
     ) -> Any:
-        """x times one or two weights, and elementwise work on the sums while they are in registers.
+        """x times one or two weights, with elementwise work on the sums while they are in registers.
 
-        Operands are x, the weights, then what the body reads beside the sums. `columns` is the width of each product. With
-        a `layout`, the weights are one tensor that `prepack` made, and x may have to be packed too; else they are matrices
-        [k, n], maybe of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as files have them.
+        Operands are x, the weights, then the body's other inputs. `columns` is the width of each product. With a `layout`,
+        the weights are one tensor made by `prepack`, and x may have to be packed too; otherwise they are matrices [k, n],
+        possibly of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as in files.
         """
     def fused_grouped(
         self, x: Operand, *rest: Operand | Sequence[Operand], body: Graph, weights: int, columns: Size | str,
@@ -278,7 +279,7 @@ class _Builders:
     ) -> Any:
         """`fused_matmul` in which each row of x has its own matrix, as in `grouped_matmul`.
 
-        Weights have one more axis in front, and after them comes the index into it of each row.
+        Weights have one more leading axis; after them comes the index into it of each row.
         """
     def residual_norm(
         self, x: Operand, residual: Operand, gamma: Operand | None = None, beta: Operand | None = None, *,
@@ -289,10 +290,10 @@ class _Builders:
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
         segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
     ) -> tuple[Value, Value, Value, Value]:
-        """`gated_delta_net_carry` that also gives what its gradient needs.
+        """`gated_delta_net_carry` that also returns the values stored for its gradient.
 
-        That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
-        v - kᵀ S.
+        These are the state before each chunk of tokens, [batch, heads, chunks, n, n], and the error of each token, v - kᵀ
+        S.
         """
     def gated_delta_net_backward(
         self, q: Operand, k: Operand, g: Operand, beta: Operand, states: Operand, misses: Operand, d_out: Operand,
@@ -300,44 +301,43 @@ class _Builders:
     ) -> tuple[Value, Value, Value, Value, Value, Value]:
         """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
 
-        `states` and `misses` are what `gated_delta_net_kept` gives for the same chunk; inside a chunk the states are
-        computed again.
+        `states` and `misses` are the results of `gated_delta_net_with_states` for the same chunk; states inside a chunk are
+        recomputed.
         """
     def gated_linear_attention_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None,
         rows: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+        """Gated linear attention; each head has a state matrix S from keys to values. Used by Mamba 2, among others.
 
-        A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
-        [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
-        Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
-        [batch, seq] change from one token to the next, S starts at zero again.
+        Per token, S = exp(g) S + k ⊗ v, and the output is qᵀ S. q and k are [batch, seq, groups, n], v is [batch, seq,
+        heads, m], g (the logarithm of the gate) is [batch, seq, heads]; adjacent heads share a group. Starts from `state`
+        [batch, heads, n, m] and also returns the state after the last token. Where the ids `segments` [batch, seq] change
+        from one token to the next, S is reset to zero.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, m]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def gather(self, table: Operand, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Value:
-        """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
+        """Slices of `table` along an axis, one per index, like `np.take`. An index outside it is an error at run time.
 
-        Of a packed table only rows can be taken (axis 0 of two); they come out as f32.
+        From a packed table only rows can be taken (axis 0 of two); they are returned as f32.
         """
     def scatter_add(
         self, x: Operand, indices: Operand, updates: Operand, *, out_shape: ShapeLike | None = None
     ) -> Value:
-        """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order.
+        """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices accumulate, in order.
 
         Takes numbers, as `add` does.
         """
     def scatter(self, x: Operand, indices: Operand, updates: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """`x` with row `updates[i]` in place of row `indices[i]` of its first axis; of equal indices the last counts.
-        """
+        """`x` with row `indices[i]` of its first axis replaced by row `updates[i]`; of equal indices the last wins."""
     def quantise_rows(self, x: Operand, *, out_shape: Any = None) -> tuple[Value, Value, Value]:
-        """x as u8, and a scale and an offset for each row of the last axis: x ≈ u8 · scale + offset.
+        """x as u8, with a scale and an offset per row of the last axis: x ≈ u8 · scale + offset.
 
-        The offset is the smallest number of the row, the scale its distance to the largest / 255, at least 1e-12.
-        (x - offset) · (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row that has a NaN or an
-        infinity is no number either; its integers are 0.
+        The offset is the smallest number of the row, the scale (largest - smallest) / 255, at least 1e-12. (x - offset) ·
+        (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row with a NaN or an infinity is not
+        finite either; its integers are 0.
         """
     def quantised_norm(
         self, x: Operand, residual: Operand | None = None, gamma: Operand | None = None, beta: Operand | None = None,
@@ -345,24 +345,25 @@ class _Builders:
     ) -> tuple[Value, ...]:
         """The norm (`kind` is layer or rms) of x, or of x + residual, times `even`, as rows of u8 with scales and offsets.
 
-        With `keep` the norm itself comes next, and last the sum where there is one.
+        With `keep`, the norm itself is the next result, and the sum, if there is one, the last.
         """
     def kv_append(
         self, pool: Operand, new: Operand, positions: Operand, table: Operand, rows: Operand | None = None, *,
         axes: str | Enum = 'phsd', ring: bool = False, out_shape: ShapeLike | None = None
     ) -> Value:
-        """The pool with each new token at its position of its row, rounded to the type of the pool.
+        """Writes each new token to its position of its row in the pool, rounded to the pool's type.
 
         `axes` is the order of the axes of `pool`: p (pages), h (kv_heads), s (positions per page), d (dim). `table` is
         [rows, blocks] and holds page numbers. `new` is [batch, seq, kv_heads, dim] with `positions` [batch, seq], where
-        batch entry b belongs to row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
+        batch entry b uses row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
 
-        A negative position is padding and skipped; of equal ones of a row the last counts. A position beyond the capacity
-        (blocks · page) is an error at run time, unless the cache is a `ring`, where it takes the place of the one that was
-        there a capacity ago. So is a row or a page number that does not exist, if a token asks for it. Rows may share
-        pages as long as no token is written there.
-        The operand `pool` is consumed: on the CPU the result of appending to a state is the state itself, written in
-        place, and nothing may read it again as it was. An input, a weight or a constant is copied instead.
+        A negative position is padding and skipped; of equal positions of a row the last wins. A position beyond the
+        capacity (blocks · page) is an error at run time, unless the cache is a `ring`, where it overwrites the position one
+        capacity earlier. A row or page number that does not exist is an error too, if a token uses it. Rows may share pages
+        as long as no token is written there.
+
+        The operand `pool` is consumed: on the CPU the result of appending to a state is the state itself, written in place,
+        and its old contents must not be read again. An input, a weight or a constant is copied instead.
         """
     def cached_attention(
         self, q: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
@@ -370,23 +371,23 @@ class _Builders:
         softcap: float | None = None, key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd',
         ring: bool = False, out_shape: ShapeLike | None = None
     ) -> Value:
-        """softmax(scale · q kᵀ, softcapped and masked) v for each head, over the keys and values of cached sequences.
+        """softmax(scale · q kᵀ, softcapped and masked) v per head, over the keys and values of cached sequences.
 
         `q` is [batch, seq, heads, head_dim] with `positions` [batch, seq], or [tokens, heads, head_dim] with `positions`
-        and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size
-        with their axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both
-        (see kv_append). A query sees the keys of its row up to and including its position, or the last w of them (mask kind
-        sliding(w)); what the pages hold at other positions does not matter. A negative position is padding and gives zeros.
-        A position beyond the capacity, a row, or a page that is seen and does not exist is an error at run time. The scale
-        is 1/√head_dim unless given.
+        and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size with their
+        axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both (see
+        kv_append). A query attends to the keys of its row up to and including its position, or to the last w of them (mask
+        kind sliding(w)); page contents at other positions do not matter. A negative position is padding and gives zeros. A
+        position beyond the capacity, a row, or a page that is needed and does not exist is an error at run time. The scale
+        defaults to 1/√head_dim.
 
-        Caches that are a `ring` go with sliding windows. From the oldest key that a query of a row sees to the newest query
-        of the row, there have to be at most as many positions as the ring holds; more are an error at run time.
+        `ring` caches require sliding windows. From the oldest key that a query of a row attends to up to the newest query
+        of the row there must be at most as many positions as the ring holds; more are an error at run time.
         """
     def cross_entropy(
         self, logits: Operand, labels: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None
     ) -> Value:
-        """logsumexp(logits) - logits[label] for each row of the last axis: minus the logarithm of the label's probability.
+        """logsumexp(logits) - logits[label] per row of the last axis: the negative log-probability of the label.
 
         A row whose label is `ignore_index` has a loss of 0; any other label outside the row is an error at run time.
         Narrow floats give f32.
@@ -395,18 +396,18 @@ class _Builders:
         self, logits: Operand, labels: Operand, dy: Operand, *, ignore_index: int = -100,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """The gradient of `cross_entropy` for the logits: softmax(logits), less 1 at the label, times dy of the row."""
-    def round_blocks(self, x: Operand, *, block: int, out_shape: ShapeLike | None = None) -> Value:
-        """x as 8-bit numbers with one scale for each `block` of them along the last axis: what that keeps of it."""
-    def random_bits(self, key: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
-        """Random words of 32 bits. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape.
+        """The gradient of `cross_entropy` for the logits: softmax(logits), minus 1 at the label, times dy of the row.
         """
+    def round_blocks(self, x: Operand, *, block: int, out_shape: ShapeLike | None = None) -> Value:
+        """x rounded to 8-bit numbers with one scale per `block` of them along the last axis, and back."""
+    def random_bits(self, key: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
+        """Random 32-bit words. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape."""
     def random_uniform(self, key: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
         """Random f32 numbers in [0, 1): the upper 24 of the 32 bits of `random_bits`, as a fraction."""
     def random_normal(self, key: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
-        """Random f32 numbers of the standard normal distribution (Box and Muller 1958).
+        """Random f32 numbers from the standard normal distribution (Box and Muller 1958).
 
-        Of the numbers u of `random_uniform`, element i takes two: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
+        Element i uses two numbers u of `random_uniform`: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
         """
     def sum(
         self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
@@ -422,14 +423,14 @@ class _Builders:
         self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """Mean over axes, of floats; NaN over none."""
+        """Mean over axes, of floats; NaN over an empty axis."""
     def max(
         self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
         out_shape: ShapeLike | None = None
     ) -> Value:
         """Largest element over axes; NaN if there is one.
 
-        Over an axis that run time finds empty it is the least number of the type.
+        Over an axis that is empty at run time it is the smallest number of the type.
         """
     def min(
         self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
@@ -437,14 +438,14 @@ class _Builders:
     ) -> Value:
         """Smallest element over axes; NaN if there is one.
 
-        Over an axis that run time finds empty it is the largest number of the type.
+        Over an axis that is empty at run time it is the largest number of the type.
         """
     def argmax(
         self, x: Operand, *, axis: int = -1, keepdims: bool = False, out_shape: ShapeLike | None = None
     ) -> Value:
         """Index of the largest element along an axis, as i32; the first of equals; a NaN counts as largest.
 
-        Along an axis that run time finds empty it is 0.
+        Along an axis that is empty at run time it is 0.
         """
     def topk(self, x: Operand, *, k: int, out_shape: Any = None) -> tuple[Value, Value]:
         """The `k` largest along the last axis, largest first, and their indices as i32; the first of equals comes first.
@@ -452,9 +453,9 @@ class _Builders:
     def cumsum(
         self, x: Operand, *, axis: int = -1, exclusive: bool = False, out_shape: ShapeLike | None = None
     ) -> Value:
-        """Running sum along an axis; `exclusive` leaves the element itself out. Summed in index order."""
+        """Cumulative sum along an axis; `exclusive` leaves out the element itself. Summed in index order."""
     def barrier(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """`x`, which passes do not know to be `x`: what is computed from one is not taken for the other."""
+        """Identity that blocks CSE: passes do not merge computations across it (JAX: `optimization_barrier`)."""
     def sample_tokens(
         self, logits: Operand, uniform: Operand, temperature: Operand, top_k: Operand, top_p: Operand, min_p: Operand,
         allowed: Operand | None = None, history: Operand | None = None, prompt_length: Operand | None = None,
@@ -462,21 +463,21 @@ class _Builders:
         presence_penalty: Operand | None = None, bias_tokens: Operand | None = None, bias: Operand | None = None,
         scored: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
+        """The next token per row of logits `[rows, vocab]`, and its log-probability under the unmodified logits.
 
-        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
-        where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the total. Kept are the
-        `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
-        weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
-        the same on every device; `uniform` and `top_p` are best f64.
+        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among ties; otherwise the token
+        is where the cumulative sum of weights, in order of ids, passes `uniform` (in [0, 1)) of the total. Candidates are
+        the `top_k` highest (0: all; ties of the last stay), of these the smallest set that weighs `top_p`, of these those
+        that weigh at least `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are
+        exact and tokens are the same on every device; `uniform` and `top_p` are best f64.
 
-        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
-        number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
-        added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
-        `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
-        the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
-        left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
-        nothing.
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; other tokens are never picked. If
+        the number of words is a symbol, tokens beyond the last word are allowed too, so no words allow all. `bias` is added
+        to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, in any order, of which the first
+        `prompt_length` of a row are the prompt's. The repetition penalty counts all of them, frequency and presence only
+        those after the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has
+        no token left, gives token
+        -1 and NaN. If the integer `scored` of a row is 0, its log-probability is NaN and costs nothing.
         """
     def selective_scan(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, d: Operand | None = None,
@@ -484,25 +485,25 @@ class _Builders:
     ) -> Value:
         """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
 
-        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
-        Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
+        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (optional) is [channels].
+        Where the ids `segments` [batch, seq] change from one token to the next, h is reset to zero.
         """
     def selective_scan_carry(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
         segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+        """`selective_scan` from `state` [batch, channels, n] that also returns the state after the last token.
 
-        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
-        [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
-        a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
-        gives zeros; a row that does not exist is an error at run time.
+        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is [rows, channels,
+        n]: a token continues from the state of its row, and a row without tokens keeps its state. Tokens of a row are in
+        order, those of different rows may interleave. A negative row is padding, which changes no state and gives zeros; a
+        row that does not exist is an error at run time.
         """
     def selective_scan_with_states(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand,
         segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
     ) -> tuple[Value, Value, Value]:
-        """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels].
+        """`selective_scan_carry` without d that also returns the state before each chunk, [batch, chunks, n, channels].
         """
     def selective_scan_backward(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, states: Operand, d_out: Operand,
@@ -510,19 +511,19 @@ class _Builders:
     ) -> tuple[Value, Value, Value, Value, Value, Value]:
         """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
 
-        `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+        `states` is the result of `selective_scan_with_states` for the same chunk; states inside a chunk are recomputed.
         """
     def transpose(self, x: Operand, *, axes: Sequence[int], out_shape: ShapeLike | None = None) -> Value:
-        """Axes in another order: axis i of the result is axis `axes[i]` of `x`."""
+        """Permutes axes: axis i of the result is axis `axes[i]` of `x`."""
     def slice(
         self, x: Operand, *, start: ShapeLike, stop: ShapeLike, step: Sequence[int], out_shape: ShapeLike | None = None
     ) -> Value:
-        """Elements start, start + step, ... below stop on each axis; bounds lie inside the axis, which run time checks.
+        """Elements start, start + step, ... below stop on each axis; run time checks that bounds lie inside the axis.
         """
     def expand(self, x: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
         """`x` repeated along its size-1 axes (and new leading ones) to a shape; no data is copied."""
     def assume_equal(self, x: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
-        """`x` under a shape that only run time can show to be equal, axis by axis; it is checked at each run."""
+        """`x` with a shape that is equal to its own, axis by axis, which is checked at each run."""
     def concatenate(self, *xs: Operand | Sequence[Operand], axis: int = 0, out_shape: ShapeLike | None = None) -> Value:
         """Tensors joined along an axis; their other sizes are equal."""
     def pad(
@@ -530,15 +531,15 @@ class _Builders:
     ) -> Value:
         """`x` with `low` elements before and `high` after it on each axis, filled with `value`."""
     def softmax(self, x: Operand, *, axis: int = -1, out_shape: ShapeLike | None = None) -> Value:
-        """exp(x) over its sum along an axis. A row of -inf alone gives NaN."""
+        """exp(x) divided by its sum along an axis. A row of only -inf gives NaN."""
     def assign(self, x: Operand, value: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """`value`, in the memory of `x`: how a state gets its next contents."""
+        """`value`, in the memory of `x`: sets the next contents of a state."""
     def adamw_update(
         self, p: Operand, m: Operand, v: Operand, grad: Operand, rate: Operand, decay: Operand, root: Operand,
         scale: Operand | None = None, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-08,
         out_shape: Any = None
     ) -> tuple[Value, Value, Value]:
-        """One step of AdamW: parameter, mean of gradients and mean of their squares after it, each written in place.
+        """One step of AdamW: the new parameter, first moment and second moment, each written in place.
 
         m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², with g = scale · grad; then
         p = decay · p - rate · m / (sqrt(v) / root + eps). For step t of a learning rate lr, the numbers are
@@ -548,15 +549,15 @@ class _Builders:
         self, p: Operand, grad: Operand, rate: Operand, velocity: Operand | None = None, scale: Operand | None = None,
         *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, out_shape: Any = None
     ) -> tuple[Value, ...]:
-        """One step of gradient descent: the parameter after it, and the velocity if there is one, written in place.
+        """One step of gradient descent: the new parameter, and the new velocity if there is one, written in place.
 
-        g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g takes the place
-        of g in the last step, or g + momentum · u where it is `nesterov`.
+        g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g replaces g in the
+        last step, or g + momentum · u if `nesterov`.
         """
     def settled(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """`x` in memory that is no state: what is read after a state has changed may be computed from it before."""
+        """A copy of `x` outside states, so that a value computed before a state's update can be read after it."""
     def after(self, x: Operand, *done: Operand | Sequence[Operand], out_shape: ShapeLike | None = None) -> Value:
-        """`x`, once all of `done` is there: what changes states is needed even where nobody reads the result."""
+        """`x`, computed after all of `done`: keeps state updates alive whose results nobody reads."""
     def attention_block(
         self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, *, num_heads: int, head_dim: int,
         mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None,
@@ -564,16 +565,16 @@ class _Builders:
     ) -> Value:
         """Attention over [batch, seq, heads * head_dim], [batch, seq, heads, head_dim] or [batch, heads, seq, head_dim].
 
-        k and v may have fewer heads than q. The result is laid out as q. Masks, scale and softcap are those of `attention`.
+        k and v may have fewer heads than q. The result has q's layout. Masks, scale and softcap are those of `attention`.
         """
     def rope_block(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand | None = None, *, head_dim: int,
         n_rot: int | None = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """Rotate the first `n_rot` elements (all, unless given) of each head by the angle of its position.
+        """Rotate the first `n_rot` elements of each head (default: all) by the angle of its position.
 
         `x` is [batch, seq, heads * head_dim] or [batch, seq, heads, head_dim]; tables are [positions, n_rot / 2] or wider.
-        Positions count from 0 along the sequence, or are given as [batch, seq].
+        Positions count from 0 along the sequence, unless passed as [batch, seq].
         """
     def llama_decoder_block(
         self, x: Operand, input_norm: Operand, q: Operand, k: Operand, v: Operand, o: Operand, post_norm: Operand,
@@ -594,31 +595,30 @@ class _Builders:
     ) -> Value:
         """The multi-token-prediction head of Qwen3.5: logits of the token after next, [batch, vocab].
 
-        `x` is the trunk's [batch, seq, hidden], `ids` the tokens that follow each of them, `last[b]` the place in row b to
-        predict from. Normed embeddings and normed x go side by side through `eh_proj` into one layer of gated attention
-        (`q` gives queries and gates, [hidden, heads * 2 * head_dim], for each head side by side; queries and keys are
-        normed a head at a time; the first `n_rot` elements turn) and SwiGLU, then through `norm` and `head`.
+        `x` is the trunk's [batch, seq, hidden], `ids` the token after each of them, `last[b]` the index in row b to predict
+        from. Normed embeddings and normed x are concatenated and go through `eh_proj` into one layer of gated attention
+        (`q` gives queries and gates, [hidden, heads * 2 * head_dim], adjacent per head; queries and keys are normed per
+        head; the first `n_rot` elements are rotated) and SwiGLU, then through `norm` and `head`.
         """
     def linear_stored(
         self, x: Operand, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
         transposed: bool = True, heads: int | None = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """activation(x @ weight + bias) by a weight and a bias as files store them: packed, or of any element type.
+        """activation(x @ weight + bias) with a weight and bias as files store them: quantised, or of any element type.
 
-        They are converted to f32 (f64 where x has it). The weight is [out, in], or [in, out] unless it is `transposed`.
-        With `heads` the last axis of the result is split into so many heads, [..., heads, head_dim].
+        They are converted to f32 (f64 if x is f64). The weight is [out, in] if `transposed`, else [in, out]. With `heads`,
+        the last axis of the result is split into [..., heads, head_dim].
         """
     def norm(
         self, x: Operand, weight: Operand, bias: Operand | None = None, *, kind: str | Enum, eps: float,
         unit_offset: bool = False, out_shape: ShapeLike | None = None
     ) -> Value:
-        """RMSNorm (`kind="rms"`) or LayerNorm (`kind="layer"`) of the last axis, times a stored weight, plus a bias.
+        """RMSNorm (`kind="rms"`) or LayerNorm (`kind="layer"`) over the last axis, times a stored weight, plus a bias.
 
-        With `unit_offset` it is times 1 + weight, as in Gemma's files.
+        `unit_offset` multiplies by 1 + weight, as in Gemma's files.
         """
     def split_qkv(self, qkv: Operand, *, num_heads: int, out_shape: Any = None) -> tuple[Value, Value, Value]:
-        """Queries, keys and values [batch, seq, heads, head_dim] of one projection that has them one after the other.
-        """
+        """Splits a fused projection into queries, keys and values [batch, seq, heads, head_dim]."""
     def self_attention(
         self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, cos: Operand | None = None,
         sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None, *,
@@ -638,11 +638,11 @@ class _Builders:
         softcap: float | None = None, style: str | Enum = 'halves', key_axes: str | Enum = 'phsd',
         value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
     ) -> Value:
-        """`self_attention` over a cache: appends k and v at `positions`, then attends over all that the cache holds.
+        """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
-        `keys` and `values` are pools of pages and `table` says which are whose, as `kv_append` has them. Pools are written
-        in place; with a window they are rings. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
-        that says which row of the table each belongs to.
+        `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
+        place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
+        sequence of ragged tokens, and `token_rows` is the table row of each.
         """
     def gated_ffn(
         self, x: Operand, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
@@ -659,15 +659,15 @@ class _Builders:
         self, x: Operand, router: Operand, gate: Operand, up: Operand, down: Operand, *, chosen: int,
         normalise: bool = True, activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
     ) -> Value:
-        """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` likeliest experts of each token.
+        """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` most likely experts of each token.
 
-        `x` is [batch, seq, hidden], `router` [experts, hidden]; weights of experts are stacked, [experts, out, in].
-        Probabilities are a softmax over all experts; with `normalise` those of the chosen ones add up to 1.
+        `x` is [batch, seq, hidden], `router` [experts, hidden]; expert weights are stacked, [experts, out, in].
+        Probabilities are a softmax over all experts; `normalise` rescales those of the chosen ones to sum to 1.
         """
     def patch_embedding(
         self, pixels: Operand, weight: Operand, bias: Operand | None = None, *, out_shape: ShapeLike | None = None
     ) -> Value:
-        """A vector per square of pixels: [batch, channels, height, width] to [batch, patches, dim], row by row.
+        """One vector per patch: [batch, channels, height, width] to [batch, patches, dim], row by row.
 
         `weight` is [dim, channels, side, side].
         """
@@ -679,9 +679,9 @@ class _Builders:
     ) -> Value:
         """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
-        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
-        c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
-        unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
+        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] projects x to the low-rank step, b
+        and c; `step` [inner, rank] and `step_bias` project the step to its full width. `rates` [inner, n] are log decay
+        rates unless `log_rates` is false; `skip` [inner] scales the part of x that bypasses the scan.
         """
     def mamba2_block(
         self, mixed: Operand, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
@@ -692,9 +692,9 @@ class _Builders:
     ) -> Value:
         """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
-        `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
-        and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
-        `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
+        `mixed` is [batch, seq, inner + channels + heads]: the gate, the convolution's input (values per head, keys and
+        queries per group), and a step per head. `step_bias`, `rates` and `skip` have one number per head, `norm` one per
+        channel; the norm is over all channels, or over each of `norm_groups` parts.
         """
     def delta_net_block(
         self, qkv: Operand, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand,
@@ -702,42 +702,42 @@ class _Builders:
         positions: Operand | None = None, token_rows: Operand | None = None, *, state_size: int, eps: float,
         tiled: bool = False, activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
+        """The gated delta rule (Yang et al., 2024) between its projections: the layer's output, and the state after it.
 
-        `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
-        size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
-        made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
-        `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
+        `qkv` [batch, seq, channels] are queries, keys and values before the convolution; `z` [batch, seq, heads * size]
+        gates the output, after a norm per head; `b` and `a` [batch, seq, heads] determine update strength and decay. Query
+        and key heads have `state_size` elements and are shared by adjacent value heads, or, if `tiled`, by every n-th.
+        States are square, with the larger of both sizes, zero-padded. Returns [batch, seq, heads * size].
         """
     def quantize(
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None
     ) -> Any:
-        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+        """Quantises x to i8, u8 or a scheme's blocks. Without a scale, computes one (`quant_scale`) and returns it too.
 
-        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        NVFP4 has two: E4M3 scales per block, and one f32 scale that maps the largest of them to 448.
         """
     def dequantize(
         self, x: Operand, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
         scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+        """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+        `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+        [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+        no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+        as scales, and one f32 for all as `zp`.
         """
     def fake_quantize(
         self, x: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+        """Quantises x to integers of `bits` bits and back, with a symmetric scale per tensor or per index of `axis`.
 
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        Rounds to nearest, ties to even; integers are clipped to ±(2^(bits - 1) - 1). An explicit scale is fixed, learned
+        (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is computed from x: the
+        largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
         """
 
 
@@ -747,15 +747,15 @@ class GraphOps(_Builders):
         scale: float | None = None, softcap: float | None = None, num_heads: int | None = None,
         head_dim: int | None = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """softmax(scale · q kᵀ, softcapped and masked) v for each head.
+        """softmax(scale · q kᵀ, softcapped and masked) v per head.
 
         `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
         Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
         [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
-        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
-        its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
-        scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
-        shapes.
+        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query attends to
+        keys with its own id; ids below 0 are padding, which attends to nothing and is masked. `near(r)` allows r keys on
+        each side. The scale defaults to 1/√head_dim. A query without keys gives zeros. `num_heads` and `head_dim` only
+        check the shapes.
         """
     def depthwise_conv1d_causal(
         self, x: Operand, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
@@ -763,10 +763,10 @@ class GraphOps(_Builders):
     ) -> Value:
         """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
 
-        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
-        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
-        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
-        count as zeros.
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
+        start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens outside the segment of t count as
+        zeros.
         """
     def rms_norm(
         self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
@@ -777,20 +777,20 @@ class GraphOps(_Builders):
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *,
         state_size: int, out_shape: ShapeLike | None = None
     ) -> Value:
-        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+        """Linear attention with the gated delta rule; each head has a state matrix S from keys to values.
 
-        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        Per token, S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and the output is qᵀ S / sqrt(state_size). q, k and v are
         [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
-        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        `segments` [batch, seq] change from one token to the next, S is reset to zero.
         """
     def gated_delta_net_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
         segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """`gated_delta_net` from `state` [batch, heads, n, n] that also returns the state after the last token.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, n]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def rope(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
@@ -799,8 +799,8 @@ class GraphOps(_Builders):
         """Rotate pairs of each head by the angle of its position.
 
         `x` is [batch, seq, heads, head_dim], `cos` and `sin` are [positions, n] tables, `positions` is [batch, seq]. The
-        first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1) in
-        style `pairs`.
+        first 2n elements of a head are rotated, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1)
+        in style `pairs`.
         """
     def linear(
         self, x: Operand, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
@@ -811,11 +811,11 @@ class GraphOps(_Builders):
         self, x: Operand, weight: Operand, bias: Operand, *, activation: str | Enum | None = None,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
+        """activation(x @ weight + bias) as a single MIR op under every fusion policy."""
     def shared_linear_pair(
         self, x: Operand, first: Operand, second: Operand, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """x @ first and x @ second, two results of one reading of x."""
+        """x @ first and x @ second, reading x once."""
     def swiglu_ffn(
         self, x: Operand, up: Operand, gate: Operand, down: Operand, *, out_shape: ShapeLike | None = None
     ) -> Value:
@@ -829,29 +829,29 @@ class GraphOps(_Builders):
 
 class ModuleOps(_Builders):
     def scan(self, init: Any, body: Graph, length: Size) -> Value:
-        """The carry after `length` steps of `body`, which takes a carry and gives the next one."""
+        """The carry after `length` steps of `body`, which maps a carry to the next one."""
     def while_loop(
         self, init: Any, cond: Graph, body: Graph, *, broadcasts: Sequence[Any] = (), max_steps: int | None = None
     ) -> Any:
-        """The carries when `cond` has given false, or after `max_steps` steps; one value, or a tuple for a tuple."""
+        """The carries once `cond` returns false, or after `max_steps` steps; one value, or a tuple for a tuple."""
     def cond(self, predicate: Any, operands: Sequence[Any], then_body: Graph, else_body: Graph) -> Any:
-        """What `then_body` gives where the predicate is true, else what `else_body` gives; only that one runs."""
+        """The outputs of `then_body` if the predicate is true, else those of `else_body`; only one of them runs."""
     def custom_fn(
         self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
     ) -> Value:
-        """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
+        """Applies `fwd_body` to the inputs, with custom derivative rules; see the op `custom_fn`."""
     def cast(self, x: Value, dtype: DTypeLike) -> Value:
         """`x` with another element type."""
     def quantise(
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None
     ) -> Any:
-        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+        """Quantises x to i8, u8 or a scheme's blocks. Without a scale, computes one (`quant_scale`) and returns it too.
 
-        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        NVFP4 has two: E4M3 scales per block, and one f32 scale that maps the largest of them to 448.
         """
     def reshape(self, x: Value, shape: ShapeLike) -> Value:
-        """`x` with another shape of as many elements; one size may be -1."""
+        """`x` with another shape of the same number of elements; one size may be -1."""
     level: str
     nodes: list[Node]
     outputs: tuple[Value, ...]
@@ -862,46 +862,46 @@ class ModuleOps(_Builders):
         self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
         origin: Origin | None = None
     ) -> Node:
-        """Append a node whose types are known: for passes and parsers. Users call the ops."""
+        """Append a node whose types are known, for passes and parsers. Users call the ops."""
     def apply(self, op: str, *operands: Any, **attrs: Any) -> Any:
-        """Append one op. Numbers and arrays among the operands become constants; the result type is inferred."""
+        """Append one op. Numbers and arrays among the operands become constants; result types are inferred."""
     def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any], origin: Origin | None = None) -> Node:
-        """The node that `apply` appends; a pass gives the origin."""
+        """The node that `apply` appends; passes supply the origin."""
     def copy(self) -> Graph:
-        """The same graph again: what happens to one does not change the other."""
+        """An independent copy of the graph."""
     def custom_fn_multi(
         self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
     ) -> MultiOutputHandle:
         """`custom_fn` with any number of outputs, of any shapes and types."""
     def fingerprint(self) -> str:
-        """A digest of level, ops, attributes, types, edges, outputs and leaf names, the same in every process."""
+        """A digest of level, ops, attributes, types, edges, outputs and leaf names, stable across processes."""
     def has(self, name: str) -> bool:
-        """Whether an input or a param is called `name`."""
+        """Whether an input or param has this name."""
     @property
     def inputs(self) -> list[Node]:
-        """The inputs and states, in the order of their declaration."""
+        """The inputs and states, in declaration order."""
     def leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
-        """An input, state or param; `op` says which."""
+        """An input, state or param, by `op`."""
     def one(self, op: str, *operands: Any, **attrs: Any) -> Value:
-        """`apply` for an op of one result."""
+        """`apply` for an op with one result."""
     @property
     def params(self) -> list[Node]:
-        """The weights, in the order of their declaration."""
+        """The weights, in declaration order."""
     @staticmethod
     def parse(text: str) -> Graph:
-        """The graph that text says."""
+        """Parses a graph."""
     def reachable(self, values: Iterable[Value]) -> set[Node]:
         """All nodes that `values` depend on."""
     def redeclare(self, leaf: Value, type_: TensorType) -> None:
-        """Give an input or param another type. Nothing may read it yet; the value stays the same handle."""
+        """Change the type of an input or param that nothing reads yet; the value stays the same handle."""
     def scan_backward(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, *,
         save_trajectory: bool, out_shape: ShapeLike | None = None
     ) -> Value:
         """The gradient of `init`, by one scan from the last step to the first.
 
-        `trajectory` is what `scan_trajectory` gives. `upstream` is the gradient of all its rows (`save_trajectory`), or
-        that of the last carry. `body_vjp` takes the inputs of the body and `d_output`, and gives the gradients of the
+        `trajectory` is the result of `scan_trajectory`. `upstream` is the gradient of all its rows (`save_trajectory`),
+        or of the last carry. `body_vjp` takes the inputs of the body and `d_output`, and returns the gradients of the
         carry and of a row of each xs.
         """
     def scan_backward_with_checkpoints(
@@ -909,45 +909,45 @@ class ModuleOps(_Builders):
         num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """`scan_backward` from K = `num_checkpoints` carries; those between are computed again with `forward_body`.
+        """`scan_backward` from K = `num_checkpoints` carries; those in between are recomputed with `forward_body`.
 
-        `trajectory` is `[K, *carry]`: row k is the carry after the first ceil((k + 1) * length / K) steps. With a K of
-        0 or `length` it has all rows.
+        `trajectory` is `[K, *carry]`: row k is the carry after the first ceil((k + 1) * length / K) steps. A K of 0 or
+        `length` means all rows.
         """
     def scan_backward_xs(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, xs_idx: int,
         *, save_trajectory: bool, out_shape: ShapeLike | None = None
     ) -> Value:
-        """The gradient of `xs[xs_idx]`, `[length, *step]`; with `scan_backward` of the same operands it is one scan."""
+        """The gradient of `xs[xs_idx]`, `[length, *step]`; shares a scan with `scan_backward` of the same operands."""
     def scan_backward_xs_with_checkpoints(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int, xs_idx: int,
         num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """`scan_backward_xs` from checkpoints, as `scan_backward_with_checkpoints`."""
+        """`scan_backward_xs` from checkpoints, as in `scan_backward_with_checkpoints`."""
     def scan_checkpointed(self, init: Any, body: Graph, length: int, num_checkpoints: int) -> Value:
-        """What `scan` gives. Its gradient keeps the carries of `num_checkpoints` steps and computes others again."""
+        """The result of `scan`. Its gradient stores `num_checkpoints` carries and recomputes the others."""
     def scan_general(
         self, carries: Sequence[Any], body: Graph, length: Size, *, broadcasts: Sequence[Any] = (),
         xs: Sequence[Any] = (), reverse: bool = False, checkpoints: int = 0
     ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        """Any scan: the last carries, and ys `[length, *y]` of what the body gives after the carries."""
+        """The general scan: returns the last carries, and ys `[length, *y]` stacked from the body's other outputs."""
     def scan_trajectory(self, init: Any, body: Graph, length: Size) -> Value:
-        """The carries after each step, `[length, *carry]`; the last row is what `scan` gives."""
+        """The carries after each step, `[length, *carry]`; the last row is the result of `scan`."""
     def scan_with_bcasts_and_xs(
         self, init: Any, bcasts: Sequence[Any], xs: Sequence[Any], body: Graph, length: Size
     ) -> Value:
-        """`scan_with_xs` with further inputs that every step sees whole."""
+        """`scan_with_xs` with additional inputs that every step sees in full."""
     def scan_with_xs(self, init: Any, xs: Sequence[Any], body: Graph, length: Size) -> Value:
-        """`scan` with inputs `[length, *step]`, of which step t sees row t."""
+        """`scan` with inputs `[length, *step]`; step t sees row t."""
     def scope(self, origin: Origin) -> AbstractContextManager[None]:
-        """Nodes appended inside come from `origin`, whatever else they are given; of nested scopes the outer counts."""
+        """Nodes appended inside come from `origin`, overriding their own; the outermost scope wins."""
     def symbols(self) -> list[str]:
         """Names of all symbols in the types of inputs and params, sorted."""
     def text(self, *, full: bool = False, origins: bool = False) -> str:
-        """The graph as text that `Graph.parse` reads back; `full` writes large constants out."""
+        """Formats the graph as text that `Graph.parse` reads back; `full` writes out large constants."""
     def users(self) -> dict[Value, list[Node]]:
-        """For each value the nodes that read it, once per use."""
+        """For each value, the nodes that read it, once per use."""
     def verify(self) -> Graph:
         """Raise VerifyError if anything is inconsistent; returns the graph."""
 
@@ -958,15 +958,15 @@ class EmitOps(_Builders):
         scale: float | None = None, softcap: float | None = None, num_heads: int | None = None,
         head_dim: int | None = None, out_shape: ShapeLike | None = None
     ) -> Value:
-        """softmax(scale · q kᵀ, softcapped and masked) v for each head.
+        """softmax(scale · q kᵀ, softcapped and masked) v per head.
 
         `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
         Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
         [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
-        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
-        its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
-        scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
-        shapes.
+        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query attends to
+        keys with its own id; ids below 0 are padding, which attends to nothing and is masked. `near(r)` allows r keys on
+        each side. The scale defaults to 1/√head_dim. A query without keys gives zeros. `num_heads` and `head_dim` only
+        check the shapes.
         """
     def depthwise_conv1d_causal(
         self, x: Operand, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
@@ -974,37 +974,37 @@ class EmitOps(_Builders):
     ) -> Value:
         """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
 
-        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
-        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
-        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
-        count as zeros.
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
+        start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens outside the segment of t count as
+        zeros.
         """
     def scan(self, init: Any, body: Graph, length: Size) -> Value:
-        """The carry after `length` steps of `body`, which takes a carry and gives the next one."""
+        """The carry after `length` steps of `body`, which maps a carry to the next one."""
     def while_loop(
         self, init: Any, cond: Graph, body: Graph, *, broadcasts: Sequence[Any] = (), max_steps: int | None = None
     ) -> Any:
-        """The carries when `cond` has given false, or after `max_steps` steps; one value, or a tuple for a tuple."""
+        """The carries once `cond` returns false, or after `max_steps` steps; one value, or a tuple for a tuple."""
     def cond(self, predicate: Any, operands: Sequence[Any], then_body: Graph, else_body: Graph) -> Any:
-        """What `then_body` gives where the predicate is true, else what `else_body` gives; only that one runs."""
+        """The outputs of `then_body` if the predicate is true, else those of `else_body`; only one of them runs."""
     def custom_fn(
         self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
     ) -> Value:
-        """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
+        """Applies `fwd_body` to the inputs, with custom derivative rules; see the op `custom_fn`."""
     def cast(self, x: Value, dtype: DTypeLike) -> Value:
         """`x` with another element type."""
     def quantise(
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None
     ) -> Any:
-        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+        """Quantises x to i8, u8 or a scheme's blocks. Without a scale, computes one (`quant_scale`) and returns it too.
 
-        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        NVFP4 has two: E4M3 scales per block, and one f32 scale that maps the largest of them to 448.
         """
     def dequant_matmul(
         self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
     ) -> Value:
-        """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
+        """x times a quantised weight; see the op. A plain param is redeclared if the scheme has GGUF blocks."""
     def rms_norm(
         self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
         out_shape: ShapeLike | None = None
@@ -1014,20 +1014,20 @@ class EmitOps(_Builders):
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *,
         state_size: int, out_shape: ShapeLike | None = None
     ) -> Value:
-        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+        """Linear attention with the gated delta rule; each head has a state matrix S from keys to values.
 
-        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        Per token, S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and the output is qᵀ S / sqrt(state_size). q, k and v are
         [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
-        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        `segments` [batch, seq] change from one token to the next, S is reset to zero.
         """
     def gated_delta_net_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
         segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """`gated_delta_net` from `state` [batch, heads, n, n] that also returns the state after the last token.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, n]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def rope(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
@@ -1036,11 +1036,11 @@ class EmitOps(_Builders):
         """Rotate pairs of each head by the angle of its position.
 
         `x` is [batch, seq, heads, head_dim], `cos` and `sin` are [positions, n] tables, `positions` is [batch, seq]. The
-        first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1) in
-        style `pairs`.
+        first 2n elements of a head are rotated, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1)
+        in style `pairs`.
         """
     def reshape(self, x: Value, shape: ShapeLike) -> Value:
-        """`x` with another shape of as many elements; one size may be -1."""
+        """`x` with another shape of the same number of elements; one size may be -1."""
     def linear(
         self, x: Operand, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
         out_shape: ShapeLike | None = None
@@ -1050,11 +1050,11 @@ class EmitOps(_Builders):
         self, x: Operand, weight: Operand, bias: Operand, *, activation: str | Enum | None = None,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
+        """activation(x @ weight + bias) as a single MIR op under every fusion policy."""
     def shared_linear_pair(
         self, x: Operand, first: Operand, second: Operand, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
-        """x @ first and x @ second, two results of one reading of x."""
+        """x @ first and x @ second, reading x once."""
     def swiglu_ffn(
         self, x: Operand, up: Operand, gate: Operand, down: Operand, *, out_shape: ShapeLike | None = None
     ) -> Value:
@@ -1075,50 +1075,50 @@ class EmitOps(_Builders):
         self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
         origin: Origin | None = None
     ) -> Node:
-        """Append a node whose types are known: for passes and parsers. Users call the ops."""
+        """Append a node whose types are known, for passes and parsers. Users call the ops."""
     def apply(self, op: str, *operands: Any, **attrs: Any) -> Any:
-        """Append one op. Numbers and arrays among the operands become constants; the result type is inferred."""
+        """Append one op. Numbers and arrays among the operands become constants; result types are inferred."""
     def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any], origin: Origin | None = None) -> Node:
-        """The node that `apply` appends; a pass gives the origin."""
+        """The node that `apply` appends; passes supply the origin."""
     def constant(self, data: Any, dtype: DTypeLike | None = None) -> Value:
-        """Numbers that are part of the graph. Python floats are f32, Python ints i32, unless `dtype` says otherwise."""
+        """Numbers embedded in the graph. Python floats are f32 and Python ints i32, unless `dtype` says otherwise."""
     def copy(self) -> Graph:
-        """The same graph again: what happens to one does not change the other."""
+        """An independent copy of the graph."""
     def custom_fn_multi(
         self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
     ) -> MultiOutputHandle:
         """`custom_fn` with any number of outputs, of any shapes and types."""
     @staticmethod
     def define(name: str, build: Callable[[GraphModule], Any]) -> GraphModule:
-        """An HIR module from a function that gets it and returns its output, or a tuple of outputs."""
+        """Builds an HIR module with a function that takes it and returns its output, or a tuple of outputs."""
     def fingerprint(self) -> str:
-        """A digest of level, ops, attributes, types, edges, outputs and leaf names, the same in every process."""
+        """A digest of level, ops, attributes, types, edges, outputs and leaf names, stable across processes."""
     def has(self, name: str) -> bool:
-        """Whether an input or a param is called `name`."""
+        """Whether an input or param has this name."""
     @property
     def inputs(self) -> list[Node]:
-        """The inputs and states, in the order of their declaration."""
+        """The inputs and states, in declaration order."""
     def leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
-        """An input, state or param; `op` says which."""
+        """An input, state or param, by `op`."""
     def one(self, op: str, *operands: Any, **attrs: Any) -> Value:
-        """`apply` for an op of one result."""
+        """`apply` for an op with one result."""
     def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = 'f32') -> Value:
-        """A weight: given once, kept for all runs."""
+        """A weight: set once and kept for all runs."""
     @staticmethod
     def parse(text: str) -> Graph:
-        """The graph that text says."""
+        """Parses a graph."""
     def reachable(self, values: Iterable[Value]) -> set[Node]:
         """All nodes that `values` depend on."""
     def redeclare(self, leaf: Value, type_: TensorType) -> None:
-        """Give an input or param another type. Nothing may read it yet; the value stays the same handle."""
+        """Change the type of an input or param that nothing reads yet; the value stays the same handle."""
     def scan_backward(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, *,
         save_trajectory: bool, out_shape: ShapeLike | None = None
     ) -> Value:
         """The gradient of `init`, by one scan from the last step to the first.
 
-        `trajectory` is what `scan_trajectory` gives. `upstream` is the gradient of all its rows (`save_trajectory`), or
-        that of the last carry. `body_vjp` takes the inputs of the body and `d_output`, and gives the gradients of the
+        `trajectory` is the result of `scan_trajectory`. `upstream` is the gradient of all its rows (`save_trajectory`),
+        or of the last carry. `body_vjp` takes the inputs of the body and `d_output`, and returns the gradients of the
         carry and of a row of each xs.
         """
     def scan_backward_with_checkpoints(
@@ -1126,47 +1126,47 @@ class EmitOps(_Builders):
         num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """`scan_backward` from K = `num_checkpoints` carries; those between are computed again with `forward_body`.
+        """`scan_backward` from K = `num_checkpoints` carries; those in between are recomputed with `forward_body`.
 
-        `trajectory` is `[K, *carry]`: row k is the carry after the first ceil((k + 1) * length / K) steps. With a K of
-        0 or `length` it has all rows.
+        `trajectory` is `[K, *carry]`: row k is the carry after the first ceil((k + 1) * length / K) steps. A K of 0 or
+        `length` means all rows.
         """
     def scan_backward_xs(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, xs_idx: int,
         *, save_trajectory: bool, out_shape: ShapeLike | None = None
     ) -> Value:
-        """The gradient of `xs[xs_idx]`, `[length, *step]`; with `scan_backward` of the same operands it is one scan."""
+        """The gradient of `xs[xs_idx]`, `[length, *step]`; shares a scan with `scan_backward` of the same operands."""
     def scan_backward_xs_with_checkpoints(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int, xs_idx: int,
         num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """`scan_backward_xs` from checkpoints, as `scan_backward_with_checkpoints`."""
+        """`scan_backward_xs` from checkpoints, as in `scan_backward_with_checkpoints`."""
     def scan_checkpointed(self, init: Any, body: Graph, length: int, num_checkpoints: int) -> Value:
-        """What `scan` gives. Its gradient keeps the carries of `num_checkpoints` steps and computes others again."""
+        """The result of `scan`. Its gradient stores `num_checkpoints` carries and recomputes the others."""
     def scan_general(
         self, carries: Sequence[Any], body: Graph, length: Size, *, broadcasts: Sequence[Any] = (),
         xs: Sequence[Any] = (), reverse: bool = False, checkpoints: int = 0
     ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        """Any scan: the last carries, and ys `[length, *y]` of what the body gives after the carries."""
+        """The general scan: returns the last carries, and ys `[length, *y]` stacked from the body's other outputs."""
     def scan_trajectory(self, init: Any, body: Graph, length: Size) -> Value:
-        """The carries after each step, `[length, *carry]`; the last row is what `scan` gives."""
+        """The carries after each step, `[length, *carry]`; the last row is the result of `scan`."""
     def scan_with_bcasts_and_xs(
         self, init: Any, bcasts: Sequence[Any], xs: Sequence[Any], body: Graph, length: Size
     ) -> Value:
-        """`scan_with_xs` with further inputs that every step sees whole."""
+        """`scan_with_xs` with additional inputs that every step sees in full."""
     def scan_with_xs(self, init: Any, xs: Sequence[Any], body: Graph, length: Size) -> Value:
-        """`scan` with inputs `[length, *step]`, of which step t sees row t."""
+        """`scan` with inputs `[length, *step]`; step t sees row t."""
     def scope(self, origin: Origin) -> AbstractContextManager[None]:
-        """Nodes appended inside come from `origin`, whatever else they are given; of nested scopes the outer counts."""
+        """Nodes appended inside come from `origin`, overriding their own; the outermost scope wins."""
     def set_outputs(self, outputs: Iterable[Value] | Value) -> Graph:
-        """Say what the graph gives; returns the graph."""
+        """Set the graph's outputs; returns the graph."""
     def symbols(self) -> list[str]:
         """Names of all symbols in the types of inputs and params, sorted."""
     def text(self, *, full: bool = False, origins: bool = False) -> str:
-        """The graph as text that `Graph.parse` reads back; `full` writes large constants out."""
+        """Formats the graph as text that `Graph.parse` reads back; `full` writes out large constants."""
     def users(self) -> dict[Value, list[Node]]:
-        """For each value the nodes that read it, once per use."""
+        """For each value, the nodes that read it, once per use."""
     def verify(self) -> Graph:
         """Raise VerifyError if anything is inconsistent; returns the graph."""
 
@@ -1177,32 +1177,32 @@ class ValueOps:
         scale: float | None = None, softcap: float | None = None, num_heads: int | None = None,
         head_dim: int | None = None, out_shape: ShapeLike | None = None
     ) -> Self:
-        """softmax(scale · q kᵀ, softcapped and masked) v for each head.
+        """softmax(scale · q kᵀ, softcapped and masked) v per head.
 
         `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
         Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
         [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
-        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
-        its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
-        scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
-        shapes.
+        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query attends to
+        keys with its own id; ids below 0 are padding, which attends to nothing and is masked. `near(r)` allows r keys on
+        each side. The scale defaults to 1/√head_dim. A query without keys gives zeros. `num_heads` and `head_dim` only
+        check the shapes.
         """
     def attention_lse(
         self, k: Operand, v: Operand, mask: Operand | None = None, *, mask_kind: str | Enum = 'none',
         scale: float | None = None, softcap: float | None = None, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """`attention`, and for each query the logarithm of the sum of exp(scores), [batch, heads, seq], -inf without keys.
+        """`attention`, and per query the logsumexp of its scores, [batch, heads, seq], -inf without keys.
 
-        It is what the gradient of `attention` keeps in place of the weights. Narrow floats have it in f32.
+        The gradient of `attention` stores it instead of the weights. For narrow floats it is f32.
         """
     def attention_grad(
         self, k: Operand, v: Operand, dy: Operand, lse: Operand, delta: Operand, mask: Operand | None = None, *,
         mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None, out_shape: Any = None
     ) -> tuple[Self, Self, Self]:
-        """Gradients of q, k and v from `dy`, that of the result of `attention_lse`.
+        """Gradients of q, k and v from `dy`, the gradient of the result of `attention_lse`.
 
-        `lse` is what that gave, `delta` the sum of dy · result of each query, less the gradient of its lse; both are
-        [batch, heads, seq]. Weights are made again block by block: no memory grows with seq · keys.
+        `lse` is its second result, `delta` the sum of dy · result per query, minus the gradient of its lse; both are
+        [batch, heads, seq]. Weights are recomputed block by block: no memory grows with seq · keys.
         """
     def depthwise_conv1d_causal(
         self, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
@@ -1210,10 +1210,10 @@ class ValueOps:
     ) -> Self:
         """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
 
-        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
-        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
-        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
-        count as zeros.
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
+        start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens outside the segment of t count as
+        zeros.
         """
     def depthwise_conv1d_causal_carry(
         self, weight: Operand, state: Operand, lengths: Operand | None = None, rows: Operand | None = None, *,
@@ -1221,23 +1221,23 @@ class ValueOps:
     ) -> tuple[Self, Self]:
         """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
-        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
-        `lengths[b]` count; what comes after them is padding, and no state has it.
+        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. The first `lengths[b]` tokens of
+        a row count; the rest is padding and does not enter the state.
 
         With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
-        [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
+        [rows, kernel_size - 1, channels]: the previous tokens are those of the same row, as in `selective_scan_carry`.
         """
     def scan(self, body: Graph, length: Size) -> Self:
-        """The carry after `length` steps of `body`, which takes a carry and gives the next one."""
+        """The carry after `length` steps of `body`, which maps a carry to the next one."""
     def while_loop(
         self, cond: Graph, body: Graph, *, broadcasts: Sequence[Any] = (), max_steps: int | None = None
     ) -> Any:
-        """The carries when `cond` has given false, or after `max_steps` steps; one value, or a tuple for a tuple."""
+        """The carries once `cond` returns false, or after `max_steps` steps; one value, or a tuple for a tuple."""
     def ended(self, more: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """`x`, a result of a while loop with `max_steps`; an error at run time where `more`, its condition, still holds.
+        """`x`, a result of a while loop with `max_steps`; an error at run time if `more`, its condition, still holds.
         """
     def cond(self, operands: Sequence[Any], then_body: Graph, else_body: Graph) -> Any:
-        """What `then_body` gives where the predicate is true, else what `else_body` gives; only that one runs."""
+        """The outputs of `then_body` if the predicate is true, else those of `else_body`; only one of them runs."""
     def conv2d(
         self, weight: Operand, bias: Operand | None = None, *, stride: int | Sequence[int] = 1,
         padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
@@ -1245,7 +1245,7 @@ class ValueOps:
     ) -> Self:
         """Cross-correlation of x [batch, channels, height, width] with weight [out, channels / groups, kernel_y, kernel_x].
 
-        `stride`, `padding` (zeros on both sides) and `dilation` are one number, or one for each axis.
+        `stride`, `padding` (zeros on both sides) and `dilation` are one number, or one per axis.
         """
     def pool2d(
         self, *, kind: str | Enum, kernel: int | Sequence[int], stride: int | Sequence[int] | None = None,
@@ -1253,7 +1253,7 @@ class ValueOps:
     ) -> Self:
         """The largest (`kind` max) or mean number of each window of x [batch, channels, height, width].
 
-        `stride` is the kernel's size unless given. Padding counts as zeros in a mean and never as the largest.
+        `stride` defaults to the kernel's size. Padding counts as zeros in a mean and never as the largest.
         """
     def conv1d(
         self, weight: Operand, bias: Operand | None = None, *, stride: int = 1, padding: int = 0, dilation: int = 1,
@@ -1267,7 +1267,7 @@ class ValueOps:
         """The largest (`kind` max) or mean number of each window of x [batch, channels, length], as `pool2d` does it.
         """
     def custom_fn(self, fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None) -> Self:
-        """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
+        """Applies `fwd_body` to the inputs, with custom derivative rules; see the op `custom_fn`."""
     def add(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
         """Sum."""
     def sub(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
@@ -1345,48 +1345,48 @@ class ValueOps:
     def matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
         """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
     def integer_matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """Matrix product of 8-bit integers, u8 by i8, summed up as i32."""
+        """Matrix product of 8-bit integers, u8 by i8, accumulated in i32."""
     def dequantise(
         self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
         scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Self:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+        """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+        `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+        [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+        no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+        as scales, and one f32 for all as `zp`.
         """
     def quantise(
         self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None
     ) -> Any:
-        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+        """Quantises x to i8, u8 or a scheme's blocks. Without a scale, computes one (`quant_scale`) and returns it too.
 
-        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        NVFP4 has two: E4M3 scales per block, and one f32 scale that maps the largest of them to 448.
         """
     def quant_scale(
         self, *, axis: int | None = None, scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Self:
-        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+        """The smallest scale with which `quantise` clips nothing: the largest magnitude / 127 (int4: 7).
 
-        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
-        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+        Per tensor, per index of `axis`, or per block along k with a scheme. Zeros have a scale of 1e-12. 8-bit floats have
+        scales per column (the largest magnitude / 448 or 57344); NVFP4 divides by 6.
         """
     def dequant_matmul(
         self, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
     ) -> Self:
-        """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
+        """x times a quantised weight; see the op. A plain param is redeclared if the scheme has GGUF blocks."""
     def fake_quantise(
         self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+        """Quantises x to integers of `bits` bits and back, with a symmetric scale per tensor or per index of `axis`.
 
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        Rounds to nearest, ties to even; integers are clipped to ±(2^(bits - 1) - 1). An explicit scale is fixed, learned
+        (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is computed from x: the
+        largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
         """
     def running_scale(
         self, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
@@ -1394,15 +1394,15 @@ class ValueOps:
     ) -> Self:
         """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
 
-        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+        A state that is not positive is uninitialised and becomes the scale of x. Scales are those of `fake_quantise`.
         """
     def fake_quantise_grad(
         self, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
     ) -> Self:
-        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+        """The gradient of `fake_quantise` for x by a straight-through estimator, since rounding itself has none.
 
-        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+        `identity` is dy; `clipped` is dy where x was not clipped, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
         and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
         """
     def fake_quantise_scale_grad(
@@ -1410,32 +1410,32 @@ class ValueOps:
     ) -> Self:
         """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
 
-        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        The sum of dy · (round(z) - z), where z = x / scale; where z is clipped, of dy · ±(2^(bits - 1) - 1).
         """
     def grouped_matmul(self, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """Row i of `x` times the matrix `w[index[i]]`; no other matrix is looked at.
+        """Row i of `x` times the matrix `w[index[i]]`; other matrices are not read.
 
         `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
-        Rows that follow each other and have the same index read their matrix together: many rows are fastest in the order
-        of `group_rows`.
+        Consecutive rows with the same index share one read of their matrix, so many rows are fastest in the order of
+        `group_rows`.
         """
     def group_rows(self, *, groups: Size | str, out_shape: Any = None) -> tuple[Self, Self, Self]:
-        """The order in which rows of equal index come together, where that puts each row, and where each group starts.
+        """Sorts rows by group: the order of rows, its inverse, and the offset of each group.
 
-        The first result says which row comes at each place, group by group, and in a group as they were. The second one is
-        its inverse. Rows of group g are at places `starts[g]` to `starts[g + 1]` of the third. An index outside the groups
-        is an error at run time.
+        The first result says which row comes at each place, group by group, stable within a group. The second one is its
+        inverse. Rows of group g are at places `offsets[g]` to `offsets[g + 1]`, the third result. An index outside the
+        groups is an error at run time.
         """
     def grouped_outer(
         self, y: Operand, index: Operand, *, groups: Size | str, out_shape: ShapeLike | None = None
     ) -> Self:
-        """Of each group the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
+        """Per group, the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
 
-        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros where a group has no
-        rows. Each row is multiplied once. An index outside the groups is an error at run time.
+        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros for a group without rows.
+        Each row is multiplied once. An index outside the groups is an error at run time.
         """
-    def outer_of_runs(self, y: Operand, starts: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """x[:, s:e] @ y[s:e] from each start to the next: [k, rows] and [rows, n] give [starts - 1, k, n]."""
+    def outer_of_runs(self, y: Operand, offsets: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """x[:, s:e] @ y[s:e] from each offset to the next: [k, rows] and [rows, n] give [offsets - 1, k, n]."""
     def layer_norm(
         self, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-05,
         out_shape: ShapeLike | None = None
@@ -1449,23 +1449,24 @@ class ValueOps:
     def norm_grad(
         self, dy: Operand, gamma: Operand | None = None, *, kind: str | Enum, eps: float, out_shape: Any = None
     ) -> tuple[Self, Self, Self]:
-        """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
+        """Gradients of x, gamma and beta from `dy`, the gradient of the result of `layer_norm` or `rms_norm` (by `kind`).
 
-        x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
+        Reads x and dy once for the gradient of x, and once for the others. With narrow floats, those of gamma and beta are
+        f32.
         """
     def region(self, *xs: Operand | Sequence[Operand], body: Graph, out_shape: Any = None) -> Any:
         """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     def prepack(self, *ws: Operand | Sequence[Operand], layout: Layout, out_shape: ShapeLike | None = None) -> Self:
-        """Weights, or the left side of a matmul, as kernels of a target read them; the layout says how."""
+        """Weights, or the left operand of a matmul, in the layout that a target's kernels read."""
     def fused_matmul(
         self, *rest: Operand | Sequence[Operand], body: Graph, weights: int, columns: Size | str,
         layout: Layout | None = None, out_shape: Any = None
     ) -> Any:
-        """x times one or two weights, and elementwise work on the sums while they are in registers.
+        """x times one or two weights, with elementwise work on the sums while they are in registers.
 
-        Operands are x, the weights, then what the body reads beside the sums. `columns` is the width of each product. With
-        a `layout`, the weights are one tensor that `prepack` made, and x may have to be packed too; else they are matrices
-        [k, n], maybe of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as files have them.
+        Operands are x, the weights, then the body's other inputs. `columns` is the width of each product. With a `layout`,
+        the weights are one tensor made by `prepack`, and x may have to be packed too; otherwise they are matrices [k, n],
+        possibly of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as in files.
         """
     def fused_grouped(
         self, *rest: Operand | Sequence[Operand], body: Graph, weights: int, columns: Size | str,
@@ -1473,7 +1474,7 @@ class ValueOps:
     ) -> Any:
         """`fused_matmul` in which each row of x has its own matrix, as in `grouped_matmul`.
 
-        Weights have one more axis in front, and after them comes the index into it of each row.
+        Weights have one more leading axis; after them comes the index into it of each row.
         """
     def residual_norm(
         self, residual: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, kind: str | Enum,
@@ -1484,29 +1485,29 @@ class ValueOps:
         self, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *, state_size: int,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+        """Linear attention with the gated delta rule; each head has a state matrix S from keys to values.
 
-        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        Per token, S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and the output is qᵀ S / sqrt(state_size). q, k and v are
         [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
-        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        `segments` [batch, seq] change from one token to the next, S is reset to zero.
         """
     def gated_delta_net_carry(
         self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None,
         rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """`gated_delta_net` from `state` [batch, heads, n, n] that also returns the state after the last token.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, n]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def gated_delta_net_with_states(
         self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None, *,
         state_size: int, chunk: int = 32, out_shape: Any = None
     ) -> tuple[Self, Self, Self, Self]:
-        """`gated_delta_net_carry` that also gives what its gradient needs.
+        """`gated_delta_net_carry` that also returns the values stored for its gradient.
 
-        That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
-        v - kᵀ S.
+        These are the state before each chunk of tokens, [batch, heads, chunks, n, n], and the error of each token, v - kᵀ
+        S.
         """
     def gated_delta_net_backward(
         self, k: Operand, g: Operand, beta: Operand, states: Operand, misses: Operand, d_out: Operand, d_last: Operand,
@@ -1514,42 +1515,41 @@ class ValueOps:
     ) -> tuple[Self, Self, Self, Self, Self, Self]:
         """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
 
-        `states` and `misses` are what `gated_delta_net_kept` gives for the same chunk; inside a chunk the states are
-        computed again.
+        `states` and `misses` are the results of `gated_delta_net_with_states` for the same chunk; states inside a chunk are
+        recomputed.
         """
     def gated_linear_attention_carry(
         self, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None,
         rows: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+        """Gated linear attention; each head has a state matrix S from keys to values. Used by Mamba 2, among others.
 
-        A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
-        [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
-        Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
-        [batch, seq] change from one token to the next, S starts at zero again.
+        Per token, S = exp(g) S + k ⊗ v, and the output is qᵀ S. q and k are [batch, seq, groups, n], v is [batch, seq,
+        heads, m], g (the logarithm of the gate) is [batch, seq, heads]; adjacent heads share a group. Starts from `state`
+        [batch, heads, n, m] and also returns the state after the last token. Where the ids `segments` [batch, seq] change
+        from one token to the next, S is reset to zero.
 
         With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-        [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
+        [rows, heads, n, m]: a token continues from the state of its row, as in `selective_scan_carry`.
         """
     def gather(self, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Self:
-        """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
+        """Slices of `table` along an axis, one per index, like `np.take`. An index outside it is an error at run time.
 
-        Of a packed table only rows can be taken (axis 0 of two); they come out as f32.
+        From a packed table only rows can be taken (axis 0 of two); they are returned as f32.
         """
     def scatter_add(self, indices: Operand, updates: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order.
+        """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices accumulate, in order.
 
         Takes numbers, as `add` does.
         """
     def scatter(self, indices: Operand, updates: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """`x` with row `updates[i]` in place of row `indices[i]` of its first axis; of equal indices the last counts.
-        """
+        """`x` with row `indices[i]` of its first axis replaced by row `updates[i]`; of equal indices the last wins."""
     def quantise_rows(self, *, out_shape: Any = None) -> tuple[Self, Self, Self]:
-        """x as u8, and a scale and an offset for each row of the last axis: x ≈ u8 · scale + offset.
+        """x as u8, with a scale and an offset per row of the last axis: x ≈ u8 · scale + offset.
 
-        The offset is the smallest number of the row, the scale its distance to the largest / 255, at least 1e-12.
-        (x - offset) · (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row that has a NaN or an
-        infinity is no number either; its integers are 0.
+        The offset is the smallest number of the row, the scale (largest - smallest) / 255, at least 1e-12. (x - offset) ·
+        (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row with a NaN or an infinity is not
+        finite either; its integers are 0.
         """
     def quantised_norm(
         self, residual: Operand | None = None, gamma: Operand | None = None, beta: Operand | None = None,
@@ -1557,24 +1557,25 @@ class ValueOps:
     ) -> tuple[Self, ...]:
         """The norm (`kind` is layer or rms) of x, or of x + residual, times `even`, as rows of u8 with scales and offsets.
 
-        With `keep` the norm itself comes next, and last the sum where there is one.
+        With `keep`, the norm itself is the next result, and the sum, if there is one, the last.
         """
     def kv_append(
         self, new: Operand, positions: Operand, table: Operand, rows: Operand | None = None, *,
         axes: str | Enum = 'phsd', ring: bool = False, out_shape: ShapeLike | None = None
     ) -> Self:
-        """The pool with each new token at its position of its row, rounded to the type of the pool.
+        """Writes each new token to its position of its row in the pool, rounded to the pool's type.
 
         `axes` is the order of the axes of `pool`: p (pages), h (kv_heads), s (positions per page), d (dim). `table` is
         [rows, blocks] and holds page numbers. `new` is [batch, seq, kv_heads, dim] with `positions` [batch, seq], where
-        batch entry b belongs to row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
+        batch entry b uses row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
 
-        A negative position is padding and skipped; of equal ones of a row the last counts. A position beyond the capacity
-        (blocks · page) is an error at run time, unless the cache is a `ring`, where it takes the place of the one that was
-        there a capacity ago. So is a row or a page number that does not exist, if a token asks for it. Rows may share
-        pages as long as no token is written there.
-        The operand `pool` is consumed: on the CPU the result of appending to a state is the state itself, written in
-        place, and nothing may read it again as it was. An input, a weight or a constant is copied instead.
+        A negative position is padding and skipped; of equal positions of a row the last wins. A position beyond the
+        capacity (blocks · page) is an error at run time, unless the cache is a `ring`, where it overwrites the position one
+        capacity earlier. A row or page number that does not exist is an error too, if a token uses it. Rows may share pages
+        as long as no token is written there.
+
+        The operand `pool` is consumed: on the CPU the result of appending to a state is the state itself, written in place,
+        and its old contents must not be read again. An input, a weight or a constant is copied instead.
         """
     def cached_attention(
         self, keys: Operand, values: Operand, positions: Operand, table: Operand, rows: Operand | None = None, *,
@@ -1582,21 +1583,21 @@ class ValueOps:
         key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd', ring: bool = False,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """softmax(scale · q kᵀ, softcapped and masked) v for each head, over the keys and values of cached sequences.
+        """softmax(scale · q kᵀ, softcapped and masked) v per head, over the keys and values of cached sequences.
 
         `q` is [batch, seq, heads, head_dim] with `positions` [batch, seq], or [tokens, heads, head_dim] with `positions`
-        and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size
-        with their axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both
-        (see kv_append). A query sees the keys of its row up to and including its position, or the last w of them (mask kind
-        sliding(w)); what the pages hold at other positions does not matter. A negative position is padding and gives zeros.
-        A position beyond the capacity, a row, or a page that is seen and does not exist is an error at run time. The scale
-        is 1/√head_dim unless given.
+        and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size with their
+        axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both (see
+        kv_append). A query attends to the keys of its row up to and including its position, or to the last w of them (mask
+        kind sliding(w)); page contents at other positions do not matter. A negative position is padding and gives zeros. A
+        position beyond the capacity, a row, or a page that is needed and does not exist is an error at run time. The scale
+        defaults to 1/√head_dim.
 
-        Caches that are a `ring` go with sliding windows. From the oldest key that a query of a row sees to the newest query
-        of the row, there have to be at most as many positions as the ring holds; more are an error at run time.
+        `ring` caches require sliding windows. From the oldest key that a query of a row attends to up to the newest query
+        of the row there must be at most as many positions as the ring holds; more are an error at run time.
         """
     def cross_entropy(self, labels: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None) -> Self:
-        """logsumexp(logits) - logits[label] for each row of the last axis: minus the logarithm of the label's probability.
+        """logsumexp(logits) - logits[label] per row of the last axis: the negative log-probability of the label.
 
         A row whose label is `ignore_index` has a loss of 0; any other label outside the row is an error at run time.
         Narrow floats give f32.
@@ -1604,18 +1605,18 @@ class ValueOps:
     def cross_entropy_grad(
         self, labels: Operand, dy: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None
     ) -> Self:
-        """The gradient of `cross_entropy` for the logits: softmax(logits), less 1 at the label, times dy of the row."""
-    def round_blocks(self, *, block: int, out_shape: ShapeLike | None = None) -> Self:
-        """x as 8-bit numbers with one scale for each `block` of them along the last axis: what that keeps of it."""
-    def random_bits(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
-        """Random words of 32 bits. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape.
+        """The gradient of `cross_entropy` for the logits: softmax(logits), minus 1 at the label, times dy of the row.
         """
+    def round_blocks(self, *, block: int, out_shape: ShapeLike | None = None) -> Self:
+        """x rounded to 8-bit numbers with one scale per `block` of them along the last axis, and back."""
+    def random_bits(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
+        """Random 32-bit words. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape."""
     def random_uniform(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
         """Random f32 numbers in [0, 1): the upper 24 of the 32 bits of `random_bits`, as a fraction."""
     def random_normal(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
-        """Random f32 numbers of the standard normal distribution (Box and Muller 1958).
+        """Random f32 numbers from the standard normal distribution (Box and Muller 1958).
 
-        Of the numbers u of `random_uniform`, element i takes two: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
+        Element i uses two numbers u of `random_uniform`: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
         """
     def sum(
         self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
@@ -1628,33 +1629,33 @@ class ValueOps:
     def mean(
         self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
     ) -> Self:
-        """Mean over axes, of floats; NaN over none."""
+        """Mean over axes, of floats; NaN over an empty axis."""
     def max(
         self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
     ) -> Self:
         """Largest element over axes; NaN if there is one.
 
-        Over an axis that run time finds empty it is the least number of the type.
+        Over an axis that is empty at run time it is the smallest number of the type.
         """
     def min(
         self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
     ) -> Self:
         """Smallest element over axes; NaN if there is one.
 
-        Over an axis that run time finds empty it is the largest number of the type.
+        Over an axis that is empty at run time it is the largest number of the type.
         """
     def argmax(self, *, axis: int = -1, keepdims: bool = False, out_shape: ShapeLike | None = None) -> Self:
         """Index of the largest element along an axis, as i32; the first of equals; a NaN counts as largest.
 
-        Along an axis that run time finds empty it is 0.
+        Along an axis that is empty at run time it is 0.
         """
     def topk(self, *, k: int, out_shape: Any = None) -> tuple[Self, Self]:
         """The `k` largest along the last axis, largest first, and their indices as i32; the first of equals comes first.
         """
     def cumsum(self, *, axis: int = -1, exclusive: bool = False, out_shape: ShapeLike | None = None) -> Self:
-        """Running sum along an axis; `exclusive` leaves the element itself out. Summed in index order."""
+        """Cumulative sum along an axis; `exclusive` leaves out the element itself. Summed in index order."""
     def barrier(self, *, out_shape: ShapeLike | None = None) -> Self:
-        """`x`, which passes do not know to be `x`: what is computed from one is not taken for the other."""
+        """Identity that blocks CSE: passes do not merge computations across it (JAX: `optimization_barrier`)."""
     def rope(
         self, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
         out_shape: ShapeLike | None = None
@@ -1662,8 +1663,8 @@ class ValueOps:
         """Rotate pairs of each head by the angle of its position.
 
         `x` is [batch, seq, heads, head_dim], `cos` and `sin` are [positions, n] tables, `positions` is [batch, seq]. The
-        first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1) in
-        style `pairs`.
+        first 2n elements of a head are rotated, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1)
+        in style `pairs`.
         """
     def sample_tokens(
         self, uniform: Operand, temperature: Operand, top_k: Operand, top_p: Operand, min_p: Operand,
@@ -1672,21 +1673,21 @@ class ValueOps:
         presence_penalty: Operand | None = None, bias_tokens: Operand | None = None, bias: Operand | None = None,
         scored: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
+        """The next token per row of logits `[rows, vocab]`, and its log-probability under the unmodified logits.
 
-        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
-        where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the total. Kept are the
-        `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
-        weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
-        the same on every device; `uniform` and `top_p` are best f64.
+        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among ties; otherwise the token
+        is where the cumulative sum of weights, in order of ids, passes `uniform` (in [0, 1)) of the total. Candidates are
+        the `top_k` highest (0: all; ties of the last stay), of these the smallest set that weighs `top_p`, of these those
+        that weigh at least `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are
+        exact and tokens are the same on every device; `uniform` and `top_p` are best f64.
 
-        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
-        number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
-        added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
-        `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
-        the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
-        left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
-        nothing.
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; other tokens are never picked. If
+        the number of words is a symbol, tokens beyond the last word are allowed too, so no words allow all. `bias` is added
+        to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, in any order, of which the first
+        `prompt_length` of a row are the prompt's. The repetition penalty counts all of them, frequency and presence only
+        those after the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has
+        no token left, gives token
+        -1 and NaN. If the integer `scored` of a row is 0, its log-probability is NaN and costs nothing.
         """
     def selective_scan(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, d: Operand | None = None,
@@ -1694,25 +1695,25 @@ class ValueOps:
     ) -> Self:
         """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
 
-        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
-        Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
+        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (optional) is [channels].
+        Where the ids `segments` [batch, seq] change from one token to the next, h is reset to zero.
         """
     def selective_scan_carry(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
         segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+        """`selective_scan` from `state` [batch, channels, n] that also returns the state after the last token.
 
-        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
-        [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
-        a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
-        gives zeros; a row that does not exist is an error at run time.
+        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is [rows, channels,
+        n]: a token continues from the state of its row, and a row without tokens keeps its state. Tokens of a row are in
+        order, those of different rows may interleave. A negative row is padding, which changes no state and gives zeros; a
+        row that does not exist is an error at run time.
         """
     def selective_scan_with_states(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, segments: Operand | None = None, *,
         state_size: int, chunk: int = 32, out_shape: Any = None
     ) -> tuple[Self, Self, Self]:
-        """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels].
+        """`selective_scan_carry` without d that also returns the state before each chunk, [batch, chunks, n, channels].
         """
     def selective_scan_backward(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, states: Operand, d_out: Operand, d_last: Operand,
@@ -1720,33 +1721,33 @@ class ValueOps:
     ) -> tuple[Self, Self, Self, Self, Self, Self]:
         """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
 
-        `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+        `states` is the result of `selective_scan_with_states` for the same chunk; states inside a chunk are recomputed.
         """
     def transpose(self, *, axes: Sequence[int], out_shape: ShapeLike | None = None) -> Self:
-        """Axes in another order: axis i of the result is axis `axes[i]` of `x`."""
+        """Permutes axes: axis i of the result is axis `axes[i]` of `x`."""
     def slice(
         self, *, start: ShapeLike, stop: ShapeLike, step: Sequence[int], out_shape: ShapeLike | None = None
     ) -> Self:
-        """Elements start, start + step, ... below stop on each axis; bounds lie inside the axis, which run time checks.
+        """Elements start, start + step, ... below stop on each axis; run time checks that bounds lie inside the axis.
         """
     def expand(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
         """`x` repeated along its size-1 axes (and new leading ones) to a shape; no data is copied."""
     def assume_equal(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
-        """`x` under a shape that only run time can show to be equal, axis by axis; it is checked at each run."""
+        """`x` with a shape that is equal to its own, axis by axis, which is checked at each run."""
     def concatenate(self, *xs: Operand | Sequence[Operand], axis: int = 0, out_shape: ShapeLike | None = None) -> Self:
         """Tensors joined along an axis; their other sizes are equal."""
     def pad(self, *, low: ShapeLike, high: ShapeLike, value: float = 0.0, out_shape: ShapeLike | None = None) -> Self:
         """`x` with `low` elements before and `high` after it on each axis, filled with `value`."""
     def softmax(self, *, axis: int = -1, out_shape: ShapeLike | None = None) -> Self:
-        """exp(x) over its sum along an axis. A row of -inf alone gives NaN."""
+        """exp(x) divided by its sum along an axis. A row of only -inf gives NaN."""
     def assign(self, value: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """`value`, in the memory of `x`: how a state gets its next contents."""
+        """`value`, in the memory of `x`: sets the next contents of a state."""
     def adamw_update(
         self, m: Operand, v: Operand, grad: Operand, rate: Operand, decay: Operand, root: Operand,
         scale: Operand | None = None, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-08,
         out_shape: Any = None
     ) -> tuple[Self, Self, Self]:
-        """One step of AdamW: parameter, mean of gradients and mean of their squares after it, each written in place.
+        """One step of AdamW: the new parameter, first moment and second moment, each written in place.
 
         m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², with g = scale · grad; then
         p = decay · p - rate · m / (sqrt(v) / root + eps). For step t of a learning rate lr, the numbers are
@@ -1756,15 +1757,15 @@ class ValueOps:
         self, grad: Operand, rate: Operand, velocity: Operand | None = None, scale: Operand | None = None, *,
         momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, out_shape: Any = None
     ) -> tuple[Self, ...]:
-        """One step of gradient descent: the parameter after it, and the velocity if there is one, written in place.
+        """One step of gradient descent: the new parameter, and the new velocity if there is one, written in place.
 
-        g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g takes the place
-        of g in the last step, or g + momentum · u where it is `nesterov`.
+        g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g replaces g in the
+        last step, or g + momentum · u if `nesterov`.
         """
     def settled(self, *, out_shape: ShapeLike | None = None) -> Self:
-        """`x` in memory that is no state: what is read after a state has changed may be computed from it before."""
+        """A copy of `x` outside states, so that a value computed before a state's update can be read after it."""
     def after(self, *done: Operand | Sequence[Operand], out_shape: ShapeLike | None = None) -> Self:
-        """`x`, once all of `done` is there: what changes states is needed even where nobody reads the result."""
+        """`x`, computed after all of `done`: keeps state updates alive whose results nobody reads."""
     def linear(
         self, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
         out_shape: ShapeLike | None = None
@@ -1774,9 +1775,9 @@ class ValueOps:
         self, weight: Operand, bias: Operand, *, activation: str | Enum | None = None,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
+        """activation(x @ weight + bias) as a single MIR op under every fusion policy."""
     def shared_linear_pair(self, first: Operand, second: Operand, *, out_shape: Any = None) -> tuple[Self, Self]:
-        """x @ first and x @ second, two results of one reading of x."""
+        """x @ first and x @ second, reading x once."""
     def swiglu_ffn(self, up: Operand, gate: Operand, down: Operand, *, out_shape: ShapeLike | None = None) -> Self:
         """(silu(x @ gate) * (x @ up)) @ down."""
     def residual_rms_norm(
@@ -1791,16 +1792,16 @@ class ValueOps:
     ) -> Self:
         """Attention over [batch, seq, heads * head_dim], [batch, seq, heads, head_dim] or [batch, heads, seq, head_dim].
 
-        k and v may have fewer heads than q. The result is laid out as q. Masks, scale and softcap are those of `attention`.
+        k and v may have fewer heads than q. The result has q's layout. Masks, scale and softcap are those of `attention`.
         """
     def rope_block(
         self, cos: Operand, sin: Operand, positions: Operand | None = None, *, head_dim: int, n_rot: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """Rotate the first `n_rot` elements (all, unless given) of each head by the angle of its position.
+        """Rotate the first `n_rot` elements of each head (default: all) by the angle of its position.
 
         `x` is [batch, seq, heads * head_dim] or [batch, seq, heads, head_dim]; tables are [positions, n_rot / 2] or wider.
-        Positions count from 0 along the sequence, or are given as [batch, seq].
+        Positions count from 0 along the sequence, unless passed as [batch, seq].
         """
     def llama_decoder_block(
         self, input_norm: Operand, q: Operand, k: Operand, v: Operand, o: Operand, post_norm: Operand, gate: Operand,
@@ -1821,31 +1822,30 @@ class ValueOps:
     ) -> Self:
         """The multi-token-prediction head of Qwen3.5: logits of the token after next, [batch, vocab].
 
-        `x` is the trunk's [batch, seq, hidden], `ids` the tokens that follow each of them, `last[b]` the place in row b to
-        predict from. Normed embeddings and normed x go side by side through `eh_proj` into one layer of gated attention
-        (`q` gives queries and gates, [hidden, heads * 2 * head_dim], for each head side by side; queries and keys are
-        normed a head at a time; the first `n_rot` elements turn) and SwiGLU, then through `norm` and `head`.
+        `x` is the trunk's [batch, seq, hidden], `ids` the token after each of them, `last[b]` the index in row b to predict
+        from. Normed embeddings and normed x are concatenated and go through `eh_proj` into one layer of gated attention
+        (`q` gives queries and gates, [hidden, heads * 2 * head_dim], adjacent per head; queries and keys are normed per
+        head; the first `n_rot` elements are rotated) and SwiGLU, then through `norm` and `head`.
         """
     def linear_stored(
         self, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
         transposed: bool = True, heads: int | None = None, out_shape: ShapeLike | None = None
     ) -> Self:
-        """activation(x @ weight + bias) by a weight and a bias as files store them: packed, or of any element type.
+        """activation(x @ weight + bias) with a weight and bias as files store them: quantised, or of any element type.
 
-        They are converted to f32 (f64 where x has it). The weight is [out, in], or [in, out] unless it is `transposed`.
-        With `heads` the last axis of the result is split into so many heads, [..., heads, head_dim].
+        They are converted to f32 (f64 if x is f64). The weight is [out, in] if `transposed`, else [in, out]. With `heads`,
+        the last axis of the result is split into [..., heads, head_dim].
         """
     def norm(
         self, weight: Operand, bias: Operand | None = None, *, kind: str | Enum, eps: float, unit_offset: bool = False,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """RMSNorm (`kind="rms"`) or LayerNorm (`kind="layer"`) of the last axis, times a stored weight, plus a bias.
+        """RMSNorm (`kind="rms"`) or LayerNorm (`kind="layer"`) over the last axis, times a stored weight, plus a bias.
 
-        With `unit_offset` it is times 1 + weight, as in Gemma's files.
+        `unit_offset` multiplies by 1 + weight, as in Gemma's files.
         """
     def split_qkv(self, *, num_heads: int, out_shape: Any = None) -> tuple[Self, Self, Self]:
-        """Queries, keys and values [batch, seq, heads, head_dim] of one projection that has them one after the other.
-        """
+        """Splits a fused projection into queries, keys and values [batch, seq, heads, head_dim]."""
     def self_attention(
         self, k: Operand, v: Operand, mask: Operand | None = None, cos: Operand | None = None,
         sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None, *,
@@ -1865,11 +1865,11 @@ class ValueOps:
         softcap: float | None = None, style: str | Enum = 'halves', key_axes: str | Enum = 'phsd',
         value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
     ) -> Self:
-        """`self_attention` over a cache: appends k and v at `positions`, then attends over all that the cache holds.
+        """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
 
-        `keys` and `values` are pools of pages and `table` says which are whose, as `kv_append` has them. Pools are written
-        in place; with a window they are rings. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
-        that says which row of the table each belongs to.
+        `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
+        place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
+        sequence of ragged tokens, and `token_rows` is the table row of each.
         """
     def gated_ffn(
         self, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
@@ -1886,15 +1886,15 @@ class ValueOps:
         self, router: Operand, gate: Operand, up: Operand, down: Operand, *, chosen: int, normalise: bool = True,
         activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
     ) -> Self:
-        """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` likeliest experts of each token.
+        """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` most likely experts of each token.
 
-        `x` is [batch, seq, hidden], `router` [experts, hidden]; weights of experts are stacked, [experts, out, in].
-        Probabilities are a softmax over all experts; with `normalise` those of the chosen ones add up to 1.
+        `x` is [batch, seq, hidden], `router` [experts, hidden]; expert weights are stacked, [experts, out, in].
+        Probabilities are a softmax over all experts; `normalise` rescales those of the chosen ones to sum to 1.
         """
     def patch_embedding(
         self, weight: Operand, bias: Operand | None = None, *, out_shape: ShapeLike | None = None
     ) -> Self:
-        """A vector per square of pixels: [batch, channels, height, width] to [batch, patches, dim], row by row.
+        """One vector per patch: [batch, channels, height, width] to [batch, patches, dim], row by row.
 
         `weight` is [dim, channels, side, side].
         """
@@ -1906,9 +1906,9 @@ class ValueOps:
     ) -> Self:
         """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
-        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
-        c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
-        unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
+        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] projects x to the low-rank step, b
+        and c; `step` [inner, rank] and `step_bias` project the step to its full width. `rates` [inner, n] are log decay
+        rates unless `log_rates` is false; `skip` [inner] scales the part of x that bypasses the scan.
         """
     def mamba2_block(
         self, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
@@ -1919,9 +1919,9 @@ class ValueOps:
     ) -> Self:
         """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
-        `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
-        and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
-        `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
+        `mixed` is [batch, seq, inner + channels + heads]: the gate, the convolution's input (values per head, keys and
+        queries per group), and a step per head. `step_bias`, `rates` and `skip` have one number per head, `norm` one per
+        channel; the norm is over all channels, or over each of `norm_groups` parts.
         """
     def delta_net_block(
         self, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand, norm: Operand,
@@ -1929,49 +1929,49 @@ class ValueOps:
         token_rows: Operand | None = None, *, state_size: int, eps: float, tiled: bool = False,
         activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
     ) -> tuple[Self, Self]:
-        """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
+        """The gated delta rule (Yang et al., 2024) between its projections: the layer's output, and the state after it.
 
-        `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
-        size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
-        made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
-        `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
+        `qkv` [batch, seq, channels] are queries, keys and values before the convolution; `z` [batch, seq, heads * size]
+        gates the output, after a norm per head; `b` and `a` [batch, seq, heads] determine update strength and decay. Query
+        and key heads have `state_size` elements and are shared by adjacent value heads, or, if `tiled`, by every n-th.
+        States are square, with the larger of both sizes, zero-padded. Returns [batch, seq, heads * size].
         """
     def quantize(
         self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None
     ) -> Any:
-        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+        """Quantises x to i8, u8 or a scheme's blocks. Without a scale, computes one (`quant_scale`) and returns it too.
 
-        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        NVFP4 has two: E4M3 scales per block, and one f32 scale that maps the largest of them to 448.
         """
     def dequantize(
         self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
         scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
     ) -> Self:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+        """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+        `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+        [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+        no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+        as scales, and one f32 for all as `zp`.
         """
     def fake_quantize(
         self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+        """Quantises x to integers of `bits` bits and back, with a symmetric scale per tensor or per index of `axis`.
 
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        Rounds to nearest, ties to even; integers are clipped to ±(2^(bits - 1) - 1). An explicit scale is fixed, learned
+        (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is computed from x: the
+        largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
         """
 
 
 class FlowValueOps(ValueOps):
     index: int
     def astype(self, like: DTypeLike) -> Self:
-        """The value cast to another element type."""
+        """Casts to another element type."""
     def cast(self, dtype: DTypeLike) -> Self:
         """The same as `astype`."""
     @property
@@ -1979,15 +1979,15 @@ class FlowValueOps(ValueOps):
         """The element type."""
     @property
     def graph(self) -> Graph:
-        """The graph that it belongs to."""
+        """The graph that the value belongs to."""
     @property
     def mT(self) -> Self:
-        """The last two axes swapped."""
+        """Swaps the last two axes."""
     @property
     def rank(self) -> int:
         """The number of axes."""
     def reshape(self, *shape: Any) -> Self:
-        """The value with another shape; one size may be -1."""
+        """Changes the shape; one size may be -1."""
     @property
     def type(self) -> TensorType:
         """Shape and element type."""

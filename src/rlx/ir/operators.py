@@ -1,4 +1,4 @@
-"""Python's operators as ops, declared once for graph values, traced arrays and the values that flow through a model."""
+"""Python operators as ops, declared once for graph values, traced arrays and the values that flow through a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Operand = TypeVar("Operand")
 
 
 class _Binary(Protocol):
-    """A method of one further operand that gives what it is a method of."""
+    """A method with one operand that returns the type of its instance."""
 
     def __get__(self, value: Operand, owner: Any = None) -> Callable[[Any], Operand]: ...
 
@@ -30,8 +30,8 @@ def _binary(python: str, op: str, doc: str) -> tuple[_Binary, _Binary]:
     def reflected(self: Operators, other: Any) -> Any:
         return self.operate(op, other, self)
 
-    plain = _declared(method, f"__{python}__", op, doc)
-    return cast(_Binary, plain), cast(_Binary, _declared(reflected, f"__r{python}__", op, doc, swapped=True))
+    plain = _declare(method, f"__{python}__", op, doc)
+    return cast(_Binary, plain), cast(_Binary, _declare(reflected, f"__r{python}__", op, doc, swapped=True))
 
 
 def _comparison(python: str, op: str, doc: str) -> _Binary:
@@ -40,31 +40,31 @@ def _comparison(python: str, op: str, doc: str) -> _Binary:
     def method(self: Operators, other: Any) -> Any:
         return self.operate(op, self, other)
 
-    return cast(_Binary, _declared(method, f"__{python}__", op, doc))
+    return cast(_Binary, _declare(method, f"__{python}__", op, doc))
 
 
 def _unary(python: str, op: str, doc: str) -> _Unary:
     def method(self: Operators) -> Any:
         return self.operate(op, self)
 
-    return cast(_Unary, _declared(method, f"__{python}__", op, doc))
+    return cast(_Unary, _declare(method, f"__{python}__", op, doc))
 
 
-def _declared(method: Any, name: str, op: str, doc: str, *, swapped: bool = False) -> Any:
+def _declare(method: Any, name: str, op: str, doc: str, *, swapped: bool = False) -> Any:
     OPERATORS[name] = op, swapped
     method.__name__, method.__qualname__, method.__doc__ = name, f"Operators.{name}", doc
     return method
 
 
 class Operators:
-    """The operators. A subclass says in `operate` what an op on its operands is."""
+    """The operators. A subclass defines in `operate` how to apply an op."""
 
     __slots__ = ()
 
     if TYPE_CHECKING:
 
         def operate(self, op: str, *operands: Any) -> Any:
-            """The result of an op; the operands are in the order of the op."""
+            """Apply an op; the operands are in the op's order."""
 
     __add__, __radd__ = _binary("add", "add", "The sum, elementwise.")
     __sub__, __rsub__ = _binary("sub", "sub", "The difference, elementwise.")

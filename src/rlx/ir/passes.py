@@ -1,7 +1,7 @@
-"""The pass runner: runs passes in order, verifies, times and dumps after each.
+"""The pass runner: runs passes in order, and verifies, times and dumps after each.
 
 A pass is a function from graph to graph. `RLX_DUMP=dir` writes the graph after each pass to `dir/NNN-graph.pass.rlx`;
-`watched()` collects them.
+`record_graphs()` collects them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 from rlx import garbage
 from rlx.errors import CapabilityError, VerifyError, shortened
 from rlx.ir.graph import Graph
-from rlx.ir.rewrite import counted
+from rlx.ir.rewrite import count_rewrites
 from rlx.ir.verify import Typed, verify
 
 Pass = Callable[[Graph], Graph]
 _serial = itertools.count()
-_watched: ContextVar[list[tuple[str, Graph]] | None] = ContextVar("watched", default=None)
+_recorded: ContextVar[list[tuple[str, Graph]] | None] = ContextVar("recorded", default=None)
 
 
 @dataclass(frozen=True)
 class PassEntry:
-    """What one run of a pass did. `rewrites` counts replaced and dropped nodes, `number` is its step in a pipeline."""
+    """One run of a pass. `rewrites` counts replaced and dropped nodes, `number` is its step in a pipeline."""
 
     name: str
     seconds: float
@@ -42,13 +42,13 @@ class PassEntry:
 
 @dataclass
 class PassLog:
-    """What ran, in order. `typed` has what the verifier knows already."""
+    """The passes that ran, in order. `typed` is the verifier's cache."""
 
     entries: list[PassEntry] = field(default_factory=list)
     typed: Typed = field(default_factory=dict)
 
     def text(self) -> str:
-        """A line per run of a pass."""
+        """One line per run of a pass."""
         return "\n".join(
             f"{e.name:24} {e.seconds * 1e3:8.2f} ms  {e.before:5} -> {e.after:5} nodes  {e.rewrites:5} rewritten"
             for e in self.entries
@@ -56,7 +56,7 @@ class PassLog:
 
 
 def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None) -> Graph:
-    """The graph after all passes."""
+    """Runs all passes and returns the resulting graph."""
     log = log or PassLog()
     with garbage.paused():  # passes leave dead graphs full of cycles; searching them can take longer than the passes
         for apply in passes:
@@ -79,8 +79,8 @@ Result = TypeVar("Result", bound=Sized)
 def timed(
     log: PassLog, number: int, apply: Callable[..., Result], graph: Graph, *others: Any, **options: Any
 ) -> Result:
-    """What a pass makes of a graph; the log notes what it did."""
-    with counted() as tally:
+    """Runs a pass and logs its statistics."""
+    with count_rewrites() as tally:
         started, before = time.perf_counter(), len(graph)
         result = apply(graph, *others, **options)
         seconds = time.perf_counter() - started
@@ -90,19 +90,19 @@ def timed(
 
 
 @contextmanager
-def watched() -> Iterator[list[tuple[str, Graph]]]:
-    """Collects what passes inside leave: (pass, graph) in order, the graph as built first."""
+def record_graphs() -> Iterator[list[tuple[str, Graph]]]:
+    """Collects (pass, graph) after each pass run inside, in order; the input graph comes first."""
     seen: list[tuple[str, Graph]] = []
-    token = _watched.set(seen)
+    token = _recorded.set(seen)
     try:
         yield seen
     finally:
-        _watched.reset(token)
+        _recorded.reset(token)
 
 
 def dump(graph: Graph, name: str) -> None:
-    """Show the graph to whoever watches, and write it to the folder `RLX_DUMP` names, if any."""
-    seen = _watched.get()
+    """Pass the graph to `record_graphs`, and write it to the `RLX_DUMP` folder, if set."""
+    seen = _recorded.get()
     if seen is not None:
         seen.append((name, graph))
     folder = os.environ.get("RLX_DUMP")
@@ -113,7 +113,7 @@ def dump(graph: Graph, name: str) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: a NUL or half a surrogate pair in the name
+        except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the name
             reason = getattr(error, "strerror", None) or error
             raise CapabilityError(
                 f"RLX_DUMP: the folder {folder!r} cannot be written: {reason}",

@@ -1,4 +1,4 @@
-"""Where a node came from: the user's source line, the stage path, the node one level up, the pass that made it."""
+"""Provenance of nodes: the user's source line, the stage path, the node one level up, the pass that created it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))  # lie inside of it
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))  # inside _STDLIB
 _NUMPY = (
     os.path.dirname(str(getattr(find_spec("numpy"), "origin", ""))) + os.sep
-)  # found, not imported: that takes long
+)  # located, not imported, which is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Origin:
     file: str = ""  # or the command that builds the node
     line: int = 0  # 0: all of the file
     stage: str = ""
-    source: str = ""  # the node of the level above
+    source: str = ""  # the node at the level above
     made_by: str = ""  # the pass
-    merged: tuple[Origin, ...] = ()  # of other nodes that this one stands for too
+    merged: tuple[Origin, ...] = ()  # origins of other nodes that this one replaces
 
     def __str__(self) -> str:
         parts = [self.stage]
@@ -44,12 +44,12 @@ class Origin:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The HIR blocks that the node is a part of, by name: several where it stands for other nodes too."""
+        """The HIR blocks that the node is part of, by name; several if it replaces nodes of several blocks."""
         names = (origin.source.partition(" ")[2] for origin in (self, *self.merged))
         return tuple(dict.fromkeys(name for name in names if name))
 
     def by(self, name: str) -> Origin:
-        """The same place, made by the pass called `name`."""
+        """The same origin, marked with the pass `name`."""
         return replace(self, made_by=name)
 
 
@@ -72,7 +72,7 @@ _source: ContextVar[Origin | None] = ContextVar("source", default=None)
 
 @contextmanager
 def built_from(origin: Origin) -> Iterator[None]:
-    """Nodes built inside, of whichever graph, come from `origin` unless they are given another."""
+    """Nodes built inside, in any graph, come from `origin` unless they have another one."""
     token = _source.set(origin)
     try:
         yield
@@ -85,7 +85,7 @@ _added: ContextVar[tuple[FrameType, Origin] | None] = ContextVar("added", defaul
 
 @contextmanager
 def added_at(place: Origin, builder: FrameType) -> Iterator[None]:
-    """Nodes that rlx builds inside come from `place`, where the user asked for them, not from who called `builder`."""
+    """Nodes that rlx builds inside come from `place`, the user's call site, not from the caller of `builder`."""
     token = _added.set((builder, place))
     try:
         yield
@@ -95,14 +95,14 @@ def added_at(place: Origin, builder: FrameType) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_library(file: str) -> bool:
-    """Whether code is of rlx, NumPy or the standard library: nobody wrote a model there."""
+    """Whether code belongs to rlx, NumPy or the standard library rather than to a user."""
     if file.startswith((_PACKAGE, _NUMPY, "<frozen")):
         return True
     return file.startswith(_STDLIB) and not any(folder in file for folder in _INSTALLED)
 
 
 def here() -> Origin:
-    """Where nodes come from by default: the nearest frame of a user with the current stage path, or `built_from`."""
+    """The default origin of nodes: the nearest user frame with the current stage path, or `built_from`."""
     source = _source.get()
     if source is not None:
         return source

@@ -1,4 +1,4 @@
-"""Builders of quantised weights on `Graph`."""
+"""Builders for quantised weights on `Graph`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class QuantBuilders:
-    """What `Graph` inherits: builders that find out more than an op could."""
+    """Mixin of `Graph`: builders that infer more than an op can."""
 
     if TYPE_CHECKING:
 
@@ -29,9 +29,9 @@ class QuantBuilders:
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None,
     ) -> Any:  # fmt: skip
-        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+        """Quantises x to i8, u8 or a scheme's blocks. Without a scale, computes one (`quant_scale`) and returns it too.
 
-        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        NVFP4 has two: E4M3 scales per block, and one f32 scale that maps the largest of them to 448.
         """
         where = {key: value for key, value in (("axis", axis), ("scheme", scheme)) if value is not None}
         attrs: dict[str, Any] = where if dtype is None else where | {"dtype": dtype}
@@ -43,26 +43,30 @@ class QuantBuilders:
             raise GraphError(
                 "quantise: u8 needs a scale and a zp, only those of i8 are found", hint="quantise(x, scale, zp)"
             )
-        found = self.one("quant_scale", x, **where)
+        scale = self.one("quant_scale", x, **where)
         if scheme != QuantScheme.NVFP4:
-            return self.one("quantise", x, found, **attrs, out_shape=out_shape), found
-        whole = self.one("max", found, axis=tuple(range(found.rank))) / 448.0
-        small = self.one("quantise", found, whole, scheme=QuantScheme.FP8_E4M3)
-        return self.one("quantise", x, small, whole, **attrs, out_shape=out_shape), small, whole
+            return self.one("quantise", x, scale, **attrs, out_shape=out_shape), scale
+        tensor_scale = self.one("max", scale, axis=tuple(range(scale.rank))) / 448.0
+        block_scales = self.one("quantise", scale, tensor_scale, scheme=QuantScheme.FP8_E4M3)
+        return (
+            self.one("quantise", x, block_scales, tensor_scale, **attrs, out_shape=out_shape),
+            block_scales,
+            tensor_scale,
+        )
 
     def dequant_matmul(
         self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
     ) -> Value:
-        """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
-        given = QuantScheme(scheme)
-        if given.packed is not None and not w.dtype.is_packed:
-            self._retype(x, w, given)
-        elif given.packed is None and w.rank == 1:
-            w = _as_matrix(x, w, given)
-        return self.one("dequant_matmul", x, w, scale, zp, scheme=given, out_shape=out_shape)
+        """x times a quantised weight; see the op. A plain param is redeclared if the scheme has GGUF blocks."""
+        parsed = QuantScheme(scheme)
+        if parsed.packed is not None and not w.dtype.is_packed:
+            self._retype(x, w, parsed)
+        elif parsed.packed is None and w.rank == 1:
+            w = _as_matrix(x, w, parsed)
+        return self.one("dequant_matmul", x, w, scale, zp, scheme=parsed, out_shape=out_shape)
 
     def _retype(self, x: Value, w: Value, scheme: QuantScheme) -> None:
-        """Make a param packed rows [n, k]: k is that of x, and what is declared tells n."""
+        """Redeclare a param as packed rows [n, k]: k comes from x, n from the declaration."""
         where, packed = "dequant_matmul", scheme.packed
         assert packed is not None
         if w.node.op != "param":
@@ -79,7 +83,7 @@ class QuantBuilders:
 
 
 def _rows(declared: TensorType, k: int, scheme: QuantScheme) -> Size:
-    """n of a param declared as [n, k], [k, n], or as the bytes of its rows."""
+    """n of a param declared as [n, k], as [k, n], or as the bytes of its rows."""
     row = k // scheme.block * scheme.block_bytes
     shape = declared.shape
     if len(shape) == 2 and shape[1] == k:
@@ -94,7 +98,7 @@ def _rows(declared: TensorType, k: int, scheme: QuantScheme) -> Size:
 
 
 def _as_matrix(x: Value, w: Value, scheme: QuantScheme) -> Value:
-    """The bytes of a weight in a row as [k, n / elements a byte]."""
+    """Reshapes the bytes of a flat weight to [k, n / elements per byte]."""
     k, size = x.shape[-1] if x.rank else 0, w.shape[0]
     if not isinstance(k, int) or not isinstance(size, int) or k == 0 or size % k:
         raise ShapeError(f"dequant_matmul: w is {w.type}, not {k} rows of bytes ({scheme})")

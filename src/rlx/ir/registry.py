@@ -1,4 +1,4 @@
-"""The op registry: one declaration per op, and the tables of rules that hang on it. Data only.
+"""The op registry: one declaration per op, and the rule tables keyed by op. Data only.
 
 `@op(...)` turns a type rule into an `OpDef`: the rule's own signature is the schema (positional operands, keyword-only
 attributes), its docstring is the documentation. Passes and transforms look rules up in `RuleTable`s, keyed by op name.
@@ -23,19 +23,19 @@ from rlx.types import TensorType
 
 HIR, MIR = "hir", "mir"
 
-ELEMENTWISE = "elementwise"  # the result at an index depends on the operands at that index
-VIEW = "view"  # the result is the operand seen with other strides, wherever strides can say it
+ELEMENTWISE = "elementwise"  # the result at an index depends only on the operands at that index
+VIEW = "view"  # the result is a strided view of the operand, wherever strides can express it
 LEAF = "leaf"  # input, param, const
-NAMED = ("input", "state", "param")  # leaves that a graph takes by name
-REQUIRED = inspect.Parameter.empty  # the default of an attribute that must be given
-FUSED = "fused"  # made by passes, not by users
-TAKES_PACKED = "packed"  # operands may be blocks of quantised weights
+NAMED = ("input", "state", "param")  # leaves that have names
+REQUIRED = inspect.Parameter.empty  # default of a mandatory attribute
+FUSED = "fused"  # created by passes, not by users
+TAKES_PACKED = "packed"  # operands may be quantised blocks
 CONTROL = "control"  # runs graphs that are its attributes: a loop, a branch, a custom function
-CHECKS_DATA = "checks data"  # run time finds faults in its operands, such as an index outside its axis
-CHECKS_ROWS = "checks rows"  # the same, but only in an operand `rows` that may be left out
-CHECKS_SIZES = "checks sizes"  # run time checks sizes that are not known before
-COMPOSED = "composed"  # no kernel knows it: its decomposition takes its place before anything else
-SEGMENTED = "segmented"  # the same where its last operand, segment ids, is given; without, it has a kernel
+CHECKS_DATA = "checks data"  # run time checks its operands' data, such as indices
+CHECKS_ROWS = "checks rows"  # the same, but only for an optional operand `rows`
+CHECKS_SIZES = "checks sizes"  # run time checks symbolic sizes
+COMPOSED = "composed"  # has no kernel: replaced by its decomposition first of all
+SEGMENTED = "segmented"  # composed if its last operand, segment ids, is present; otherwise it has a kernel
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -48,10 +48,10 @@ class Spec:
     dtype: str = "f32"
     low: float = -3.0
     high: float = 3.0
-    distinct: bool = False  # integers, no two of them equal
+    distinct: bool = False  # pairwise different integers
 
     def array(self, rng: np.random.Generator, dtype_: DType | None = None) -> np.ndarray[Any, Any]:
-        """The numbers; a float spec takes the float type `dtype_` if one is given."""
+        """Draws the numbers; a float spec uses the float type `dtype_` if passed."""
         wanted = dtype(self.dtype)
         if wanted.is_float and dtype_ is not None:
             wanted = dtype_
@@ -76,7 +76,7 @@ def _random_blocks(rng: np.random.Generator, storage: DType, shape: tuple[int, .
         else:
             raw = rng.integers(0, 256, (*part.shape, part.dtype.itemsize)).astype(np.uint8)
             part[...] = raw.view(part.dtype)[..., 0]
-    match storage.name:  # scales that are not floats of their own: near 1, neither infinite nor NaN
+    match storage.name:  # scales that are not separate floats: near 1, neither infinite nor NaN
         case "iq1_m":
             blocks["scales"][..., 3] = blocks["scales"][..., 3] & 0x0FFF | 0x2000
         case "mxfp4":
@@ -99,41 +99,41 @@ def i32(*shape: int, low: int = -9, high: int = 9, distinct: bool = False) -> Sp
 
 
 def boolean(*shape: int) -> Spec:
-    """Random truth values."""
+    """Random booleans."""
     return Spec(shape, "bool")
 
 
 def packed(storage: str, *shape: int) -> Spec:
-    """Random blocks of quantised numbers; the shape counts the numbers."""
+    """Random quantised blocks; the shape counts elements."""
     return Spec(shape, storage)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments for a test of an op: operands (None where one is left out) and attributes."""
+    """Arguments for a test of an op: operands (None if omitted) and attributes."""
 
     operands: tuple[Spec | None, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def sample(*operands: Spec | None, **attrs: Any) -> Sample:
-    """A sample from its parts."""
+    """Makes a sample."""
     return Sample(operands, attrs)
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What an op takes, read off the signature of its type rule."""
+    """Operands and attributes of an op, from the signature of its type rule."""
 
     operands: tuple[str, ...]
-    optional: int  # how many of the last operands may be None
+    optional: int  # how many trailing operands may be None
     variadic: bool
     attrs: Mapping[str, Any]  # name -> default, or inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
 class OpDef:
-    """Everything that an op means."""
+    """The complete declaration of an op."""
 
     name: str
     group: str
@@ -148,8 +148,8 @@ class OpDef:
     tolerance: float  # relative, f32, against the outside oracle
     doc: str
     place: str  # file:line
-    takes_binding: bool  # whether the reference wants the sizes of the symbols
-    independent: Independence | None  # when entries of a batch do not meet; None, undeclared: never
+    takes_binding: bool  # whether the reference needs the symbols' sizes
+    independent: Independence | None  # when batch entries are independent; None (undeclared): never
 
     def __str__(self) -> str:
         return self.name
@@ -165,29 +165,29 @@ SPELLINGS = {"quantize": "quantise", "dequantize": "dequantise", "fake_quantize"
 
 
 def get(name: str) -> OpDef:
-    """The op called `name`."""
-    found = OPS.get(name)
-    if found is None:
+    """Look up an op by name."""
+    definition = OPS.get(name)
+    if definition is None:
         raise GraphError(f"op: no op is called {name!r}", hint=nearest(name, OPS))
-    return found
+    return definition
 
 
 def result_types(
     definition: OpDef, operands: Sequence[TensorType | None], attrs: Mapping[str, Any]
 ) -> tuple[TensorType, ...]:
-    """What the type rule gives. Whatever it stumbles over, such as text where it wants a number, is a GraphError."""
+    """Infers result types with the type rule. Any exception in it, such as text for a number, is a GraphError."""
     for t in operands:
         if t is not None and t.dtype.is_packed and TAKES_PACKED not in definition.traits:
             raise DTypeError(f"{definition.name}: {t} is packed", hint="unpack it with x.dequantise()")
     try:
-        given = definition.rule(*operands, **attrs)
+        inferred = definition.rule(*operands, **attrs)
     except RlxError:
         raise
     except Exception as error:
         raise GraphError(f"{definition.name}: cannot be typed, {error}") from error
-    types = given if isinstance(given, tuple) else (given,)
+    types = inferred if isinstance(inferred, tuple) else (inferred,)
     if not types or not all([isinstance(t, TensorType) for t in types]):
-        raise GraphError(f"{definition.name}: its type rule gives {given!r}, wanted a TensorType or several")
+        raise GraphError(f"{definition.name}: its type rule gives {inferred!r}, wanted a TensorType or several")
     return types
 
 
@@ -207,7 +207,7 @@ def _schema(rule: Callable[..., Any]) -> Schema:
 
 
 def _parameters(function: Callable[..., Any]) -> Iterable[str]:
-    if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__"):  # the quick way, for a start
+    if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__"):  # fast path
         code = function.__code__
         return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
@@ -229,12 +229,12 @@ def op(
     doc: str | None = None,
     independent: Independence | None = None,
 ) -> Callable[[Callable[..., Any]], OpDef]:
-    """Declare an op; decorate its type rule. Users do it with `rlx.op`."""
+    """Declare an op; decorates its type rule. Users call `rlx.op`."""
 
     def declare(rule: Callable[..., Any]) -> OpDef:
         if name in OPS:
             raise GraphError(f"op {name}: declared twice, first at {OPS[name].place}")
-        caller = sys._getframe(1)  # not its own frame: held by itself, it would hold all that import it
+        caller = sys._getframe(1)  # not this frame, which would form a reference cycle with everything that imports it
         while caller.f_back is not None and caller.f_globals.get("__name__") in _DECLARING:
             caller = caller.f_back
         definition = OpDef(
@@ -260,11 +260,11 @@ def op(
     return declare
 
 
-_DECLARING = (__name__, "rlx.lir.forms.custom")  # modules that declare for others
+_DECLARING = (__name__, "rlx.lir.forms.custom")  # modules that declare on behalf of others
 
 
 def _group(module: str | None) -> str:
-    """The group of ops that a module declares; a script and what has no name are `main`."""
+    """The op group of a module; scripts and unnamed modules are `main`."""
     return (module or "main").rsplit(".", 1)[-1].strip("_")
 
 
@@ -272,20 +272,20 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 class RuleTable(Generic[Rule]):
-    """Rules by op name; refuses a second rule for one op, and says where a missing one belongs."""
+    """Rules by op name. Refuses a second rule for an op; the error for a missing rule says where to add it."""
 
-    def __init__(self, what: str, where: str) -> None:
-        self.what = what
+    def __init__(self, kind: str, where: str) -> None:
+        self.kind = kind
         self.where = where  # path pattern with {group}
         self._rules: dict[str, Rule] = {}
 
     def __call__(self, *names: str) -> Callable[[Rule], Rule]:
-        """Decorator: the rule for one or several ops."""
+        """Decorator: registers a rule for one or more ops."""
 
         def add(rule: Rule) -> Rule:
             for name in names:
                 if name in self._rules:
-                    raise GraphError(f"op {name}: has a {self.what} already")
+                    raise GraphError(f"op {name}: has a {self.kind} already")
                 self._rules[name] = rule
             return rule
 
@@ -295,7 +295,7 @@ class RuleTable(Generic[Rule]):
         return name in self._rules
 
     def get(self, name: str) -> Rule | None:
-        """The rule for an op, if it has one."""
+        """The rule for an op, or None."""
         return self._rules.get(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -307,15 +307,15 @@ class RuleTable(Generic[Rule]):
             definition = OPS.get(name)
             if definition is not None and not definition.is_builtin:
                 hint = f"give decompose=, loop= or scalar= to rlx.op, at {definition.place}"
-                raise LowerError(f"op {name}: has no {self.what} and no decomposition", hint=hint)
+                raise LowerError(f"op {name}: has no {self.kind} and no decomposition", hint=hint)
             if definition is not None and definition.level == HIR:
-                raise LowerError(f"block {name}: has no {self.what}", hint="lower the graph first: GraphModule.lower()")
+                raise LowerError(f"block {name}: has no {self.kind}", hint="lower the graph first: GraphModule.lower()")
             group = definition.group if definition is not None else "?"
-            raise LowerError(f"op {name}: has no {self.what}", hint=f"add it in {self.where.format(group=group)}")
+            raise LowerError(f"op {name}: has no {self.kind}", hint=f"add it in {self.where.format(group=group)}")
         return rule
 
     def drop(self, name: str) -> None:
-        """Forget the rule of an op that is declared anew."""
+        """Remove the rule of an op that is redeclared."""
         self._rules.pop(name, None)
 
 

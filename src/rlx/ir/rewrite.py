@@ -1,7 +1,7 @@
-"""Rewriting: copying a graph while replacing nodes, and matching small patterns written as identities.
+"""Rewriting: copies a graph while replacing nodes, and matches small patterns written as identities.
 
-`rebuild` walks a graph in order and asks a visitor what each node becomes. `@identity` functions state that two
-expressions are equal; `match` finds the first in a graph, the second replaces it.
+`rebuild` walks a graph in order and asks a visitor what replaces each node. `@identity` functions state that two
+expressions are equal: `match` finds the first in a graph, and the second replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Visitor = Callable[["Rewriter", Node], "Sequence[Value] | Value | None"]
 
 
 class Rewriter:
-    """The graph under construction and what each old value became."""
+    """The graph under construction, and the new value of each old value."""
 
     def __init__(self, old: Graph, made_by: str) -> None:
         self.old = old
@@ -44,22 +44,22 @@ class Rewriter:
         return tuple([None if o is None else values[o] for o in node.operands])
 
     def copy(self, node: Node) -> tuple[Value, ...]:
-        """The node again, on new operands."""
+        """Copies the node onto its new operands."""
         return self.graph.append(node.op, self.operands(node), node.attrs, node.types, node.origin).results
 
     def keep(self, node: Node) -> None:
-        """Take the node over as it is."""
+        """Copy the node unchanged."""
         self.values.update(zip(node.results, self.copy(node), strict=True))
 
     def finish(self, outputs: Iterable[Value]) -> Graph:
-        """The new graph, which gives what these old values became."""
+        """Returns the new graph, whose outputs are the new values of these old ones."""
         self.graph.outputs = tuple([self.values[o] for o in outputs])
         return self.graph
 
     def make(self, like: Node | Sequence[Node], op: str, *operands: Value | None, **attrs: Any) -> tuple[Value, ...]:
-        """A new node that stands for `like`: types inferred, origin kept and marked with the pass.
+        """Appends a node that replaces `like`: types are inferred, the origin is kept and marked with the pass.
 
-        Of several nodes that it stands for, the first gives the origin and the others are noted in it.
+        If it replaces several nodes, the first supplies the origin and the others are recorded in it.
         """
         return self.graph.build(op, operands, attrs, self._origin(like)).results
 
@@ -72,32 +72,32 @@ class Rewriter:
         return replace(origin, merged=(*origin.merged, *merged))
 
     def one(self, like: Node | Sequence[Node], op: str, *operands: Value | None, **attrs: Any) -> Value:
-        """`make` for an op of one result."""
+        """`make` for an op with one result."""
         return self.make(like, op, *operands, **attrs)[0]
 
     def constant(self, like: Node, data: np.ndarray[Any, Any]) -> Value:
-        """Numbers that stand for a result of `like`."""
+        """A constant that replaces a result of `like`."""
         type_ = TensorType(tuple(data.shape), dtype(data.dtype))
         return self.graph.append("const", (), {"value": Array(data)}, (type_,), like.origin.by(self.made_by))[0]
 
 
-DROPPED: tuple[Value, ...] = ()  # what a visitor returns for a node that another one has taken in
+DROPPED: tuple[Value, ...] = ()  # returned by a visitor for a node that was merged into another
 
 
 def rebuild(graph: Graph, visit: Visitor, *, made_by: str) -> Graph:
-    """A new graph in which each node is what `visit` returns for it (None: the node itself, DROPPED: nothing)."""
+    """Returns a new graph in which `visit` replaces each node (None: keep the node, DROPPED: remove it)."""
     rewriter = Rewriter(graph, made_by)
     values, new, rewrites = rewriter.values, rewriter.graph.nodes, 0
     for node in graph.nodes:
         start = len(new)
-        given = visit(rewriter, node)
-        if given is None:
+        replacement = visit(rewriter, node)
+        if replacement is None:
             rewriter.keep(node)
             continue
-        if given is DROPPED:
+        if replacement is DROPPED:
             rewrites += 1
             continue
-        results = (given,) if isinstance(given, Value) else tuple(given)
+        results = (replacement,) if isinstance(replacement, Value) else tuple(replacement)
         values.update(zip(node.results, results, strict=True))
         rewrites += not (len(new) == start + 1 and _is_copy(rewriter, node, new[start], results))
     _count(rewrites)
@@ -106,7 +106,7 @@ def rebuild(graph: Graph, visit: Visitor, *, made_by: str) -> Graph:
 
 
 def _is_copy(rewriter: Rewriter, old: Node, new: Node, results: tuple[Value, ...]) -> bool:
-    """Whether the results are those of a node that says the same again."""
+    """Whether the results belong to an unchanged copy of the node."""
     if results != new.results or (new.op, new.types, len(new.operands)) != (old.op, old.types, len(old.operands)):
         return False
     reads = [None if o is None else rewriter.values.get(o) for o in old.operands]  # some may have been dropped
@@ -119,7 +119,7 @@ def _is_copy(rewriter: Rewriter, old: Node, new: Node, results: tuple[Value, ...
 
 
 def copy_nodes(graph: Graph, nodes: Iterable[Node], *, made_by: str) -> Graph:
-    """The graph of these nodes, in their order: each comes after what it reads."""
+    """The graph of these nodes, which must be in topological order."""
     rewriter = Rewriter(graph, made_by)
     for node in nodes:
         rewriter.keep(node)
@@ -130,10 +130,10 @@ def live_copy(
     graph: Graph, outputs: Sequence[Value] | None = None, *, keep: Sequence[str] = NAMED,
     cut: Mapping[Value, str] | None = None, leaves_first: bool = False, made_by: str = "live_copy",
 ) -> Graph:  # fmt: skip
-    """What a graph computes for its outputs, or for other values of it: the graph itself where that is all of it.
+    """The part of a graph that its outputs, or other values, depend on; the graph itself if that is all of it.
 
-    Inputs, states and params stay in any case, or those of the kinds in `keep`. Values in `cut` become inputs by these
-    names, and what only they depend on is left out. With `leaves_first`, all named leaves come before other nodes.
+    Inputs, states and params always stay, or those of the kinds in `keep`. Values in `cut` become inputs with these
+    names, and nodes that only they depend on are dropped. `leaves_first` moves all named leaves before other nodes.
     """
     wanted = graph.outputs if outputs is None else tuple(outputs)
     inputs, read, live = cut or {}, set[Value](), set[Node]()
@@ -162,7 +162,7 @@ def live_copy(
 # -- counting ---------------------------------------------------------------------------------------------------------
 @dataclass
 class Tally:
-    """How many nodes were replaced or dropped so far."""
+    """Number of nodes replaced or dropped so far."""
 
     rewrites: int = 0
 
@@ -171,8 +171,8 @@ _tally: ContextVar[Tally | None] = ContextVar("tally", default=None)
 
 
 @contextmanager
-def counted() -> Iterator[Tally]:
-    """Counts the nodes that are replaced or dropped inside."""
+def count_rewrites() -> Iterator[Tally]:
+    """Counts the nodes replaced or dropped inside."""
     tally = Tally()
     token = _tally.set(tally)
     try:
@@ -188,22 +188,22 @@ def _count(rewrites: int) -> None:
 
 
 def inline(into: Graph, body: Graph, operands: Sequence[Value], origin: Origin | None = None) -> tuple[Value, ...]:
-    """The outputs of `body` as values of `into`; `operands` stand for its inputs and params in declaration order."""
-    given = iter(operands)
+    """Copies `body` into `into`; returns its outputs. `operands` replace its inputs and params in declaration order."""
+    arguments = iter(operands)
     inside: dict[Value, Value] = {}
     for node in body.nodes:
         if node.op in ("input", "param"):
-            inside[node[0]] = next(given)
+            inside[node[0]] = next(arguments)
             continue
         read = tuple([None if o is None else inside[o] for o in node.operands])
-        made = into.append(node.op, read, node.attrs, node.types, origin or node.origin)
-        inside.update(zip(node.results, made.results, strict=True))
-    assert next(given, None) is None, "as many operands as inputs"
+        copied = into.append(node.op, read, node.attrs, node.types, origin or node.origin)
+        inside.update(zip(node.results, copied.results, strict=True))
+    assert next(arguments, None) is None, "as many operands as inputs"
     return tuple(inside[o] for o in body.outputs)
 
 
 def with_origins(graph: Graph, origins: Iterable[Origin]) -> Graph:
-    """The graph with another origin for each of its nodes, such as one read from text."""
+    """The graph with new origins, one per node, such as those read from text."""
     new = iter(origins)
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...]:
@@ -213,7 +213,7 @@ def with_origins(graph: Graph, origins: Iterable[Origin]) -> Graph:
 
 
 def map_bodies(graph: Graph, change: Callable[[Graph], Graph]) -> Graph:
-    """The graph with `change` applied to the bodies of its loops and branches; itself where it has none."""
+    """Applies `change` to the bodies of the graph's loops and branches; returns the graph itself if it has none."""
     if not any(CONTROL in registry.get(n.op).traits for n in graph.nodes):
         return graph
 
@@ -244,49 +244,49 @@ IDENTITIES: list[Identity] = []
 
 
 def identity(*dtypes: str) -> Callable[[Callable[..., tuple[Any, Any]]], Identity]:
-    """Declare `left == right` for operands of these types; the engine replaces left by right."""
+    """Declare `left == right` for operands of these types; the rewriter replaces left by right."""
 
     def declare(build: Callable[..., tuple[Any, Any]]) -> Identity:
         graph = Graph(build.__name__)
         count = build.__code__.co_argcount
         places = tuple(graph.input(f"p{i}", (2, 3), dtypes[0]) for i in range(count))
         left, right = build(*places)
-        found = Identity(build.__name__, build, dtypes, left, right, places, build.__doc__ or "")
-        IDENTITIES.append(found)
-        return found
+        declared = Identity(build.__name__, build, dtypes, left, right, places, build.__doc__ or "")
+        IDENTITIES.append(declared)
+        return declared
 
     return declare
 
 
-def match(pattern: Value, value: Value, places: Sequence[Value], found: dict[Value, Value]) -> bool:
-    """Whether `value` has the form of `pattern`; placeholders collect what they stand for."""
+def match(pattern: Value, value: Value, places: Sequence[Value], bindings: dict[Value, Value]) -> bool:
+    """Whether `value` matches `pattern`; `bindings` collects the values of placeholders."""
     if pattern in places:
-        return found.setdefault(pattern, value) == value
+        return bindings.setdefault(pattern, value) == value
     a, b = pattern.node, value.node
     if a.op == "const":
         return b.op == "const" and _same_number(a.attrs["value"], b.attrs["value"])
     if a.op != b.op or pattern.index != value.index or a.attrs != b.attrs or len(a.operands) != len(b.operands):
         return False
     return all(
-        p is not None and v is not None and match(p, v, places, found)
+        p is not None and v is not None and match(p, v, places, bindings)
         for p, v in zip(a.operands, b.operands, strict=True)
     )
 
 
 def _same_number(a: Array, b: Array) -> bool:
-    """A scalar of the pattern against a constant of one element with that number, the sign of zero included."""
+    """Compares a scalar of the pattern with a one-element constant, including the sign of zero."""
     if b.data.size != 1:
         return False
     wanted, have = a.data.astype(np.float64).item(), b.data.astype(np.float64).item()
     return wanted == have and math.copysign(1, wanted) == math.copysign(1, have)
 
 
-def substitute(rewriter: Rewriter, like: Node, pattern: Value, found: dict[Value, Value]) -> Value:
-    """The right side of an identity, built in the new graph; `found` holds values of the new graph."""
-    if pattern in found:
-        return found[pattern]
+def substitute(rewriter: Rewriter, like: Node, pattern: Value, bindings: dict[Value, Value]) -> Value:
+    """Builds the right side of an identity in the new graph; `bindings` maps placeholders to its values."""
+    if pattern in bindings:
+        return bindings[pattern]
     node = pattern.node
     if node.op == "const":
         return rewriter.constant(like, node.attrs["value"].data.astype(like.types[0].dtype.numpy))
-    operands = [None if o is None else substitute(rewriter, like, o, found) for o in node.operands]
+    operands = [None if o is None else substitute(rewriter, like, o, bindings) for o in node.operands]
     return rewriter.make(like, node.op, *operands, **node.attrs)[pattern.index]

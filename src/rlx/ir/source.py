@@ -1,12 +1,11 @@
-"""Text that is parsed: strings, comments, brackets and lines, for graphs (`ir/text.py`) and for LIR (`lir/parse.py`).
+"""Source text for parsers: strings, comments, brackets and lines, for graphs (`ir/text.py`) and LIR (`lir/parse.py`).
 
-Places are offsets, so that errors tell the line. Brackets are matched once, and what reads the text jumps over them:
-its time is linear, however deep the text is nested.
+Positions are offsets, so errors can name the line. Brackets are matched once and parsers skip over them, so parsing is
+linear in the text, however deeply nested.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from rlx.errors import ParseError, RlxError, shortened
+from rlx.fork_safe_locks import cached_property
 
-MAX_NESTING = 200  # brackets in each other, of all kinds
+MAX_NESTING = 200  # nested brackets of all kinds
 STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 OPENING = r"[(\[{]"
 
@@ -30,12 +30,12 @@ Span = tuple[int, int]
 
 
 class Source:
-    """A text without its comments, which go from `#` to the end of a line; `kind` is what errors call it."""
+    """A text without its comments (from `#` to the end of a line); `kind` is its name in errors."""
 
     def __init__(self, text: str, kind: str, *, of: tuple[Source, int] | None = None) -> None:
         self.kind, self.of = kind, of
         self.text = text
-        self.text = _COMMENT.sub(self._without_comment, text)  # lines keep their numbers
+        self.text = _COMMENT.sub(self._without_comment, text)  # line numbers stay
 
     def _without_comment(self, match: re.Match[str]) -> str:
         if match[0] == '"':
@@ -43,14 +43,14 @@ class Source:
         return match[1] or ""
 
     def part(self, start: int, stop: int) -> Source:
-        """A piece of the text, whose brackets are matched on their own."""
+        """A part of the text, with its own bracket matching."""
         return Source(self.text[start:stop], self.kind, of=(self, start))
 
     # -- errors -------------------------------------------------------------------------------------------------------
     def line_number(self, at: int) -> int:
         if self.of is not None:
-            whole, start = self.of
-            return whole.line_number(start + at)
+            parent, start = self.of
+            return parent.line_number(start + at)
         return self.text.count("\n", 0, at) + 1
 
     def fail(self, at: int, problem: str, *, hint: str | None = None, cause: RlxError | None = None) -> NoReturn:
@@ -64,7 +64,7 @@ class Source:
 
     @contextmanager
     def located(self, at: int) -> Iterator[None]:
-        """Errors inside tell the line of `at`, unless they tell one already."""
+        """Errors inside name the line of `at`, unless they already name one."""
         try:
             yield
         except RlxError as error:
@@ -73,9 +73,9 @@ class Source:
             self.fail(at, str(error), cause=error)
 
     # -- brackets -----------------------------------------------------------------------------------------------------
-    @functools.cached_property
+    @cached_property
     def closing(self) -> dict[int, int]:
-        """Where each bracket closes."""
+        """Maps each bracket to its closing one."""
         closing: dict[int, int] = {}
         opened: list[int] = []
         for mark in _BRACKET.finditer(self.text):
@@ -94,7 +94,7 @@ class Source:
         return closing
 
     def marks(self, pattern: re.Pattern[str], start: int, stop: int) -> Iterator[re.Match[str]]:
-        """What matches a pattern (of strings, opening brackets and others) outside strings and brackets."""
+        """Matches of a pattern (of strings, opening brackets and others) outside strings and brackets."""
         while mark := pattern.search(self.text, start, stop):
             start = mark.end()
             if mark[0] in _CLOSING:
@@ -109,7 +109,7 @@ class Source:
         return start, stop
 
     def split(self, start: int, stop: int, separator: str = ",") -> list[Span]:
-        """The parts between separators that stand outside brackets and strings; none for empty text."""
+        """Splits at separators outside brackets and strings; empty text has no parts."""
         parts: list[Span] = []
         for mark in self.marks(_SEPARATORS[separator], start, stop):
             parts.append(self.trimmed(start, mark.start()))
@@ -119,13 +119,13 @@ class Source:
 
     # -- lines --------------------------------------------------------------------------------------------------------
     def lines(self) -> list[Line]:
-        """The lines that are not indented, with all others inside them."""
+        """The unindented lines, each with its indented lines."""
         top: list[Line] = []
         opened: list[tuple[int, list[Line]]] = [(0, top)]
         begin = 0
-        for whole in self.text.splitlines(keepends=True):
-            start, stop = self.trimmed(begin, begin + len(whole))
-            depth, begin = start - begin, begin + len(whole)
+        for row in self.text.splitlines(keepends=True):
+            start, stop = self.trimmed(begin, begin + len(row))
+            depth, begin = start - begin, begin + len(row)
             if start == stop:
                 continue
             line = Line(self, start, stop)
@@ -141,7 +141,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a source, or a part of it, and the lines that belong to it because they are indented further."""
+    """A line of a source, or a part of it, and the lines indented below it."""
 
     source: Source
     start: int
@@ -153,30 +153,30 @@ class Line:
         return self.source.text[self.start : self.stop]
 
     def part(self, span: Span) -> Line:
-        """A part of the line, such as the span of a group of a match."""
+        """A part of the line, such as the span of a match group."""
         return Line(self.source, *span)
 
-    def match(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        """The match of a pattern with all of the line."""
-        found = pattern.fullmatch(self.source.text, self.start, self.stop)
-        if found is None:
-            self.fail(f"this is not {what}")
-        return found
+    def match(self, pattern: re.Pattern[str], noun: str) -> re.Match[str]:
+        """Matches a pattern against the full line."""
+        result = pattern.fullmatch(self.source.text, self.start, self.stop)
+        if result is None:
+            self.fail(f"this is not {noun}")
+        return result
 
     def fail(self, problem: str, hint: str | None = None) -> NoReturn:
         self.source.fail(self.start, problem, hint=hint)
 
     def located(self) -> AbstractContextManager[None]:
-        """Errors inside tell the number of the line, unless they tell one already."""
+        """Errors inside name the line, unless they already name one."""
         return self.source.located(self.start)
 
 
 def string(text: str) -> str:
-    """What is in quotes."""
+    """Parses a quoted string."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, str):
+        parsed = None
+    if not isinstance(parsed, str):
         raise ParseError(f"{text[:40]!r} is not a string")
-    return found
+    return parsed

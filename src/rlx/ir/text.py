@@ -1,4 +1,4 @@
-"""Graphs as text, both ways.
+"""Reads and writes graphs as text.
 
     graph @mlp mir {
       %0 = input(name="x") : f32[seq, 4]
@@ -11,10 +11,10 @@
       return %2
     }
 
-Between the level and the brace stand the largest sizes of symbols, `max(seq=512)`, and the params that training leaves
-alone, `fixed("rope.cos", "rope.sin")`, where there are any. Constants of more than 64 elements print as
-`const(value=@digest)`, or in full as base64 with `full=True`. The parser takes any white space, and comments from `#`
-to the end of a line; its errors tell the line. An attribute that is left out has its default.
+Between the level and the brace come the maximum sizes of symbols, `max(seq=512)`, and the params that training does not
+update, `fixed("rope.cos", "rope.sin")`, if any. Constants of more than 64 elements print as `const(value=@digest)`, or
+in full as base64 with `full=True`. The parser accepts any white space, and comments from `#` to the end of a line; its
+errors name the line. Omitted attributes have their defaults.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INLINE = 64  # constants up to this many elements print their numbers
 
 # -- printing ---------------------------------------------------------------------------------------------------------
 def graph_text(graph: Graph, *, full: bool = False, origins: bool = False, pad: str = "") -> str:
-    """The graph as text; `pad` stands before every line but the first."""
+    """Formats the graph; `pad` precedes every line but the first."""
     name = graph.name if re.fullmatch(_PLAIN_NAME, graph.name) else json.dumps(graph.name)
     head = f"graph @{name} {graph.level} "
     if graph.limits:
@@ -70,7 +70,7 @@ def value_text(value: Value | None) -> str:
 
 
 def node_text(node: Node, *, full: bool = False, pad: str = "") -> str:
-    """One node; the lines of a body stand between the first and the last."""
+    """Formats one node; the lines of a body come between the first and the last."""
     parts = [value_text(o) for o in node.operands]
     parts += [f"{k}={attr_text(v, full=full, pad=pad)}" for k, v in node.attrs.items()]
     return f"%{node.id} = {node.op}({', '.join(parts)}) : {'; '.join([str(t) for t in node.types])}"
@@ -101,13 +101,13 @@ def _array_text(array: Array, full: bool) -> str:
     data, kind = array.data, dtype(array.data.dtype)
     if data.size > INLINE and not full:
         return f"@{array.digest}"
-    if data.size > INLINE or (full and kind.is_float and _has_nan(data)):  # numbers as text have one NaN only
+    if data.size > INLINE or (full and kind.is_float and _has_nan(data)):  # text has only one NaN
         return f"{kind}{list(data.shape)}:{base64.b64encode(data.tobytes()).decode()}"
     return json.dumps((data.astype(np.float64) if kind.is_float else data).tolist())
 
 
 def _has_nan(data: np.ndarray[Any, Any]) -> bool:
-    with np.errstate(invalid="ignore"):  # bfloat16 complains about signalling ones
+    with np.errstate(invalid="ignore"):  # bfloat16 warns about signalling NaNs
         return bool(np.isnan(data).any())
 
 
@@ -131,7 +131,7 @@ _WORDS = {"none": None, "true": True, "false": False}
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph that `text` says; op names are checked against the registry, types against the rules."""
+    """Parses a graph; op names are checked against the registry, types against the type rules."""
     source = Source(text, "graph text")
     try:
         graph, end = _Parser(source).graph(0)
@@ -144,7 +144,7 @@ def parse_graph(text: str) -> Graph:
 
 
 class _Parser:
-    """Reads graphs out of one source."""
+    """Parses graphs from one source."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.text = source, source.text
@@ -152,7 +152,7 @@ class _Parser:
         self.origin = here()
 
     def graph(self, at: int) -> tuple[Graph, int]:
-        """The graph that starts at an offset, and where it ends."""
+        """Parses the graph at an offset; returns it and where it ends."""
         head = _HEAD.match(self.text, at)
         if head is None:
             self.source.fail(at, f"expected 'graph @name level {{', found {self.text[at : at + 40].strip()!r}")
@@ -167,19 +167,19 @@ class _Parser:
                 self.source.fail(at, f"{part[:40]!r} is not a limit such as n=4")
             graph.limits[limit[1]] = int(limit[2])
         first, end = head.end(), self.closing[head.end() - 1]
-        starts = [mark.start() for mark in self.source.marks(_STATEMENT, first, end)]
-        stray = self.text[first : starts[0] if starts else end].strip()
+        offsets = [mark.start() for mark in self.source.marks(_STATEMENT, first, end)]
+        stray = self.text[first : offsets[0] if offsets else end].strip()
         if stray:
             self.source.fail(first, f"{stray[:40]!r} is not a node")
-        if not starts:
+        if not offsets:
             self.source.fail(at, f"@{name} has no return")
-        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+        for start, stop in zip(offsets, [*offsets[1:], end], strict=True):
             self.statement(graph, *self.source.trimmed(start, stop), last=stop == end)
         self.fix(graph, re.findall(STRING, fixed or ""), at)
         return graph, end + 1
 
     def fix(self, graph: Graph, names: list[str], at: int) -> None:
-        """Note the params that training leaves alone."""
+        """Record the params that training does not update."""
         with self.source.located(at):
             graph.fixed = {string(name) for name in names}
         for name in sorted(graph.fixed):
@@ -241,11 +241,11 @@ class _Parser:
 
 
 def _complete(definition: registry.OpDef, operands: list[Value | None], attrs: dict[str, Any]) -> None:
-    """Give what the text leaves out its default: the op may have gained it after the text was saved."""
+    """Fills in defaults of omitted operands and attributes: the op may have gained them after the text was saved."""
     schema = definition.schema
     for key, default in schema.attrs.items():
         if key in attrs:
-            attrs[key] = attrs.pop(key)  # in the order of the signature
+            attrs[key] = attrs.pop(key)  # in signature order
         elif default is registry.REQUIRED:
             raise ParseError(f"{definition.name}: attribute {key!r} is missing")
         else:
@@ -259,7 +259,7 @@ def _check(
     graph: Graph, definition: registry.OpDef, operands: list[Value | None], attrs: dict[str, Any],
     types: tuple[TensorType, ...],
 ) -> None:  # fmt: skip
-    """What a builder would have made sure of: leaf names and types."""
+    """Checks what a builder would have ensured: leaf names and types."""
     op = definition.name
     if registry.LEAF in definition.traits:
         unknown = [k for k in attrs if k not in definition.schema.attrs]
@@ -291,14 +291,14 @@ def _value(graph: Graph, text: str) -> Value:
 
 
 def parse_attr(source: Source) -> Any:
-    """The attribute that a text says, other than a body."""
+    """Parses an attribute other than a body."""
     return _attr(source, *source.trimmed(0, len(source.text)))
 
 
 def _attr(source: Source, start: int, stop: int) -> Any:
     if source.text.startswith("(", start) and source.closing.get(start) == stop - 1:
         parts = source.split(start + 1, stop - 1)
-        if len(parts) != 1:  # a tuple is empty or has a comma: else it is a size in brackets
+        if len(parts) != 1:  # a tuple is empty or has a comma; otherwise it is a size in parentheses
             if len(parts) == 2 and parts[1][0] == parts[1][1]:
                 parts.pop()
             return tuple([_attr(source, a, b) for a, b in parts])
@@ -319,26 +319,26 @@ def _attr(source: Source, start: int, stop: int) -> Any:
 
 
 def _array(text: str, types: tuple[TensorType, ...]) -> Array:
-    """A constant's data; it has exactly the declared type."""
+    """Parses a constant's data, which must have exactly the declared type."""
     if len(types) != 1:
         raise ParseError("a constant has one type of fixed sizes")
     return parse_array(text, types[0])
 
 
 def parse_array(text: str, want: TensorType) -> Array:
-    """The data that text says, of exactly one type."""
+    """Parses data of exactly one type."""
     if not all(isinstance(d, int) for d in want.shape):
         raise ParseError("a constant has one type of fixed sizes")
     if text.startswith("@"):
         raise ParseError(f"constant {text} has no data here", hint="print the graph with full=True")
     encoded = _ENCODED.fullmatch(text)
-    data = _decoded(encoded, want) if encoded else _listed(text, want)
+    data = _decode(encoded, want) if encoded else _parse_numbers(text, want)
     if data.size != want.elements:
         raise ParseError(f"a constant {want} has {data.size} elements")
     return Array(data.reshape(want.shape))
 
 
-def _decoded(encoded: re.Match[str], want: TensorType) -> np.ndarray[Any, Any]:
+def _decode(encoded: re.Match[str], want: TensorType) -> np.ndarray[Any, Any]:
     if parse_type(f"{encoded[1]}[{encoded[2]}]") != want:
         raise ParseError(f"a constant {want} has data of type {encoded[1]}[{encoded[2]}]")
     try:
@@ -348,7 +348,7 @@ def _decoded(encoded: re.Match[str], want: TensorType) -> np.ndarray[Any, Any]:
         raise ParseError(f"a constant {want} has broken data, {error}") from error
 
 
-def _listed(text: str, want: TensorType) -> np.ndarray[Any, Any]:
+def _parse_numbers(text: str, want: TensorType) -> np.ndarray[Any, Any]:
     try:
         numbers = list(_flat(json.loads(text)))
         wide = np.array(numbers, np.float64 if want.dtype.is_float else None)

@@ -1,4 +1,4 @@
-"""Nodes and the values that they give. Nodes never change; a `Value` is one result, with its operators and ops."""
+"""Nodes and their results. Nodes are immutable; a `Value` is one result, with its operators and ops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Node:
         return self.results[index]
 
     def __rlx_value__(self) -> Value:
-        """What stands for the node where it is an operand: its result; several are laid end to end in one vector."""
+        """The operand that stands for the node: its result, or several results flattened and concatenated."""
         if len(self.results) == 1:
             return self.results[0]
         kind = functools.reduce(promote, (value.dtype for value in self.results))
@@ -63,7 +63,7 @@ class Node:
 
 
 class Value(ValueOps, NumpyFunctions, Operators):
-    """One result of a node: a handle, which `Graph.append` points at its node. `==` is identity."""
+    """One result of a node: a handle that `Graph.append` binds to its node. `==` is identity."""
 
     __slots__ = ("index", "node")
     node: Node
@@ -94,14 +94,14 @@ class Value(ValueOps, NumpyFunctions, Operators):
 
     @property
     def graph(self) -> Graph:
-        """The graph that it belongs to."""
+        """The graph that the value belongs to."""
         return self.node.graph
 
     def __repr__(self) -> str:
         suffix = f".{self.index}" if len(self.node.types) > 1 else ""
         return f"<value %{self.node.id}{suffix}: {self.type}>"
 
-    # -- manners ------------------------------------------------------------------------------------------------------
+    # -- conversions --------------------------------------------------------------------------------------------------
     def __bool__(self) -> bool:
         self._no_number("bool")
 
@@ -114,13 +114,13 @@ class Value(ValueOps, NumpyFunctions, Operators):
     def __iter__(self) -> Iterator[Value]:
         raise GraphError(f"value {self!r}: cannot be iterated", hint="slice it, or use split along an axis")
 
-    def _no_number(self, what: str) -> NoReturn:
+    def _no_number(self, kind: str) -> NoReturn:
         hint = "it has a value only when the graph runs; use g.where(...) to choose, g.equal(a, b) to compare"
-        raise GraphError(f"value {self!r}: has no {what} while the graph is built", hint=hint)
+        raise GraphError(f"value {self!r}: has no {kind} while the graph is built", hint=hint)
 
     # -- ops ----------------------------------------------------------------------------------------------------------
     def operate(self, op: str, *operands: Any) -> Value:
-        """What an operator of Python builds: one node in the graph of the value."""
+        """Builds one node for a Python operator, in the value's graph."""
         return self.graph.one(op, *operands)
 
     def __getitem__(self, key: Any) -> Value:
@@ -128,14 +128,14 @@ class Value(ValueOps, NumpyFunctions, Operators):
 
     @property
     def mT(self) -> Value:
-        """The last two axes swapped."""
+        """Swaps the last two axes."""
         if self.rank < 2:
             raise ShapeError(f"mT: needs two axes, found {self.type}")
         axes = (*range(self.rank - 2), self.rank - 1, self.rank - 2)
         return self.graph.one("transpose", self, axes=axes)
 
     def astype(self, like: DTypeLike) -> Value:
-        """The value cast to another element type."""
+        """Casts to another element type."""
         return self.graph.one("cast", self, dtype=like)
 
     def cast(self, dtype: DTypeLike) -> Value:
@@ -143,7 +143,7 @@ class Value(ValueOps, NumpyFunctions, Operators):
         return self.astype(dtype)
 
     def reshape(self, *shape: Any) -> Value:
-        """The value with another shape; one size may be -1."""
+        """Changes the shape; one size may be -1."""
         return self.graph.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
 
 
@@ -154,27 +154,27 @@ def _index(value: Value, key: Any) -> Value:
     if gap + len(rest) > value.rank:
         raise ShapeError(f"index: {gap + len(rest)} indices for {value.type}")
     keys = keys[:gap] + [slice(None)] * (value.rank - gap - len(rest)) + rest
-    starts: list[Size] = []
+    first_indices: list[Size] = []
     stops: list[Size] = []
     steps: list[int] = []
-    kept: list[int] = []
+    axes: list[int] = []
     for axis, (k, size) in enumerate(zip(keys, value.shape, strict=True)):
         if isinstance(k, slice):
-            kept.append(axis)
-            starts.append(0 if k.start is None else _bound(k.start, size))
+            axes.append(axis)
+            first_indices.append(0 if k.start is None else _bound(k.start, size))
             stops.append(size if k.stop is None else _bound(k.stop, size))
             steps.append(1 if k.step is None else operator.index(k.step))
         else:
             at = _position(k, size)
-            starts.append(at)
+            first_indices.append(at)
             stops.append(at + 1)
             steps.append(1)
-    result = value.graph.one("slice", value, start=tuple(starts), stop=tuple(stops), step=tuple(steps))
-    return result if len(kept) == value.rank else result.reshape(tuple(result.shape[a] for a in kept))
+    result = value.graph.one("slice", value, start=tuple(first_indices), stop=tuple(stops), step=tuple(steps))
+    return result if len(axes) == value.rank else result.reshape(tuple(result.shape[a] for a in axes))
 
 
 def _from_end(k: Any, size: Size) -> Size:
-    """An index from the start of the axis; a negative one counts from its end."""
+    """Converts an index to one from the start of the axis; negative indices count from its end."""
     if isinstance(k, Dim):
         return k
     if isinstance(k, (bool, np.bool_)) or not hasattr(k, "__index__"):
@@ -184,13 +184,13 @@ def _from_end(k: Any, size: Size) -> Size:
 
 
 def _bound(k: Any, size: Size) -> Size:
-    """A bound of a slice; as in NumPy, one that lies before the start is the start."""
+    """A slice bound; as in NumPy, bounds before the start are clamped to it."""
     at = _from_end(k, size)
     return max(at, 0) if isinstance(at, int) else at
 
 
 def _position(k: Any, size: Size) -> Size:
-    """The place of a single index."""
+    """The position of a single index."""
     at = _from_end(k, size)
     if isinstance(at, int) and (at < 0 or (isinstance(size, int) and at >= size)):
         raise ShapeError(f"index: {k} lies outside an axis of size {size}")

@@ -1,4 +1,4 @@
-"""The verifier: builds each node's type again from its rule and compares. A failure is a defect of a pass."""
+"""The verifier: recomputes each node's type from its rule and compares. A failure is a bug in a pass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.ir.text import node_text
 
-# Nodes whose types were found right, by op, attributes and types: the very objects, which live on here. A pass hands
-# most nodes on as they are.
+# Nodes already verified, by op, attributes and types. Holds the objects themselves, since keys are identities. Passes
+# reuse most nodes unchanged.
 Typed = dict[tuple[object, ...], tuple[object, ...]]
 
 
 def verify(graph: Graph, typed: Typed | None = None) -> None:
-    """Raise VerifyError at the first node that is inconsistent; `typed` is what calls before this one have found."""
+    """Raise VerifyError at the first inconsistent node; `typed` caches the results of earlier calls."""
     typed = {} if typed is None else typed
     if graph.level not in (registry.HIR, registry.MIR):
         raise VerifyError(f"graph {graph.name!r}: level {graph.level!r} is not hir or mir")
@@ -26,7 +26,7 @@ def verify(graph: Graph, typed: Typed | None = None) -> None:
             _fail(graph, position, f"has number {node.id} at position {position}, or belongs to another graph")
         for operand in node.operands:
             if operand is not None and not _is_defined(graph, operand, position):
-                _fail(graph, position, f"reads {_shown(operand)}, which is not defined before it")
+                _fail(graph, position, f"reads {_value_name(operand)}, which is not defined before it")
         definition = registry.OPS.get(node.op)
         if definition is None:
             _fail(graph, position, "uses an op that is not registered")
@@ -40,16 +40,16 @@ def verify(graph: Graph, typed: Typed | None = None) -> None:
             _check_bodies(graph, node)
     for output in graph.outputs:
         if not _is_defined(graph, output, len(graph.nodes)):
-            raise VerifyError(f"graph {graph.name!r}: output {_shown(output)} is not one of its values")
+            raise VerifyError(f"graph {graph.name!r}: output {_value_name(output)} is not one of its values")
 
 
 def _is_defined(graph: Graph, value: Value, before: int) -> bool:
-    """Whether the value is a result of a node that stands in the graph before a position."""
+    """Whether the value is a result of a node before this position in the graph."""
     node = value.node
     return 0 <= node.id < before and graph.nodes[node.id] is node and 0 <= value.index < len(node.types)
 
 
-def _shown(value: Value) -> str:
+def _value_name(value: Value) -> str:
     return f"%{value.node.id}.{value.index} of graph {value.graph.name!r}"
 
 
@@ -105,7 +105,7 @@ def _fail(graph: Graph, position: int, problem: str) -> NoReturn:
 
 
 def _line(node: Node) -> str:
-    """A node on one line, whatever is wrong with it."""
+    """Formats a node on one line, however broken it is."""
     try:
         return " ".join(node_text(node).split())
     except GraphError as error:

@@ -21,7 +21,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.mir.weights import is_matrix, sides, weight_nodes
 from rlx.mir.weights_to_front import weights_to_front
-from rlx.ops.quant import LEAST_SCALE
+from rlx.ops.quant import MIN_SCALE
 
 NORMS = ("layer_norm", "rms_norm")
 MAX_INT8 = 127  # largest magnitude of a quantised weight; -128 is not used
@@ -124,7 +124,7 @@ def _columns(rewriter: Rewriter, like: Node, w: Value, factor: Value | None) -> 
     make = rewriter.one
     w = w if factor is None else make(like, "mul", w, factor)
     step = make(like, "div", make(like, "max", make(like, "abs", w), axis=(0,)), _number(rewriter, like, MAX_INT8))
-    scale = make(like, "maximum", step, _number(rewriter, like, LEAST_SCALE))
+    scale = make(like, "maximum", step, _number(rewriter, like, MIN_SCALE))
     integers = make(like, "quantise", w, scale, axis=1, dtype=I8)
     total = make(like, "sum", make(like, "cast", integers, dtype=F32), axis=(0,))
     return _Columns(integers, scale, make(like, "mul", total, scale))

@@ -8,7 +8,7 @@ from rlx.dtypes import F32
 from rlx.ir.graph import Graph, Node
 from rlx.ir.rewrite import Rewriter, map_bodies, rebuild
 from rlx.mir.weights import packed_rows, weight_nodes
-from rlx.ops.quantised_activations import WHOLE
+from rlx.ops.quantised_activations import INT8_DOT_TYPES
 
 
 def quantise_activations(graph: Graph) -> Graph:
@@ -25,7 +25,7 @@ def quantise_activations(graph: Graph) -> Graph:
         x, w, *index = node.operands
         assert x is not None and w is not None
         rows = packed_rows(w)
-        if rows is None or rows.dtype.name not in WHOLE or x.dtype is not F32 or x.node in weights:
+        if rows is None or rows.dtype.name not in INT8_DOT_TYPES or x.dtype is not F32 or x.node in weights:
             return None
         rounded = rewriter.one(node, "round_blocks", rewriter[x], block=rows.dtype.block)
         return rewriter.one(node, node.op, rounded, rewriter[w], *(rewriter[o] for o in index if o is not None))

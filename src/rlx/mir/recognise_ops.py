@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import RuleTable
-from rlx.ops.recurrent import starts_apart
+from rlx.ops.recurrent import state_reset_values
 from rlx.types import Size
 
 common_form: RuleTable[Callable[..., Any]] = RuleTable("common form", "src/rlx/mir/recognise_ops.py")
@@ -113,7 +113,7 @@ def _scan_ragged_tokens(
 
 def _segment_begins(segments: Value | None) -> list[Value]:
     """Return a mask of the tokens that begin a segment, as a list; empty without segments."""
-    return [] if segments is None else [starts_apart(segments)]
+    return [] if segments is None else [state_reset_values(segments)]
 
 
 def _reset(state: Value, begins: Value | None) -> Value:

@@ -1,4 +1,4 @@
-"""BERT and MiniLM: encoder with learned positions, norms after residuals, GELU feed-forward. Gives hidden states."""
+"""BERT and MiniLM: encoder with learned positions, post-norm residuals, GELU feed-forward. Outputs hidden states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Config(EncoderConfig):
     }  # fmt: skip
 
     types: int = key(hf="type_vocab_size", default=2)
-    causal: bool = key(hf="is_decoder", default=False)  # a token sees those before it only
+    causal: bool = key(hf="is_decoder", default=False)  # causal attention
 
 
 _LAYER = "encoder.layer.{i}"

@@ -1,6 +1,6 @@
-"""Decoders most of whose layers keep a matrix by the gated delta rule, while some attend, with a gate.
+"""Decoders with gated delta rule layers and, every few layers, gated attention.
 
-What the configurations of Qwen3-Next and Qwen3.5 share.
+The shared configuration of Qwen3-Next and Qwen3.5.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlx.formats import TensorFile
 from rlx.models.config import FULL, LINEAR, MAX_HEAD_DIM, DecoderConfig, Neutral, group, key, unsupported
 from rlx.models.config_fields import NO_WINDOW, Biases, Experts, check_rotary, head_dim_key, said_in_gguf, without
 
-# What the mixtures of these families have in common.
+# Experts, as both families have them.
 EXPERTS = {
     "expert_ffn": key(gguf="expert_feed_forward_length", hf="moe_intermediate_size", default=512),
     "shared_ffn": key(gguf="expert_shared_feed_forward_length", hf="shared_expert_intermediate_size", default=512),
@@ -23,28 +23,28 @@ EXPERTS = {
 
 @dataclass(frozen=True)
 class DeltaNets:
-    """Layers with the gated delta rule, and which layers attend instead."""
+    """Gated delta rule layers, and which layers use attention instead."""
 
     every: int = key(gguf="full_attention_interval", hf="full_attention_interval", default=4)
     layer_types: tuple[str, ...] | None = key(hf="layer_types", default=None)
     key_heads: int = key(gguf="ssm.group_count", hf="linear_num_key_heads", default=16)
     value_heads: int = key(gguf="ssm.time_step_rank", hf="linear_num_value_heads", default=32)
-    state: int = key(gguf="ssm.state_size", hf="linear_key_head_dim", default=128, most=MAX_HEAD_DIM)
-    value_size: int = key(hf="linear_value_head_dim", default=128, most=MAX_HEAD_DIM)
-    kernel: int = key(gguf="ssm.conv_kernel", hf="linear_conv_kernel_dim", default=4, most=64)
-    rates: bool = False  # A_log is -exp of itself
-    tiled: bool = False  # heads of values in rounds
-    joined: bool = False  # a GGUF file of the first converters, with the projections as Hugging Face has them
+    state: int = key(gguf="ssm.state_size", hf="linear_key_head_dim", default=128, maximum=MAX_HEAD_DIM)
+    value_size: int = key(hf="linear_value_head_dim", default=128, maximum=MAX_HEAD_DIM)
+    kernel: int = key(gguf="ssm.conv_kernel", hf="linear_conv_kernel_dim", default=4, maximum=64)
+    rates: bool = False  # A_log is stored as -exp(A_log)
+    tiled: bool = False  # value heads are interleaved
+    joined: bool = False  # a GGUF file from an early converter, with Hugging Face's fused projections
 
     @property
     def share(self) -> int:
-        """How many heads of values there are for a head of keys."""
+        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
     def attends(self, layer: int) -> bool:
         return (layer + 1) % self.every == 0 if self.layer_types is None else self.layer_types[layer] == FULL
 
-    def only_in_gguf(self, layers: int) -> dict[str, Any]:
+    def gguf_only_settings(self, layers: int) -> dict[str, Any]:
         first = next((i + 1 for i in range(layers) if self.attends(i)), self.every)
         return {"ssm.inner_size": self.value_heads * self.value_size, "full_attention_interval": first}
 
@@ -61,7 +61,7 @@ class DeltaNets:
 
 @dataclass(frozen=True)
 class DeltaNetConfig(DecoderConfig):
-    """What the families share: a part of each head turns, and norms multiply by 1 + weight."""
+    """Shared configuration: RoPE on a part of each head, and norms that multiply by 1 + weight."""
 
     HF_NEUTRAL: ClassVar[Neutral] = {
         **without(DecoderConfig.HF_NEUTRAL, "partial_rotary_factor"), "use_sliding_window": (None, False)
@@ -73,26 +73,26 @@ class DeltaNetConfig(DecoderConfig):
     biases: Biases = group(Biases)
     delta: DeltaNets = group(DeltaNets)
     moe: Experts = group(Experts)
-    unit_offset: bool = True  # norms lack the 1
+    unit_offset: bool = True  # the stored norms lack the 1
 
     @property
     def rotary(self) -> int:
         return self.rope_dim or int(self.head_dim * self.partial)
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
         inner, heads = said_in_gguf(file.metadata, "ssm.inner_size", "ssm.time_step_rank")
-        turned, size = said_in_gguf(file.metadata, "rope.dimension_count", "attention.key_length")
+        rotary, size = said_in_gguf(file.metadata, "rope.dimension_count", "attention.key_length")
         # llama.cpp always normalises
         known: dict[str, Any] = {**cls.IN_GGUF, "normalise": True, "joined": "blk.0.ssm_in.weight" in file}
         if type(inner) is int and type(heads) is int and heads:
             known["value_size"] = inner // heads if inner % heads == 0 else inner
-        if type(turned) is int and type(size) is int and size:
-            known["partial"] = turned / size
+        if type(rotary) is int and type(size) is int and size:
+            known["partial"] = rotary / size
         return known
 
-    def only_in_gguf(self) -> dict[str, Any]:
-        return self.delta.only_in_gguf(self.layers)
+    def gguf_only_settings(self) -> dict[str, Any]:
+        return self.delta.gguf_only_settings(self.layers)
 
     def check(self, where: str) -> None:
         self.delta.check(where, self.layers)
@@ -101,8 +101,8 @@ class DeltaNetConfig(DecoderConfig):
         if self.moe.experts:
             self.moe.check(where)
 
-    def left_out(self) -> tuple[str, ...]:
-        return self.biases.left_out(BIASES)
+    def omitted_weights(self) -> tuple[str, ...]:
+        return self.biases.omitted_weights(BIASES)
 
 
 BIASES = tuple(f"model.layers.{{i}}.self_attn.{name}_proj.bias" for name in "qkvo")

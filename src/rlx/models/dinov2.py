@@ -1,4 +1,4 @@
-"""DINOv2: ViT with scaled residuals, SwiGLU in the largest, registers in some, and positions for any size of image."""
+"""DINOv2: ViT with layer scale, SwiGLU in the largest model, optional registers, and positions for any image size."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlx.models.family import family
 from rlx.models.vision import Patches, PrependToken, VisionConfig, bicubic, named, split_attention
 from rlx.types import dim, sym
 
-ROWS, COLUMNS = dim("rows"), dim("columns")  # patches of an image
+ROWS, COLUMNS = dim("rows"), dim("columns")  # patches per image
 
 
 @dataclass(frozen=True)
 class DinoFfn:
-    """The feed-forwards of DINOv2: two layers, or a gated one."""
+    """DINOv2's feed-forward: an MLP or SwiGLU."""
 
     ratio: float = key(hf="mlp_ratio", default=4)
     gated: bool = key(hf="use_swiglu_ffn", default=False)
@@ -35,7 +35,7 @@ class DinoFfn:
         wide = int(dim * self.ratio)
         return (int(wide * 2 / 3) + 7) // 8 * 8 if self.gated else wide
 
-    def left_out(self, qkv_bias: bool) -> tuple[str, ...]:
+    def omitted_weights(self, qkv_bias: bool) -> tuple[str, ...]:
         absent = MLP if self.gated else SWIGLU
         biases = () if qkv_bias else tuple(f"attention.attention.{n}.bias" for n in QKV)
         parts = (*(f"{name}.{part}" for name in absent for part in ("weight", "bias")), *biases)
@@ -56,15 +56,15 @@ class Config(VisionConfig):
         return self.mlp.ffn(self.dim)
 
     def inputs(self, pixels: Array) -> dict[str, Array]:
-        return positioned(self, pixels, bicubic)
+        return positioned_inputs(self, pixels, bicubic)
 
-    def left_out(self) -> tuple[str, ...]:
-        return self.mlp.left_out(self.qkv_bias)
+    def omitted_weights(self) -> tuple[str, ...]:
+        return self.mlp.omitted_weights(self.qkv_bias)
 
 
 @dataclass(frozen=True)
 class RegisterConfig(VisionConfig):
-    """DINOv2 with registers: tokens that belong to no patch."""
+    """DINOv2 with registers: extra tokens that belong to no patch."""
 
     eps: float = key(hf="layer_norm_eps", default=1e-6)
     patch: int = key(hf="patch_size", default=16)
@@ -76,16 +76,16 @@ class RegisterConfig(VisionConfig):
         return self.mlp.ffn(self.dim)
 
     def inputs(self, pixels: Array) -> dict[str, Array]:
-        return positioned(self, pixels, resampling)  # antialiased
+        return positioned_inputs(self, pixels, resampling)  # antialiased
 
-    def left_out(self) -> tuple[str, ...]:
-        return self.mlp.left_out(self.qkv_bias)
+    def omitted_weights(self) -> tuple[str, ...]:
+        return self.mlp.omitted_weights(self.qkv_bias)
 
 
-def positioned(c: VisionConfig, pixels: Array, stretch: Callable[[int, int], Array]) -> dict[str, Array]:
-    """Images of any size, and how positions are stretched to their patches.
+def positioned_inputs(c: VisionConfig, pixels: Array, stretch: Callable[[int, int], Array]) -> dict[str, Array]:
+    """Graph inputs for images of any size, with the weights that resample positions to their patches.
 
-    What is left over beside whole patches is cut off, as a convolution does it.
+    Pixels beyond the last full patch are cropped, as by a convolution.
     """
     height, width = pixels.shape[2:]
     rows, columns = height // c.patch, width // c.patch
@@ -141,9 +141,9 @@ def dinov2_registers(c: RegisterConfig) -> ModelFlow:
 
 @dataclass(frozen=True)
 class StretchedPositions(FlowStage):
-    """Adds positions: the class token's own, and for patches a table of grid × grid, stretched to rows × columns.
+    """Adds positions: the class token's own, and for patches a grid × grid table resampled to rows × columns.
 
-    Stretching is linear in each direction, so it is two products with what each old row and column counts in the new.
+    Resampling is separable and linear, so it is two matrix products with interpolation weights.
     """
 
     weight_key: str
@@ -167,7 +167,7 @@ class StretchedPositions(FlowStage):
 
 @dataclass(frozen=True)
 class FusedSwiGlu(FlowStage):
-    """out(silu(a) · b), where one weight makes a and b."""
+    """out(silu(a) · b), where one weight produces both a and b."""
 
     prefix: str
     intermediate_size: int

@@ -1,5 +1,7 @@
-"""EmbeddingGemma: Gemma 3 whose tokens look both ways, most layers at near ones only. What makes one vector of them,
-a mean and two dense layers, is said by the files beside the weights."""
+"""EmbeddingGemma: Gemma 3 with bidirectional attention, in most layers within a window.
+
+Pooling (a mean and two dense layers) is set by the files next to the weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from rlx.types import sym
 
 @dataclass(frozen=True)
 class Config(GemmaConfig):
-    """EmbeddingGemma's configuration: that of Gemma 3, and half of the window lies on each side."""
+    """EmbeddingGemma's configuration: Gemma 3's, with half of the window on each side."""
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA3
     HF_NEUTRAL: ClassVar[Neutral] = {**GemmaConfig.HF_NEUTRAL, "use_bidirectional_attention": (True,)}
@@ -42,8 +44,8 @@ class Config(GemmaConfig):
     local: LocalRope = group(LocalRope)
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return {**super().known_of_gguf(file), **LocalRope.windows_of_gguf(file), "tied": True}
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return {**super().inferred_from_gguf(file), **LocalRope.windows_of_gguf(file), "tied": True}
 
     @property
     def local_rope(self) -> Rope:
@@ -52,10 +54,10 @@ class Config(GemmaConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingGemmaLayer(GemmaDecoder):
-    """A layer of Gemma 3 that looks both ways, without a cache."""
+    """A Gemma 3 layer with bidirectional attention and no cache."""
 
-    reach: int | None = None  # how far a token sees to each side; None: all tokens
-    layer_idx: int | None = field(init=False, default=None)  # these four have no meaning here
+    reach: int | None = None  # attention span on each side; None: all tokens
+    layer_idx: int | None = field(init=False, default=None)  # these four do not apply here
     mask: str = field(init=False, default=MaskKind.NONE)
     attn_logit_softcap: float | None = field(init=False, default=None)
     kv_sink: SideOutputs | None = field(init=False, default=None)
@@ -64,16 +66,16 @@ class EmbeddingGemmaLayer(GemmaDecoder):
         heads = self.self_attention()
         queries, keys = (heads.apply_rope(ctx, heads.project(ctx, x, which)) for which in "qk")
         kind = MaskKind.NONE if self.reach is None else MaskKind.near(self.reach)
-        found = attend(ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", kind, self.score_scale)
-        return self.output_projection(ctx, found, x.shape[-1])
+        attended = attend(ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", kind, self.score_scale)
+        return self.output_projection(ctx, attended, x.shape[-1])
 
 
-def looks_both_ways(settings: Mapping[str, Any]) -> bool:
+def is_bidirectional(settings: Mapping[str, Any]) -> bool:
     return settings.get("use_bidirectional_attention") is True
 
 
 @family("embeddinggemma", kind="encoder", gguf=["gemma-embedding"], hf=["gemma3_text"], config=Config,
-        weights=gemma.WEIGHTS3, settings=gemma.by_layer_kind, reads=looks_both_ways)  # fmt: skip
+        weights=gemma.WEIGHTS3, settings=gemma.split_rope_parameters, reads=is_bidirectional)  # fmt: skip
 def embeddinggemma(c: Config) -> ModelFlow:
     near, reach = [c.window(i) is not None for i in range(c.layers)], (c.windows.sliding_window or 0) // 2
 

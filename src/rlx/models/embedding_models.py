@@ -1,7 +1,7 @@
-"""Decoders that make vectors of texts, such as Qwen3-Embedding: the stages up to the last norm, without cache and head.
+"""Decoders used as text embedders, such as Qwen3-Embedding: the stages up to the final norm, without cache and head.
 
-A text sees itself from left to right, and padding comes after it, so no mask is needed; what is pooled, usually the
-last token, is what the model's files say.
+Attention is causal and padding comes last, so no mask is needed. The model's files say how to pool, usually the last
+token.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ SUFFIX = "-embedding"
 
 
 def embedder(base: Family) -> Family:
-    """Declare the family of a decoder's embedding models. It is told from the decoder by files beside the weights."""
+    """Declare the embedding family of a decoder. Files next to the weights tell it from the decoder."""
 
     def flow(c: Any) -> ModelFlow:
-        whole = base.flow(c, c.context)
-        end = next(i for i, stage in enumerate(whole.stages) if isinstance(stage, GatherLastToken))
-        return replace(whole.with_stages(whole.stages[:end]), cache=None, output_name="output")
+        decoder = base.flow(c, c.context)
+        end = next(i for i, stage in enumerate(decoder.stages) if isinstance(stage, GatherLastToken))
+        return replace(decoder.with_stages(decoder.stages[:end]), cache=None, output_name="output")
 
-    made = replace(base, name=base.name + SUFFIX, kind="encoder", gguf=(), hf=(), flow=flow)
-    FAMILIES[made.name] = made
-    return made
+    declared = replace(base, name=base.name + SUFFIX, kind="encoder", gguf=(), hf=(), flow=flow)
+    FAMILIES[declared.name] = declared
+    return declared
 
 
-def is_for_vectors(family: Family, folder: Path) -> bool:
-    """Whether a folder of Hugging Face has an embedding model: sentence-transformers keeps a list of modules there."""
+def is_embedding_model(family: Family, folder: Path) -> bool:
+    """Whether a Hugging Face folder holds an embedding model: sentence-transformers stores a list of modules there."""
     return family.name + SUFFIX in FAMILIES and (folder / "modules.json").exists()
 
 
 def without_pooling(family: Family, metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The metadata of a GGUF file as the decoder's configuration reads it, if the file says how to pool."""
+    """The metadata of a GGUF file without its pooling type, as the decoder reads it; None if it has no pooling type."""
     name = f"{metadata.get('general.architecture')}.pooling_type"
     if family.name + SUFFIX not in FAMILIES or metadata.get(name, 0) == 0:
         return None

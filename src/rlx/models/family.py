@@ -1,4 +1,4 @@
-"""Families: a model family is a configuration, a table of weight names and a flow. This is the register of them."""
+"""The registry of model families. A family is a configuration, a table of weight names and a flow."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlx.types import TensorType
 
 @dataclass(frozen=True)
 class Change:
-    """What converters to GGUF make of a weight's numbers, and the way back."""
+    """A change that GGUF converters make to a weight's numbers, and its inverse."""
 
     to_gguf: Callable[[Array], Array]
     from_gguf: Callable[[Array], Array]
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # in GGUF and at home, where they differ
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # in GGUF and in rlx, where they differ
 
 
 Changes = Callable[[Any, str], Change | None]
@@ -40,24 +40,24 @@ class Family:
     config: type[ModelConfig]
     weights: Mapping[str, str]  # Hugging Face name -> GGUF name; {i} is the layer, {j} the expert
     flow: Callable[..., ModelFlow]
-    prefixes: tuple[str, ...] = ()  # that models with a head put before the names of these weights
-    settings: Settings | None = None  # puts what a config.json says into the words of `config`
+    prefixes: tuple[str, ...] = ()  # that models with a head put before these weights' names
+    settings: Settings | None = None  # translates a config.json into the terms of `config`
     weight_views: Callable[[Any, str], Mapping[str, Any]] | None = (
-        None  # (config, format): weights made of those in a file
+        None  # (config, format): weights derived from those in a file
     )
-    changes: Changes | None = None  # (config, name): of a weight's numbers on the way to GGUF
-    # Whether it is this one by its config.json, or its GGUF metadata, where several share a name.
+    changes: Changes | None = None  # (config, name): changes to a weight's numbers in GGUF
+    # Tells apart families that share a name, by config.json or by GGUF metadata.
     reads: Callable[[Mapping[str, Any]], bool] | None = None
     reads_gguf: Callable[[Mapping[str, Any]], bool] | None = None
-    saved_as: str | None = None  # the architecture of its GGUF files, where they are read as another family's
+    saved_as: str | None = None  # GGUF architecture to save as, where it is shared with another family
 
     @property
     def architecture(self) -> str | None:
-        """The name under which it is written as GGUF; None where there is none."""
+        """The GGUF architecture to save as, or None if there is none."""
         return self.saved_as or next(iter(self.gguf), None)
 
 
-STORED = (F32, F16, BF16, *PACKED)  # what a weight may be stored as in a graph
+STORED = (F32, F16, BF16, *PACKED)  # dtypes in which a graph can hold weights
 FAMILIES: dict[str, Family] = {}
 ADDING = "docs/adding-a-model.md shows how to add one"
 
@@ -69,25 +69,25 @@ def family(
     reads: Callable[[Mapping[str, Any]], bool] | None = None,
     reads_gguf: Callable[[Mapping[str, Any]], bool] | None = None, saved_as: str | None = None,
 ) -> Callable[[Callable[..., ModelFlow]], Family]:  # fmt: skip
-    """Declare a family; decorate its flow."""
+    """Declare a family; decorates its flow function."""
 
     def declare(flow: Callable[..., ModelFlow]) -> Family:
         def assembled(c: Any, *arguments: Any) -> ModelFlow:
             return flow(c, *arguments).initialised(initialisers(name, c))
 
         shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
-        found = Family(name, kind, *shape, settings, weight_views, changes, reads, reads_gguf, saved_as)
-        FAMILIES[name] = found
-        return found
+        declared = Family(name, kind, *shape, settings, weight_views, changes, reads, reads_gguf, saved_as)
+        FAMILIES[name] = declared
+        return declared
 
     return declare
 
 
 def find(architecture: str, style: str, settings: Mapping[str, Any] | None = None) -> Family:
-    """The family of a GGUF architecture and its metadata, or of a Hugging Face model type and the other settings."""
+    """Look up a family by GGUF architecture and metadata, or by Hugging Face model type and config."""
     named = [f for f in FAMILIES.values() if architecture in _names(f, style)]
     asks = {f.name: f.reads_gguf if style == "gguf" else f.reads for f in named}
-    for candidate in sorted(named, key=lambda f: asks[f.name] is None):  # first those that look closer
+    for candidate in sorted(named, key=lambda f: asks[f.name] is None):  # families with a predicate first
         is_it = asks[candidate.name]
         if is_it is None or is_it(settings or {}):
             return candidate
@@ -104,7 +104,7 @@ def _names(family: Family, style: str) -> tuple[str, ...]:
 
 
 class FileWeights:
-    """Weights of a file under Hugging Face names, as they are stored; GGUF names are translated."""
+    """Weights of a file under Hugging Face names, in their stored types; GGUF names are translated."""
 
     def __init__(self, file: TensorFile, names: Mapping[str, str], layers: int, prefixes: Iterable[str] = ()) -> None:
         self.file = file
@@ -115,13 +115,13 @@ class FileWeights:
                 mine, theirs = hf.replace("{i}", str(i)), (other if gguf else hf).replace("{i}", str(i))
                 for j in range(len(file.names) if "{j}" in mine else 1):
                     theirs_j = theirs.replace("{j}", str(j))
-                    found = next((n for n in _spellings(theirs_j, prefixes) if n in file), None)
-                    if found is None:
+                    spelling = next((n for n in _spellings(theirs_j, prefixes) if n in file), None)
+                    if spelling is None:
                         break
-                    self._names[mine.replace("{j}", str(j))] = found
+                    self._names[mine.replace("{j}", str(j))] = spelling
 
     def alias(self, key: str, other: str) -> None:
-        """Make a weight that the file does not have the same as another."""
+        """Make `key`, which the file does not have, an alias of another weight."""
         self._names[key] = self._names[other]
 
     def has(self, key: str) -> bool:
@@ -129,18 +129,18 @@ class FileWeights:
 
     def type(self, key: str) -> TensorType:
         entry = self.file.entry(self._names[key])
-        return TensorType(tuple(entry.shape), entry.storage if self._kept(entry) else F32)
+        return TensorType(tuple(entry.shape), entry.storage if self._is_supported(entry) else F32)
 
     def array(self, key: str) -> Array:
         name = self._names[key]
-        return self.file.array(name) if self._kept(self.file.entry(name)) else self.file.dequantised(name)
+        return self.file.array(name) if self._is_supported(self.file.entry(name)) else self.file.dequantised(name)
 
-    def _kept(self, entry: TensorEntry) -> bool:
-        """Whether graphs know the type; other blocks and 8-bit floats become f32 here."""
+    def _is_supported(self, entry: TensorEntry) -> bool:
+        """Whether graphs support the stored type; other block formats and 8-bit floats are converted to f32."""
         return entry.storage in STORED and (len(entry.shape) in (2, 3) or not entry.storage.is_packed)
 
     def entry(self, key: str) -> TensorEntry:
-        """Where a weight lies."""
+        """The file's entry of a weight."""
         return self.file.entry(self._names[key])
 
     def keys(self) -> Iterable[str]:
@@ -148,7 +148,7 @@ class FileWeights:
 
 
 def _spellings(name: str, prefixes: Iterable[str]) -> Iterable[str]:
-    """A tensor with and without the prefix that some exports put before or leave out; old ones say gamma and beta."""
+    """Spellings of a tensor name, with and without the prefix that some exports add; old ones say gamma and beta."""
     old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
     for plain in (name, old):
         yield plain

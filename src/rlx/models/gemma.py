@@ -1,7 +1,7 @@
-"""Gemma 1, 2 and 3: scaled embeddings, norms by 1 + weight, GeGLU, and from 2 on more norms, windows and other bases.
+"""Gemma 1, 2 and 3: scaled embeddings, norms by 1 + weight, GeGLU; from 2 on also post-norms and sliding windows.
 
-Gemma 2 norms what a layer adds, caps scores and logits, and lets every second layer see a window only. Gemma 3 norms
-queries and keys instead of capping, and layers with a window, five of six, turn by a base of their own.
+Gemma 2 norms the output of each sublayer, caps scores and logits, and gives every second layer a sliding window. Gemma
+3 norms q and k instead of capping scores; five of six layers have a window and a RoPE base of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlx.types import sym
 
 @dataclass(frozen=True)
 class Config(GemmaConfig):
-    """Gemma's configuration: no caps, and all layers see everything."""
+    """Gemma's configuration: no caps, full attention in all layers."""
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA
 
@@ -36,7 +36,7 @@ class Config(GemmaConfig):
 
 @dataclass(frozen=True)
 class Config2(GemmaConfig):
-    """Gemma 2's: every second layer sees a window only."""
+    """Gemma 2's configuration: every second layer has a sliding window."""
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA2
     GGUF_NEUTRAL: ClassVar[Neutral] = without(DecoderConfig.GGUF_NEUTRAL, ATTENTION_CAP, FINAL_CAP)
@@ -44,13 +44,13 @@ class Config2(GemmaConfig):
     LARGEST: ClassVar[int] = 46
 
 
-# transformers has the setting of a cap for scores in Gemma 3, and its model does nothing with it.
+# transformers has a score cap in Gemma 3's configuration, which its model ignores.
 SCORES3 = {"attention_cap": None, "final_cap": key(gguf=FINAL_CAP, hf=FINAL_CAP, default=None)}
 
 
 @dataclass(frozen=True)
 class Config3(GemmaConfig):
-    """Gemma 3's: five of six layers see a window only, and turn by a base of their own."""
+    """Gemma 3's configuration: five of six layers have a sliding window and a RoPE base of their own."""
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA3
     GGUF_NEUTRAL: ClassVar[Neutral] = without(DecoderConfig.GGUF_NEUTRAL, FINAL_CAP)
@@ -62,35 +62,35 @@ class Config3(GemmaConfig):
     local: LocalRope = group(LocalRope)
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return super().known_of_gguf(file) | LocalRope.windows_of_gguf(file)
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return super().inferred_from_gguf(file) | LocalRope.windows_of_gguf(file)
 
     @property
     def local_rope(self) -> Rope:
         return self.local.rope(self.head_dim, self.trained)
 
 
-# What the files of models that also see images leave out of Gemma 3's settings.
+# Defaults of Gemma 3, which multimodal configurations omit.
 _USUAL = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
 
-def first_activation(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Before its version 5, `transformers` did not heed Gemma's `hidden_act`: there was `hidden_activation`."""
+def rename_activation(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Before version 5, `transformers` ignored Gemma's `hidden_act` and used `hidden_activation`."""
     if "hidden_activation" not in settings and not str(settings.get("transformers_version")).startswith("4."):
         return settings
     return {**settings, "hidden_act": settings.get("hidden_activation") or "gelu_pytorch_tanh"}
 
 
-def by_layer_kind(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Newer files keep both kinds of RoPE in `rope_parameters`; here they get the names of the older ones."""
+def split_rope_parameters(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Moves both kinds of RoPE from `rope_parameters` of newer files to the original names."""
     settings = text_settings(settings, where, _USUAL)
-    given = settings.get("rope_parameters")
-    if not isinstance(given, Mapping) or not any(isinstance(given.get(kind), Mapping) for kind in (FULL, SLIDING)):
+    ropes = settings.get("rope_parameters")
+    if not isinstance(ropes, Mapping) or not any(isinstance(ropes.get(kind), Mapping) for kind in (FULL, SLIDING)):
         return settings
-    full, local = (of_layer_kind(given, kind, where) for kind in (FULL, SLIDING))
+    full, local = (of_layer_kind(ropes, kind, where) for kind in (FULL, SLIDING))
     theta = local.pop("rope_theta", None)
     moved = {"rope_parameters": full, "rope_local_scaling": local, "rope_local_base_freq": theta}
     return {**settings, "rope_scaling": None, **moved}
@@ -107,7 +107,7 @@ WEIGHTS3 = WEIGHTS2 | qwen3.NORMS
 
 
 @family(
-    "gemma", kind="decoder", gguf=["gemma"], hf=["gemma"], config=Config, weights=WEIGHTS, settings=first_activation
+    "gemma", kind="decoder", gguf=["gemma"], hf=["gemma"], config=Config, weights=WEIGHTS, settings=rename_activation
 )
 def gemma(c: GemmaConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
     def layer(i: int) -> FlowStage:
@@ -135,5 +135,5 @@ def gemma(c: GemmaConfig, context: int, rope_factors: Array | None = None) -> Mo
 family("gemma2", kind="decoder", gguf=["gemma2"], hf=["gemma2"], config=Config2, weights=WEIGHTS2)(gemma.flow)
 family(
     "gemma3", kind="decoder", gguf=["gemma3"], hf=["gemma3_text", "gemma3"], config=Config3, weights=WEIGHTS3,
-    settings=by_layer_kind, prefixes=TEXT_PREFIXES,
+    settings=split_rope_parameters, prefixes=TEXT_PREFIXES,
 )(gemma.flow)  # fmt: skip

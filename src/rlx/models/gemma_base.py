@@ -1,4 +1,4 @@
-"""What the configurations of Gemma 1 to 3 and of EmbeddingGemma share."""
+"""Configuration shared by Gemma 1 to 3 and EmbeddingGemma."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ATTENTION_CAP, FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 @dataclass(frozen=True)
 class Windows:
-    """Which layers see a window only: all but the last of every `period`, or those of a list."""
+    """Which layers have a sliding window: all but the last of every `period`, or those of a list."""
 
     sliding_window: int | None = window_key(4096)
     layer_types: tuple[str, ...] | None = key(hf="layer_types", default=None)
-    period: int | None = key(hf="sliding_window_pattern", default=None, most=MAX_LAYERS)
+    period: int | None = key(hf="sliding_window_pattern", default=None, maximum=MAX_LAYERS)
 
     def of(self, layer: int, period: int) -> int | None:
-        """The window of a layer; None: it sees everything. `period` is the usual one of the family."""
+        """The window of a layer, or None for full attention. `period` is the family's default."""
         if self.layer_types is not None:
             return self.sliding_window if self.layer_types[layer] == SLIDING else None
         return self.sliding_window if (layer + 1) % (self.period or period) else None
@@ -32,7 +32,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores and logits are scaled and capped, from Gemma 2 on."""
+    """Scaling and caps of scores and logits, from Gemma 2 on."""
 
     attention_cap: float | None = key(gguf=ATTENTION_CAP, hf=ATTENTION_CAP, default=50.0)
     final_cap: float | None = key(gguf=FINAL_CAP, hf=FINAL_CAP, default=30.0)
@@ -48,7 +48,7 @@ class Scores:
 
     @staticmethod
     def scalar_of_gguf(file: TensorFile, largest: int) -> float | None:
-        """GGUF does not say it: models with the largest number of layers are scaled by their width."""
+        """Inferred, since GGUF does not store it: the model with the most layers is scaled by its width."""
         names = ("block_count", "embedding_length", "attention.head_count")
         layers, width, heads = said_in_gguf(file.metadata, *names)
         wide = layers == largest and isinstance(width, int) and isinstance(heads, int) and heads
@@ -57,7 +57,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class LocalRope:
-    """How layers with a window turn, from Gemma 3 on."""
+    """RoPE of the sliding layers, from Gemma 3 on."""
 
     local_base: float = key(gguf="rope.freq_base_swa", hf="rope_local_base_freq", default=10_000.0)
     local_scaling: Mapping[str, Any] | None = key(hf="rope_local_scaling", default=None)
@@ -67,35 +67,35 @@ class LocalRope:
 
     @staticmethod
     def windows_of_gguf(file: TensorFile) -> dict[str, Any]:
-        """A file that says no window has none."""
+        """A file that states no window has none."""
         return {"sliding_window": None} if said_in_gguf(file.metadata, "attention.sliding_window") == [None] else {}
 
 
 @dataclass(frozen=True)
 class GemmaConfig(DecoderConfig):
-    """Scaled embeddings, norms by 1 + weight, GeGLU; scores, windows and rotations as the groups say."""
+    """Scaled embeddings, norms by 1 + weight, GeGLU; scores, windows and RoPE by the groups."""
 
     STYLE: ClassVar[str]
     HF_NEUTRAL: ClassVar[Neutral] = {**DecoderConfig.HF_NEUTRAL, "use_bidirectional_attention": (None, False)}
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"unit_offset": False}
-    PERIOD: ClassVar[int] = 1  # the last of so many layers sees everything
-    LARGEST: ClassVar[int] = 0  # layers of the size whose scores are scaled by the width; GGUF does not say it
+    PERIOD: ClassVar[int] = 1  # the last of every PERIOD layers has full attention
+    LARGEST: ClassVar[int] = 0  # layer count of the model whose scores are scaled by width; GGUF does not store it
 
     head_dim_given: int | None = head_dim_key(256)
     activation: str = key(hf="hidden_activation", default="gelu_pytorch_tanh")
     tied: bool = key(hf="tie_word_embeddings", default=True)
     attention_bias: bool = key(hf="attention_bias", default=False)  # on q, k, v and the output
-    unit_offset: bool = True  # norms lack the 1; converters to GGUF add it
+    unit_offset: bool = True  # the stored norms lack the 1; GGUF converters add it
     scores: Scores = group(Scores)
     windows: Windows = group(Windows)
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
         return {**cls.IN_GGUF, "query_scalar": Scores.scalar_of_gguf(file, cls.LARGEST)}
 
     @property
     def local_rope(self) -> Rope:
-        """How layers with a window turn."""
+        """RoPE of the sliding layers."""
         return self.rope
 
     def window(self, layer: int) -> int | None:
@@ -106,7 +106,7 @@ class GemmaConfig(DecoderConfig):
         check_layer_types(where, self.windows.layer_types, self.layers, self.windows.sliding_window)
         self.scores.check(where)
 
-    def left_out(self) -> tuple[str, ...]:
+    def omitted_weights(self) -> tuple[str, ...]:
         return () if self.attention_bias else BIASES
 
 

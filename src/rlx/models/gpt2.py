@@ -1,6 +1,6 @@
-"""GPT-2: learned positions, LayerNorm before each part, biases everywhere, GELU in its tanh form.
+"""GPT-2: learned positions, pre-norm LayerNorm, biases everywhere, tanh-approximated GELU.
 
-Hugging Face's files have weights `[in, out]`, and queries, keys and values in one; GGUF has them transposed.
+Hugging Face files store weights `[in, out]` with q, k and v fused; GGUF files store them transposed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rlx.types import sym
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """GPT-2's configuration, which has names of its own."""
+    """GPT-2's configuration, which has its own key names."""
 
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **DecoderConfig.HF_NEUTRAL, "add_cross_attention": (None, False)
     }  # fmt: skip
 
     dim: int = key(gguf="embedding_length", hf="n_embd")
-    layers: int = key(gguf="block_count", hf="n_layer", most=MAX_LAYERS)
+    layers: int = key(gguf="block_count", hf="n_layer", maximum=MAX_LAYERS)
     heads: int = key(gguf="attention.head_count", hf="n_head")
     ffn: int = key(gguf="feed_forward_length", hf="n_inner")
     eps: float = key(gguf="attention.layer_norm_epsilon", hf="layer_norm_epsilon")
-    trained: int = key(gguf="context_length", hf="n_positions", most=MAX_POSITIONS)
+    trained: int = key(gguf="context_length", hf="n_positions", maximum=MAX_POSITIONS)
     kv_heads_given: int | None = key(gguf="attention.head_count_kv", default=None)
     head_dim_given: int | None = None
     activation: str = key(hf="activation_function", default="gelu_new")
@@ -43,15 +43,15 @@ class Config(DecoderConfig):
     scaled_by_layer: bool = key(hf="scale_attn_by_inverse_layer_idx", default=False)
 
     @property
-    def turns(self) -> bool:
+    def uses_rope(self) -> bool:
         return False
 
     def score_scale(self, layer: int) -> float:
         return (self.head_dim**-0.5 if self.scaled else 1.0) / (layer + 1 if self.scaled_by_layer else 1)
 
 
-def filled(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """With what files leave out: a feed-forward is four times as wide as the model."""
+def fill_defaults(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Fills in omitted settings: the feed-forward is four times as wide as the model."""
     width = settings.get("n_embd")
     usual = {"n_inner": 4 * width if type(width) is int else width, "layer_norm_epsilon": 1e-5}
     return usual | {name: value for name, value in settings.items() if value is not None or name not in usual}
@@ -70,27 +70,27 @@ WEIGHTS = {
 
 
 def weight_views(c: Config, format: str) -> WeightViews:
-    """Weights `[out, in]`; queries, keys and values each for itself."""
+    """Weights `[out, in]`, with q, k and v split."""
     transposed = format != "gguf"
     stored = [f"h.{{i}}.{name}.weight" for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
-    made = {name: Rows(name, transposed=transposed) for name in stored}
+    views = {name: Rows(name, transposed=transposed) for name in stored}
     for at, name in enumerate("qkv"):
         rows = at * c.dim, (at + 1) * c.dim
-        made[f"h.{{i}}.attn.{name}.weight"] = Rows("h.{i}.attn.c_attn.weight", *rows, transposed=transposed)
-        made[f"h.{{i}}.attn.{name}.bias"] = Rows("h.{i}.attn.c_attn.bias", *rows)
-    return made
+        views[f"h.{{i}}.attn.{name}.weight"] = Rows("h.{i}.attn.c_attn.weight", *rows, transposed=transposed)
+        views[f"h.{{i}}.attn.{name}.bias"] = Rows("h.{i}.attn.c_attn.bias", *rows)
+    return views
 
 
 @dataclass(frozen=True)
 class Positions(FlowStage):
-    """Adds the row of a table for each token's position."""
+    """Adds the position table's row of each token."""
 
     shape: tuple[int, int]
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "Positions")
         table = ctx.load_param("wpe.weight", shape=self.shape)
-        return ctx.wrap(x + table.gather(token_positions(ctx, x).maximum(0)))  # padding has a negative one
+        return ctx.wrap(x + table.gather(token_positions(ctx, x).maximum(0)))  # padding has negative positions
 
     @property
     def path(self) -> str:
@@ -125,7 +125,7 @@ class Layer(FlowStage):
 
 @family(
     "gpt2", kind="decoder", gguf=["gpt2"], hf=["gpt2"], config=Config, weights=WEIGHTS, prefixes=["transformer."],
-    settings=filled, weight_views=weight_views,
+    settings=fill_defaults, weight_views=weight_views,
 )  # fmt: skip
 def gpt2(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return (

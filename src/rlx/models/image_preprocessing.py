@@ -1,7 +1,7 @@
-"""How a model wants its images: what `preprocessor_config.json` says, and images made so.
+"""Image preprocessing: settings from `preprocessor_config.json`, and their application to images.
 
-The steps are those of `transformers`, in its order: resize, cut out the middle, scale to small numbers, take off the
-mean and divide by the spread.
+The steps and their order are those of `transformers`: resize, centre crop, rescale, subtract the mean, divide by the
+standard deviation.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from rlx.models.load import Checkpoint
 from rlx.models.sidecar_json import JsonObject
 
 FILE = "preprocessor_config.json"
-MOST = 1 << 14  # pixels along a side
-# Steps that some processors take and that are not taken here: with these values they change nothing.
+MAX_SIDE = 1 << 14  # pixels per side
+# Steps of some processors that are not implemented: the values with which they do nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "do_pad": (None, False), "do_thumbnail": (None, False), "do_align_long_axis": (None, False),
     "rescale_offset": (None, False), "crop_pct": (None,), "do_color_quantize": (None, False),
     "do_split_image": (None, False), "do_image_splitting": (None, False), "do_pan_and_scan": (None, False),
 }  # fmt: skip
-# What processors do where their files do not say: how to resize, and whether one number is the shorter side.
+# Defaults per processor: the resampling filter, and whether a single number is the shorter side.
 _PROCESSORS = {"Bit": (BICUBIC, True), "CLIP": (BICUBIC, True), "Siglip": (BICUBIC, False), "DeiT": (BICUBIC, False)}
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """What a model's files say of its images."""
+    """Image preprocessing settings of a model."""
 
-    source: str = ""  # the file that says it; empty where there is none
+    source: str = ""  # the settings file; empty if there is none
     size: tuple[int, int] | None = None  # height and width to resize to
     shorter: int | None = None  # the shorter side to resize to, instead
-    resample: int = BILINEAR  # by Pillow's numbers
+    resample: int = BILINEAR  # Pillow's filter numbers
     crop: tuple[int, int] | None = None
     scale: float = 1 / 255
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
-    reversed: bool = False  # blue, green, red
+    reversed: bool = False  # BGR channel order
 
     def prepare(self, image: Array) -> Array:
-        """`[3, height, width]` f32 of `[height, width, 3]` bytes."""
+        """Converts `[height, width, 3]` bytes to `[3, height, width]` f32."""
         height, width = image.shape[:2]
         if self.size is not None:
             image = resize(image, *self.size, self.resample)
         elif self.shorter is not None:
             long = int(self.shorter * max(height, width) / min(height, width))
-            if long > MOST:
-                raise CapabilityError(f"image: {height} × {width} pixels would become {long} long, at most {MOST}")
+            if long > MAX_SIDE:
+                raise CapabilityError(f"image: {height} × {width} pixels would become {long} long, at most {MAX_SIDE}")
             image = resize(image, *((self.shorter, long) if height < width else (long, self.shorter)), self.resample)
-        image = image if self.crop is None else middle(image, *self.crop)
+        image = image if self.crop is None else centre_crop(image, *self.crop)
         image = image[:, :, ::-1] if self.reversed else image
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        made = (image * np.float32(self.scale) - mean) / std
-        return np.ascontiguousarray(made.transpose(2, 0, 1), np.float32)
+        normalised = (image * np.float32(self.scale) - mean) / std
+        return np.ascontiguousarray(normalised.transpose(2, 0, 1), np.float32)
 
 
-def middle(image: Array, height: int, width: int) -> Array:
-    """The middle of an image; where it is too small, black lies around it."""
+def centre_crop(image: Array, height: int, width: int) -> Array:
+    """Centre crop; images that are too small are padded with black."""
     for axis, wanted in ((0, height), (1, width)):
         size = image.shape[axis]
         if size < wanted:
@@ -78,15 +78,15 @@ def middle(image: Array, height: int, width: int) -> Array:
     return image
 
 
-# -- what files say --------------------------------------------------------------------------------------------------
+# -- settings in files -----------------------------------------------------------------------------------------------
 def read_image_settings(checkpoint: Checkpoint) -> ImageSettings:
-    """The settings of an opened model. Steps that rlx does not have are a CapabilityError."""
+    """Reads the settings of an opened model. Unsupported steps raise CapabilityError."""
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    found = JsonObject.read(folder / FILE)
-    if not found.members:  # newer files keep it beside the tokenizer's part
-        whole = JsonObject.read(folder / "processor_config.json")
-        found = JsonObject(whole.path, whole.get("image_processor", dict) or {})
-    return _settings(found) if found.members else ImageSettings()
+    config = JsonObject.read(folder / FILE)
+    if not config.members:  # newer files store it next to the tokenizer's settings
+        processor = JsonObject.read(folder / "processor_config.json")
+        config = JsonObject(processor.path, processor.get("image_processor", dict) or {})
+    return _settings(config) if config.members else ImageSettings()
 
 
 def _settings(said: JsonObject) -> ImageSettings:
@@ -96,17 +96,17 @@ def _settings(said: JsonObject) -> ImageSettings:
             raise CapabilityError(f"{said.path}: {name} is {quoted(value)}, which rlx does not have")
     kind = said.get("image_processor_type", str) or said.get("feature_extractor_type", str) or ""
     resample, shorter = next((v for name, v in _PROCESSORS.items() if kind.startswith(name)), (BILINEAR, False))
-    given = said.get("resample", int)
-    settings: dict[str, Any] = {"source": str(said.path), "resample": resample if given is None else given}
+    method = said.get("resample", int)
+    settings: dict[str, Any] = {"source": str(said.path), "resample": resample if method is None else method}
     if settings["resample"] not in (NEAREST, *FILTERS):
-        raise broken(said.path, "resample", expected="0 to 5", actual=given)
+        raise broken(said.path, "resample", expected="0 to 5", actual=method)
     if said.get("do_resize", bool) is not False:
         settings |= _size(said, "size", shorter)
     if said.get("do_center_crop", bool):
         settings["crop"] = _size(said, "crop_size", False).get("size")
         if settings["crop"] is None:
-            found = quoted(said.members["crop_size"])
-            raise broken(said.path, "crop_size", expected="a height and a width", actual=found)
+            stated = quoted(said.members["crop_size"])
+            raise broken(said.path, "crop_size", expected="a height and a width", actual=stated)
     if said.get("do_rescale", bool) is False:
         settings["scale"] = 1.0
     elif (scale := said.get("rescale_factor", int, float)) is not None:
@@ -120,11 +120,11 @@ def _settings(said: JsonObject) -> ImageSettings:
 
 
 def _size(said: JsonObject, name: str, shorter: bool) -> dict[str, Any]:
-    """One number for a square or for the shorter side, or a height and a width."""
-    found = said.get(name, int, dict, list)
-    match found:
+    """A single number for a square or the shorter side, or a height and a width."""
+    setting = said.get(name, int, dict, list)
+    match setting:
         case int():
-            sides: list[Any] = [found]
+            sides: list[Any] = [setting]
         case [height, width]:
             sides = [height, width]
         case {"height": height, "width": width, **others} if not any(others.values()):
@@ -135,21 +135,21 @@ def _size(said: JsonObject, name: str, shorter: bool) -> dict[str, Any]:
             raise broken(said.path, f"{quoted(name)} is missing")
         case _:
             raise CapabilityError(
-                f"{said.path}: {name} is {quoted(found)}, which rlx does not have",
+                f"{said.path}: {name} is {quoted(setting)}, which rlx does not have",
                 hint="known: a number, a height and a width, a shortest_edge",
             )
-    if not all(type(side) is int and 0 < side <= MOST for side in sides):
-        raise broken(said.path, name, expected=f"1 to {MOST} pixels", actual=quoted(found))
+    if not all(type(side) is int and 0 < side <= MAX_SIDE for side in sides):
+        raise broken(said.path, name, expected=f"1 to {MAX_SIDE} pixels", actual=quoted(setting))
     if shorter and len(sides) == 1:
         return {"shorter": sides[0]}
     return {"size": (sides[0], sides[-1])}
 
 
 def _colours(said: JsonObject, name: str) -> tuple[float, ...]:
-    found = said.get(name, list, int, float)
-    if found is None:
+    setting = said.get(name, list, int, float)
+    if setting is None:
         raise broken(said.path, f"{quoted(name)} is missing")
-    values = found if isinstance(found, list) else [found] * 3
+    values = setting if isinstance(setting, list) else [setting] * 3
     if len(values) != 3 or not all(type(v) in (int, float) for v in values):
-        raise broken(said.path, name, expected="a number for each of three colours", actual=quoted(found))
+        raise broken(said.path, name, expected="a number for each of three colours", actual=quoted(setting))
     return tuple(map(float, values))

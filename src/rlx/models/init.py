@@ -1,6 +1,6 @@
-"""How models of each family begin: the initialisers that their published implementations use.
+"""Initialisers per family, as in their published implementations.
 
-`flow_of(config).init(rlx.random.key(0))` makes the parameters of a model that has never been trained.
+`flow_of(config).init(rlx.random.key(0))` initialises the parameters of an untrained model.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Table = dict[str, Initialiser]
 
 
 def _residual_std(c: Any) -> float:
-    """Of what each of two parts of a layer adds to the residual stream."""
+    """Standard deviation of the two projections per layer that write to the residual stream."""
     return float(c.initializer_range / math.sqrt(2 * c.layers))
 
 
 def _gemma(c: Any) -> Table:
-    """Norms multiply by 1 + weight, unless the 1 is in the weight."""
+    """Norms multiply by 1 + weight, unless the weight includes the 1."""
     return {"*norm.weight": zeros if c.unit_offset else ones}
 
 
 def _gpt2(c: Any) -> Table:
-    """What is added to the residual stream begins smaller, by the number of additions (Radford et al., 2019)."""
+    """Projections into the residual stream start smaller, by the number of additions (Radford et al., 2019)."""
     return {"*.c_proj.weight": normal(_residual_std(c))}
 
 
@@ -53,11 +53,11 @@ def _modernbert(c: Any) -> Table:
 
 
 def _dinov2(c: Any) -> Table:
-    return {"*.register_tokens": zeros}  # and layers are scaled by 1, as all vectors are
+    return {"*.register_tokens": zeros}  # layer scales are 1, the default for vectors
 
 
 def _siglip(c: Any) -> Table:
-    """As in the code that SigLIP was trained with."""
+    """As in SigLIP's training code."""
     return {
         "*.position_embedding.weight": normal(c.dim**-0.5), "*.mlp.fc?.bias": normal(1e-6), "*bias": zeros,
         "*norm*.weight": ones, "head.attention.out_proj.weight": lecun_normal,
@@ -66,36 +66,36 @@ def _siglip(c: Any) -> Table:
 
 
 def _mamba(c: Any) -> Table:
-    """Rates of decay 1, 2, 3 ..., and steps from 0.001 to 0.1 (Gu and Dao, 2023)."""
-    rates = _counted if c.rates else _log_counted
+    """Decay rates 1, 2, 3 ..., and step sizes from 0.001 to 0.1 (Gu and Dao, 2023)."""
+    rates = _arange if c.rates else _log_arange
     table: Table = {"*.A_log": rates, "*.dt_proj.bias": _steps, "*.dt_bias": _steps}
     if hasattr(c, "rank"):
         table["*.dt_proj.weight"] = uniform(-(c.rank**-0.5), c.rank**-0.5)
     return table | {"*.conv1d.bias": zeros, "*.conv1d.weight": _by_inputs, "*.out_proj.weight": _by_inputs}
 
 
-def _log_counted(key: Any, shape: Sequence[int]) -> Array:
-    return np.log(-_counted(key, shape))
+def _log_arange(key: Any, shape: Sequence[int]) -> Array:
+    return np.log(-_arange(key, shape))
 
 
-def _counted(key: Any, shape: Sequence[int]) -> Array:
+def _arange(key: Any, shape: Sequence[int]) -> Array:
     return np.broadcast_to(-np.arange(1, shape[-1] + 1, dtype=np.float32), tuple(shape))
 
 
 def _steps(key: Any, shape: Sequence[int]) -> Array:
-    """What softplus makes steps of, whose logarithms are uniform."""
+    """Inverse softplus of step sizes that are log-uniform."""
     steps = np.exp(uniform(math.log(1e-3), math.log(1e-1))(key, shape))
     return steps + np.log(-np.expm1(-steps))
 
 
 def _by_inputs(key: Any, shape: Sequence[int]) -> Array:
-    """Uniform by the number of inputs, as torch's own layers begin."""
+    """Uniform, scaled by fan-in, as torch initialises its layers."""
     bound = math.prod(shape[1:]) ** -0.5
     return uniform(-bound, bound)(key, shape)
 
 
 def _qwen3_next(c: Any) -> Table:
-    """Norms multiply by 1 + weight, but for those of the delta nets."""
+    """Norms multiply by 1 + weight, except in the delta nets."""
     drawn = uniform(0.01, 16.0)
     rates = lambda key, shape: -drawn(key, shape) if c.delta.rates else np.log(drawn(key, shape))
     norms = zeros if c.unit_offset else ones
@@ -111,14 +111,14 @@ PUBLISHED: dict[str, Callable[[Any], Table]] = {
 
 
 def initialisers(family: str, config: Any) -> Table:
-    """The initialisers of a family by patterns of names, in the order in which they are looked at."""
+    """The initialisers of a family by name pattern, first match first."""
     own = PUBLISHED[family](config) if family in PUBLISHED else {}
     rest = usual(config.initializer_range) | {"*": vectors_of_norms(config.initializer_range)}
     return own | {pattern: rule for pattern, rule in rest.items() if pattern not in own}
 
 
 def flow_of(config: Mapping[str, Any] | str | Path, context: int | None = None) -> ModelFlow:
-    """The flow of a Hugging Face configuration, given or in a file; decoders may be told how many positions to have."""
+    """Build the flow of a Hugging Face configuration (a mapping or a file); `context` sets a decoder's positions."""
     from rlx.models.load import read_config, read_json
 
     settings = config if isinstance(config, Mapping) else read_json(Path(config))

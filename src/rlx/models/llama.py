@@ -1,4 +1,4 @@
-"""Llama 2, 3.x and relatives such as SmolLM2 and Mistral: pre-norm decoder, rotary positions, grouped heads, SwiGLU."""
+"""Llama 2, 3.x and relatives such as SmolLM2 and Mistral: pre-norm decoder, RoPE, grouped-query attention, SwiGLU."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from rlx.types import sym
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Llama's configuration is the common one and switches for biases."""
+    """Llama's configuration: the common one with switches for biases."""
 
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"pairs": True}
 
     biases: Biases = group(Biases, mlp_bias=key(hf="mlp_bias", default=False))
-    sliding_window: int | None = key(gguf="attention.sliding_window", default=None, most=MAX_POSITIONS)
-    pairs: bool = False  # q and k turn as neighbouring pairs, as Meta's checkpoints and GGUF have them
+    sliding_window: int | None = key(gguf="attention.sliding_window", default=None, maximum=MAX_POSITIONS)
+    pairs: bool = False  # RoPE rotates adjacent pairs, as in Meta's checkpoints and GGUF
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
         return {**cls.IN_GGUF, **Biases.in_gguf(file, "qkv_bias", "output_bias", "mlp_bias")}
 
-    def left_out(self) -> tuple[str, ...]:
-        return self.biases.left_out(WEIGHTS)
+    def omitted_weights(self) -> tuple[str, ...]:
+        return self.biases.omitted_weights(WEIGHTS)
 
 
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
-    """Mistral: no biases; a window unless the file says null."""
+    """Mistral: no biases; a sliding window unless the file says null."""
 
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"pairs": True}
 
@@ -51,8 +51,8 @@ class MistralConfig(DecoderConfig):
     def window(self, layer: int) -> int | None:
         return self.sliding_window
 
-    def left_out(self) -> tuple[str, ...]:
-        return NO_BIASES.left_out(WEIGHTS)
+    def omitted_weights(self) -> tuple[str, ...]:
+        return NO_BIASES.omitted_weights(WEIGHTS)
 
 
 NO_BIASES = Biases(False, False, False)
@@ -85,7 +85,7 @@ def mistral(c: MistralConfig, context: int, rope_factors: Array | None = None) -
 
 
 def mask_of(window: int | None, context: int) -> str:
-    """The mask of a layer; a window that nothing falls out of is none."""
+    """The attention mask of a layer; a window that covers the whole context is plain causal."""
     return MaskKind.CAUSAL if window is None or window >= context else MaskKind.sliding(window)
 
 
@@ -93,7 +93,7 @@ def decoder(
     name: str, c: DecoderConfig, context: int, rope_factors: Array | None, *, stage: type[DecoderLayer] = LlamaDecoder,
     ffn: Callable[[int], FlowStage | None] = lambda i: None, biases: Biases = NO_BIASES, pairs: bool = False,
 ) -> ModelFlow:  # fmt: skip
-    """The flow of Llama and all relatives that differ in switches, in the stage of a layer or in its feed-forward."""
+    """The flow of Llama and of relatives that differ in switches, in the layer stage or in the feed-forward."""
 
     def layer(i: int) -> FlowStage:
         return stage(

@@ -1,6 +1,7 @@
-"""From a path to a checkpoint: the file, its family, its configuration, its weights by name and its tokenizer.
+"""Opens checkpoints: a path becomes a file, its family, its configuration, its named weights and its tokenizer.
 
-What would be computed wrongly is refused here: settings that a family does not have, tensors that it does not use.
+Anything that would be computed wrongly is refused here: settings the family does not implement, tensors it does not
+use.
 """
 
 from __future__ import annotations
@@ -47,16 +48,18 @@ from rlx.models.family import FAMILIES, Family, FileWeights, find
 from rlx.models.rope import scaling_of_gguf, scaling_of_hf
 from rlx.models.weight_views import weights_of
 
-# Tensors that are read in other ways, that repeat what is known, or that belong to heads and to towers for images which
-# nobody asks for here.
+# Tensors that are read elsewhere, that are redundant, or that belong to heads and image towers not used here.
 _NOT_WEIGHTS = re.compile(
     r"rope_(freqs|factors_long|factors_short)\.weight|.*rotary_emb\.inv_freq|.*\bposition_ids|(.*\.)?attn\.(masked_)?bias|.*\bmask_token|cls\..*"
     r"|dense_[23]\.weight|(model\.)?(vision_tower|visual|multi_modal_projector)\..*"
 )
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
-_OF_FILES = ("quantization_config", "compression_config")  # speak of all weights, also beside the settings of a part
+_OF_FILES = (
+    "quantization_config",
+    "compression_config",
+)  # apply to all weights of a file
 HEAD = "lm_head.weight"
-COMPARED_BYTES = 1 << 22  # of each of two tensors at a time
+COMPARED_BYTES = 1 << 22  # compared at a time, per tensor
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,12 @@ class Checkpoint:
     weights: FileWeights
     tokenizer: Tokenizer | None
     rope_factors: Array | None = None
-    notes: tuple[str, ...] = ()  # what its user should be told when it is loaded
-    others: tuple[FileMap, ...] = ()  # maps of files other than that of the weights
+    notes: tuple[str, ...] = ()  # warnings to show when it is loaded
+    others: tuple[FileMap, ...] = ()  # mapped files besides the weights
 
     @property
     def maps(self) -> tuple[FileMap, ...]:
-        """The mapped files of the model."""
+        """All mapped files of the model."""
         return self.file.maps + self.others
 
 
@@ -92,7 +95,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 return _from_hf(where, file, file.metadata, tokenizer, str(where))
             case _:
                 folder = where if where.is_dir() else where.parent
-                return _from_hf(where, file, *_beside(folder), str(folder / "config.json"))
+                return _from_hf(where, file, *_read_sidecars(folder), str(folder / "config.json"))
     except BaseException:
         file.close()
         raise
@@ -105,7 +108,7 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
         raise FormatError(f"{path}: the metadata has no general.architecture")
     family = find(architecture, "gguf", metadata)
     rest = embedding_models.without_pooling(family, metadata)
-    known = _known_by_tensors(family, file)
+    known = _infer_from_tensors(family, file)
     config: Any = configs.from_gguf(family.config, rest or metadata, f"{path}: metadata", known)
     weights = weights_of(family, config, file)
     factors = file.dequantised("rope_freqs.weight") if "rope_freqs.weight" in file else None
@@ -116,16 +119,16 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
     model = metadata.get("tokenizer.ggml.model")
     absent = model is None or (isinstance(model, str) and model in ("none", "no_vocab"))
     tokenizer = None if absent else Tokenizer.from_gguf(metadata, source=path)
-    return _checked(Checkpoint(path, file, family, config, weights, tokenizer, factors))
+    return _check(Checkpoint(path, file, family, config, weights, tokenizer, factors))
 
 
-def _known_by_tensors(family: Family, file: TensorFile) -> dict[str, Any]:
-    """What GGUF does not say in words: it is seen by the tensors that are there."""
+def _infer_from_tensors(family: Family, file: TensorFile) -> dict[str, Any]:
+    """Fields that GGUF metadata does not contain, inferred from the tensors."""
     known: dict[str, Any] = {"vocab": _rows(file, "token_embd.weight")}
     if family.kind == "encoder" and not issubclass(family.config, configs.DecoderConfig):
         return known | ({"types": _rows(file, "token_types.weight")} if "token_types.weight" in file else {})
     known |= {"tied": "output.weight" not in file, "rope_scaling": scaling_of_gguf(file.metadata, file)}
-    return known | family.config.known_of_gguf(file)
+    return known | family.config.inferred_from_gguf(file)
 
 
 def _rows(file: TensorFile, name: str) -> int:
@@ -140,27 +143,27 @@ def _from_hf(
 ) -> Checkpoint:
     family, config = read_config(settings, where, {"pairs": True} if file.format == "llama2c" else {})
     weights = weights_of(family, config, file)
-    if embedding_models.is_for_vectors(family, Path(where).parent):
+    if embedding_models.is_embedding_model(family, Path(where).parent):
         family = FAMILIES[family.name + embedding_models.SUFFIX]
-    notes = _widened(weights.file)
-    return _checked(_with_own_head(Checkpoint(path, weights.file, family, config, weights, tokenizer, notes=notes)))
+    notes = _widening_notes(weights.file)
+    return _check(_untie_head(Checkpoint(path, weights.file, family, config, weights, tokenizer, notes=notes)))
 
 
-def _widened(file: TensorFile) -> tuple[str, ...]:
-    """What to say where packed weights are read as f32."""
+def _widening_notes(file: TensorFile) -> tuple[str, ...]:
+    """A note for packed weights that have to be read as f32."""
     names = file.widened if isinstance(file, ScaledFile) else ()
     if not names:
         return ()
-    least = min(kind.block for kind in FLOAT8_PACKED)
+    block = min(kind.block for kind in FLOAT8_PACKED)
     first = f"{quoted(names[0])} {list(file.entry(names[0]).shape)}"
-    why = f"the rows or scales of {first} are not whole blocks of {least}"
+    why = f"the rows or scales of {first} are not whole blocks of {block}"
     return (f"{len(names)} weights of 8-bit floats take the memory of f32: {why}",)
 
 
-def _with_own_head(checkpoint: Checkpoint) -> Checkpoint:
-    """A configuration may call head and token table tied while the file has both. As in `transformers`, the file wins.
+def _untie_head(checkpoint: Checkpoint) -> Checkpoint:
+    """Untie the head if the file has both a head and a token table that differ: as in `transformers`, the file wins.
 
-    Where it has only the head, that is the token table too.
+    If it has only the head, the head is also the token table.
     """
     config, weights = checkpoint.config, checkpoint.weights
     if checkpoint.family.kind != "decoder" or not config.tied or not weights.has(HEAD):
@@ -179,12 +182,12 @@ def _with_own_head(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def token_table(family: Family) -> str:
-    """The name of a decoder's token embeddings."""
+    """The name of a decoder's token embedding table."""
     return next(ours for ours, theirs in family.weights.items() if theirs == "token_embd.weight")
 
 
 def repeated_head(checkpoint: Checkpoint) -> str | None:
-    """The tensor that repeats a tied decoder's token table, if the file has one."""
+    """The tensor that duplicates a tied decoder's token table, if the file has one."""
     family, config, weights = checkpoint.family, checkpoint.config, checkpoint.weights
     if family.kind != "decoder" or not config.tied or not weights.has(HEAD):
         return None
@@ -193,7 +196,7 @@ def repeated_head(checkpoint: Checkpoint) -> str | None:
 
 
 def _same(file: TensorFile, first: str, second: str) -> bool:
-    """Whether two tensors hold equal numbers; compared by pieces, so that no copy of a large table is made."""
+    """Whether two tensors hold equal numbers; compared in pieces, to avoid copying large tables."""
     a, b = file.array(first), file.array(second)
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -202,7 +205,7 @@ def _same(file: TensorFile, first: str, second: str) -> bool:
 
 
 def read_config(settings: Mapping[str, Any], where: str, known: Mapping[str, Any] | None = None) -> tuple[Family, Any]:
-    """The family and the configuration of a `config.json`; `known` are fields by name that it does not speak of."""
+    """Reads the family and configuration of a `config.json`; `known` supplies fields that it does not contain."""
     kind = settings.get("model_type")
     if not isinstance(kind, str):
         raise FormatError(f"{where}: expected a model_type, found {quoted(kind)}")
@@ -216,29 +219,29 @@ def read_config(settings: Mapping[str, Any], where: str, known: Mapping[str, Any
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
-def _checked(checkpoint: Checkpoint) -> Checkpoint:
+def _check(checkpoint: Checkpoint) -> Checkpoint:
     _check_tensors(checkpoint)
     tokenizer = checkpoint.tokenizer
     if tokenizer is not None and checkpoint.family.kind != "vision model":
         rows = checkpoint.config.vocab
-        # a model may lack rows for special tokens that were added later; no text becomes one of them
+        # a model may lack rows for special tokens added later, since no text encodes to them
         beyond = next((i for i in range(rows, tokenizer.vocab_size) if i not in tokenizer.special_ids), None)
         if beyond is not None:
             raise FormatError(
                 f"{tokenizer.source}: the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}",
                 hint="is it another model's tokenizer?",
             )
-        tokenizer.stop_ids = frozenset(i for i in tokenizer.stop_ids if i < rows)  # the model cannot say the others
+        tokenizer.stop_ids = frozenset(i for i in tokenizer.stop_ids if i < rows)  # those the model has
     return checkpoint
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
-    """Refuse tensors of the model that the flow would leave out, and weights that are no numbers."""
+    """Refuse model tensors that the flow would ignore, and weights that are not numbers."""
     file, family, config = checkpoint.file, checkpoint.family, checkpoint.config
     gguf = file.format == "gguf"
     names = {theirs if gguf else ours: ours for ours, theirs in family.weights.items()}
     roots = {name.split(".")[0] for name in names} | {"layers", "embed_tokens", "norm"}
-    left_out, extra = config.left_out(), getattr(config, "extra_layers", 0)
+    omitted_weights, extra = config.omitted_weights(), getattr(config, "extra_layers", 0)
     for name in file.names:
         if _NOT_WEIGHTS.fullmatch(name):
             continue
@@ -251,7 +254,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
         if ours is None:
             if gguf or pattern.split(".")[0] in roots:
                 raise _unused(file, name, f"a {family.name} model has no such weight", _foreign_quantization(name))
-        elif ours in left_out:
+        elif ours in omitted_weights:
             raise _unused(file, name, "the configuration leaves it out")
         elif layer is not None and int(layer[1]) >= config.layers:
             raise _unused(file, name, f"the configuration has {config.layers} layers")
@@ -263,7 +266,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
 
 
 def _plain(name: str, family: Family) -> str:
-    """A tensor's name without the prefix of a model with a head; older BERTs have TensorFlow's names in their norms."""
+    """A tensor's name without the prefix of a model with a head; older BERTs use TensorFlow's norm names."""
     for prefix in family.prefixes:
         name = name.removeprefix(prefix)
     return re.sub(r"\bgamma$", "weight", re.sub(r"\bbeta$", "bias", name))
@@ -274,14 +277,14 @@ def _unused(file: TensorFile, name: str, why: str, hint: str | None = None) -> C
 
 
 def _foreign_quantization(name: str) -> str | None:
-    """A hint for tensors of AWQ and GPTQ, whose folders may say nothing of it in config.json."""
+    """A hint for AWQ and GPTQ tensors, whose folders may not mention it in config.json."""
     if not name.endswith((".qweight", ".qzeros", ".g_idx")):
         return None
     return f"a weight of AWQ or GPTQ, which are not supported: {ALTERNATIVES.format(', '.join(METHODS))}"
 
 
-# -- files beside the weights ----------------------------------------------------------------------------------------
-def _beside(folder: Path) -> tuple[Mapping[str, Any], Tokenizer | None]:
+# -- files next to the weights ---------------------------------------------------------------------------------------
+def _read_sidecars(folder: Path) -> tuple[Mapping[str, Any], Tokenizer | None]:
     settings: Mapping[str, Any] = read_json(folder / "config.json")
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -293,26 +296,26 @@ def _beside(folder: Path) -> tuple[Mapping[str, Any], Tokenizer | None]:
 
 
 def _eos_ids(settings: Mapping[str, Any], folder: Path) -> frozenset[int]:
-    """At which tokens these files say that a text ends."""
-    found = settings.get("eos_token_id")
-    listed = found if isinstance(found, list) else [] if found is None else [found]
+    """Ids of the end-of-sequence tokens in these settings."""
+    setting = settings.get("eos_token_id")
+    listed = setting if isinstance(setting, list) else [] if setting is None else [setting]
     if not all(type(i) is int and i >= 0 for i in listed):
-        raise FormatError(f"{folder}: eos_token_id: expected token ids, found {quoted(found)}")
+        raise FormatError(f"{folder}: eos_token_id: expected token ids, found {quoted(setting)}")
     return frozenset(listed)
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """The JSON of a file beside the weights, which must be of a kind."""
+    """Reads a JSON file next to the weights and checks its top-level type."""
     if not path.exists():
         raise FormatError(f"{path}: is not there", hint="a folder of Hugging Face has it beside the weights")
-    found = parse_json(open_bytes(path).view, path, infinity=True)
-    if not isinstance(found, kind):
-        raise broken(path, "JSON", expected=f"a {kind.__name__}", actual=type(found).__name__)
-    return found
+    parsed = parse_json(open_bytes(path).view, path, infinity=True)
+    if not isinstance(parsed, kind):
+        raise broken(path, "JSON", expected=f"a {kind.__name__}", actual=type(parsed).__name__)
+    return parsed
 
 
 def _llama2c_tokenizer(path: Path, vocab: int) -> Tokenizer | None:
-    """llama2.c keeps the vocabulary beside the model."""
+    """llama2.c stores the vocabulary next to the model."""
     for name in (f"tok{vocab}.bin", "tokenizer.bin"):
         if (path.parent / name).exists():
             return Tokenizer.from_tok512(path.parent / name, vocab)

@@ -1,4 +1,4 @@
-"""Mamba: layers without attention, whose selective scan keeps a state of fixed size in place of keys and values."""
+"""Mamba: selective-scan layers with a fixed-size state in place of a KV cache."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Config(StateSpaceConfig):
     """Mamba's configuration."""
 
     inner_given: int | None = key(gguf="ssm.inner_size", hf="intermediate_size", default=None)
-    state: int = key(gguf="ssm.state_size", hf="state_size", default=16, most=256)
+    state: int = key(gguf="ssm.state_size", hf="state_size", default=16, maximum=256)
     rank_given: int | None = key(gguf="ssm.time_step_rank", hf="time_step_rank", default=None)
     tied: bool = key(hf="tie_word_embeddings", default=True)
 
     @property
     def rank(self) -> int:
-        """Of the map that says how far a token moves the state."""
+        """Rank of the time-step projection."""
         return self.rank_given or math.ceil(self.dim / 16)
 
-    def only_in_gguf(self) -> dict[str, Any]:
-        return {**super().only_in_gguf(), "ssm.time_step_rank": self.rank, "ssm.dt_b_c_rms": False}
+    def gguf_only_settings(self) -> dict[str, Any]:
+        return {**super().gguf_only_settings(), "ssm.time_step_rank": self.rank, "ssm.dt_b_c_rms": False}
 
 
 _LAYER = "backbone.layers.{i}"
@@ -57,18 +57,18 @@ WEIGHTS = SHARED | {
 
 
 def changes(c: Any, name: str) -> Change | None:
-    """What converters to GGUF do to the rates of decay."""
+    """Changes made by GGUF converters to decay rates."""
     return Change(lambda x: -np.exp(x), lambda x: np.log(-x)) if name.endswith(".A_log") else None
 
 
-def numbered(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """`auto` is the same as nothing."""
+def resolve_auto(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Treats `auto` as absent."""
     return {**settings, "time_step_rank": None} if settings.get("time_step_rank") == "auto" else settings
 
 
 @dataclass(frozen=True)
 class Mixer(FlowStage):
-    """x + out(scan(conv(x)) · silu(gate)): a layer of Mamba."""
+    """A Mamba layer: x + out(scan(conv(x)) · silu(gate))."""
 
     c: Config
     layer: int
@@ -82,7 +82,7 @@ class Mixer(FlowStage):
 
         normed = RmsNorm(f"{prefix}.norm.weight", c.eps).emit(ctx, ctx.wrap(x)).id
         both = linear(ctx, normed, f"{mixer}.in_proj.weight", bias("in_proj"), out=2 * c.inner)
-        operands = {  # in the order in which they are read
+        operands = {  # in read order
             "conv": conv_weight(ctx, f"{mixer}.conv1d.weight", c.inner, c.kernel),
             "conv_state": carried(ctx, f"conv.{self.layer}", c.kernel - 1, c.inner),
             "positions": cached_positions(ctx, x),
@@ -100,7 +100,7 @@ class Mixer(FlowStage):
 
 
 def decoder(name: str, c: Any, layer: Callable[[int], FlowStage]) -> ModelFlow:
-    """Layers with states between a token table and a head."""
+    """Recurrent layers between a token table and a head."""
     return (
         ModelFlow(name).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers)
         .embed("backbone.embeddings.weight", shape=(c.vocab, c.dim))
@@ -109,7 +109,7 @@ def decoder(name: str, c: Any, layer: Callable[[int], FlowStage]) -> ModelFlow:
     )  # fmt: skip
 
 
-@family("mamba", kind="decoder", gguf=["mamba"], hf=["mamba"], config=Config, weights=WEIGHTS, settings=numbered,
+@family("mamba", kind="decoder", gguf=["mamba"], hf=["mamba"], config=Config, weights=WEIGHTS, settings=resolve_auto,
         changes=changes)  # fmt: skip
 def mamba(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("mamba", c, lambda i: Mixer(c, i))

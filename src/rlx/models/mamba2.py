@@ -1,4 +1,4 @@
-"""Mamba 2: Mamba whose states are matrices of heads with one rate each, and whose layers norm what the gate lets by."""
+"""Mamba 2: Mamba with matrix states per head, one decay rate each, and a norm after the gate."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rlx.models.state_space import StateSpaceConfig
 class Config(StateSpaceConfig):
     """Mamba 2's configuration."""
 
-    state: int = key(gguf="ssm.state_size", hf="state_size", default=128, most=4096)
+    state: int = key(gguf="ssm.state_size", hf="state_size", default=128, maximum=4096)
     heads: int = key(gguf="ssm.time_step_rank", hf="num_heads", default=128)
     head_dim_given: int | None = key(hf="head_dim", default=None)
     groups: int = key(gguf="ssm.group_count", hf="n_groups", default=8)
-    norm_by_group: bool = False  # as llama.cpp does it; transformers norms all channels as one
+    norm_by_group: bool = False  # as in llama.cpp; transformers norms all channels together
     least_step: float = key(hf="least_step", default=0.0)
     most_step: float | None = key(hf="most_step", default=None)
     tied: bool = key(hf="tie_word_embeddings", default=False)
@@ -45,36 +45,36 @@ class Config(StateSpaceConfig):
 
     @property
     def channels(self) -> int:
-        """That the convolution goes over: values, keys and queries."""
+        """Channels of the convolution: values, keys and queries."""
         return self.inner + 2 * self.groups * self.state
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return {**super().known_of_gguf(file), "norm_by_group": True}
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return {**super().inferred_from_gguf(file), "norm_by_group": True}
 
-    def only_in_gguf(self) -> dict[str, Any]:
+    def gguf_only_settings(self) -> dict[str, Any]:
         if self.groups > 1:
             raise CapabilityError(
                 f"save: n_groups is {self.groups}, and llama.cpp norms each group of channels by itself, not all as one"
             )
-        return super().only_in_gguf()
+        return super().gguf_only_settings()
 
     def check(self, where: str) -> None:
         super().check(where)
         if self.inner % self.heads or self.head_dim_given not in (None, self.head_dim):
-            given = "" if self.head_dim_given is None else f" of {self.head_dim_given}"
-            raise FormatError(f"{where}: {self.inner} channels do not split into {self.heads} heads{given}")
+            of_size = "" if self.head_dim_given is None else f" of {self.head_dim_given}"
+            raise FormatError(f"{where}: {self.inner} channels do not split into {self.heads} heads{of_size}")
         if self.heads % self.groups:
             raise FormatError(f"{where}: {self.heads} heads are no multiple of {self.groups} groups")
 
 
 def with_limits(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """`time_step_limit` as two numbers. Infinity, which JSON has no word for, is none."""
+    """Splits `time_step_limit` into two numbers. Infinity, which JSON cannot express, becomes None."""
     limits = settings.get("time_step_limit", (0.0, None))
     if not isinstance(limits, (list, tuple)) or len(limits) != 2 or not is_number(limits[0]):
         raise FormatError(f"{where}: time_step_limit: expected two numbers, found {quoted(limits)}")
-    most = None if limits[1] == {"__float__": "Infinity"} or limits[1] == math.inf else limits[1]
-    return {**settings, "least_step": limits[0], "most_step": most}
+    max_step = None if limits[1] == {"__float__": "Infinity"} or limits[1] == math.inf else limits[1]
+    return {**settings, "least_step": limits[0], "most_step": max_step}
 
 
 _MIXER = "backbone.layers.{i}.mixer"
@@ -90,26 +90,26 @@ WEIGHTS = mamba.SHARED | {
 
 
 def changes(c: Config, name: str) -> Change | None:
-    """What converters to GGUF do: rates are no logarithms, and heads and groups of channels have an axis."""
+    """Changes made by GGUF converters: rates instead of logarithms, and an extra axis for heads and groups."""
     if name.endswith(".A_log"):
-        return _shaped((c.heads, 1), (c.heads,), lambda x: -np.exp(x), lambda x: np.log(-x))
+        return _reshaping((c.heads, 1), (c.heads,), lambda x: -np.exp(x), lambda x: np.log(-x))
     if name.endswith(".mixer.D"):
-        return _shaped((c.heads, 1), (c.heads,))
+        return _reshaping((c.heads, 1), (c.heads,))
     if name.endswith(".mixer.norm.weight"):
-        return _shaped((c.groups, c.inner // c.groups), (c.inner,))
+        return _reshaping((c.groups, c.inner // c.groups), (c.inner,))
     return None
 
 
-def _shaped(
-    there: tuple[int, ...], here: tuple[int, ...], change: Callable[[Array], Array] = lambda x: x,
+def _reshaping(
+    stored: tuple[int, ...], ours: tuple[int, ...], change: Callable[[Array], Array] = lambda x: x,
     back: Callable[[Array], Array] = lambda x: x,
 ) -> Change:  # fmt: skip
-    return Change(lambda x: change(x).reshape(there), lambda x: back(x).reshape(here), (there, here))
+    return Change(lambda x: change(x).reshape(stored), lambda x: back(x).reshape(ours), (stored, ours))
 
 
 @dataclass(frozen=True)
 class Mixer(FlowStage):
-    """x + out(norm(attention(conv(x)) · silu(gate))): a layer of Mamba 2."""
+    """A Mamba 2 layer: x + out(norm(attention(conv(x)) · silu(gate)))."""
 
     c: Config
     layer: int
@@ -124,7 +124,7 @@ class Mixer(FlowStage):
         normed = RmsNorm(f"{prefix}.norm.weight", c.eps).emit(ctx, ctx.wrap(x)).id
         size = c.inner + c.channels + c.heads
         mixed = linear(ctx, normed, f"{mixer}.in_proj.weight", bias("in_proj"), out=size)
-        operands = {  # in the order in which they are read
+        operands = {  # in read order
             "conv": conv_weight(ctx, f"{mixer}.conv1d.weight", c.channels, c.kernel),
             "conv_state": carried(ctx, f"conv.{self.layer}", c.kernel - 1, c.channels),
             "positions": cached_positions(ctx, x),
@@ -136,16 +136,16 @@ class Mixer(FlowStage):
             "skip": vector(ctx, f"{mixer}.D", c.heads),
             "norm": vector(ctx, f"{mixer}.norm.weight", c.inner),
         }  # fmt: skip
-        found = ctx.hir().one(
+        mixed = ctx.hir().one(
             "mamba2_block", mixed, **operands, groups=c.groups, eps=c.eps, activation=c.activation,
             log_rates=not c.rates, least_step=c.least_step, most_step=c.most_step,
             norm_groups=c.groups if c.norm_by_group else 1,
         )  # fmt: skip
-        return ctx.wrap(x + linear(ctx, found, f"{mixer}.out_proj.weight", bias("out_proj"), out=c.dim))
+        return ctx.wrap(x + linear(ctx, mixed, f"{mixer}.out_proj.weight", bias("out_proj"), out=c.dim))
 
 
 def vector(ctx: FlowCtx, key: str, size: int) -> Value:
-    """A weight that GGUF may have as a column or as rows of groups."""
+    """Loads a vector that GGUF may store as a column or as one row per group."""
     return ctx.stored_param(key, shape=None if ctx.weights.has(key) else (size,))
 
 

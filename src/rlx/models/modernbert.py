@@ -1,4 +1,4 @@
-"""ModernBERT: pre-norm encoder with GeGLU; most layers look at near tokens only, and turn by a base of their own."""
+"""ModernBERT: pre-norm encoder with GeGLU; most layers have a sliding window and their own RoPE base."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Config(EncoderConfig):
 
     eps: float = key(gguf="attention.layer_norm_epsilon", hf="norm_eps", default=1e-5)
     activation: str = key(hf="hidden_activation", default="gelu")
-    window: int = key(gguf="attention.sliding_window", hf="local_attention", default=128)  # half of it on each side
+    window: int = key(gguf="attention.sliding_window", hf="local_attention", default=128)  # half on each side
     every: int = key(gguf="attention.sliding_window_pattern", hf="global_attn_every_n_layers", default=3)
     layer_types: tuple[str, ...] | None = key(hf="layer_types", default=None)
     global_base: float = key(gguf="rope.freq_base", hf="global_rope_theta", default=160000.0)
@@ -57,7 +57,7 @@ class Config(EncoderConfig):
     def local_rope(self) -> Rope:
         return Rope(self.head_dim, self.local_base, self.positions, self.local_scaling or {})
 
-    def left_out(self) -> tuple[str, ...]:
+    def omitted_weights(self) -> tuple[str, ...]:
         has = {"norm": self.norm_bias, "attn": self.attention_bias, "mlp": self.mlp_bias}
         biases = [name for name in WEIGHTS if name.endswith(".bias")]
         return tuple(b for b in biases if not next(on for part, on in has.items() if part in b))
@@ -83,18 +83,18 @@ WEIGHTS = {"embeddings.tok_embeddings.weight": "token_embd.weight"} | {
 }  # fmt: skip
 
 
-def settings(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A configuration in its first words: newer ones have bases and scalings in `rope_parameters`."""
-    ropes = given.get("rope_parameters") or {}
+def settings(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Translates newer configurations, with bases and scalings in `rope_parameters`, to the original names."""
+    ropes = config.get("rope_parameters") or {}
     if not isinstance(ropes, Mapping):
         raise FormatError(f"{where}: rope_parameters: expected an object, found {quoted(ropes)}")
-    found = dict(given)
+    renamed = dict(config)
     for kind, name in ((FULL, "global"), (SLIDING, "local")):
         rope = of_layer_kind(ropes, kind, where)
         if "rope_theta" in rope:
-            found[f"{name}_rope_theta"] = rope["rope_theta"]
-        found[f"{name}_rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-    return found
+            renamed[f"{name}_rope_theta"] = rope["rope_theta"]
+        renamed[f"{name}_rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return renamed
 
 
 @family("modernbert", kind="encoder", gguf=["modern-bert"], hf=["modernbert"], config=Config, weights=WEIGHTS,
@@ -102,7 +102,7 @@ def settings(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def modernbert(c: Config) -> ModelFlow:
     near = [c.is_local(i) for i in range(c.layers)]
 
-    def turning(flow: ModelFlow, rope: Rope, name: str) -> ModelFlow:
+    def add_rope(flow: ModelFlow, rope: Rope, name: str) -> ModelFlow:
         return flow.stage(rope_stage(rope, c.context, name=name))
 
     return (
@@ -110,8 +110,8 @@ def modernbert(c: Config) -> ModelFlow:
         .input("positions", (sym.BATCH, sym.SEQ), "i32")
         .token_embed("embeddings.tok_embeddings.weight", shape=(c.vocab, c.dim))
         .stage(norm(c, "embeddings.norm"))
-        .when(any(near), lambda flow: turning(flow, c.local_rope, LOCAL))
-        .when(not all(near), lambda flow: turning(flow, c.global_rope, GLOBAL))
+        .when(any(near), lambda flow: add_rope(flow, c.local_rope, LOCAL))
+        .when(not all(near), lambda flow: add_rope(flow, c.global_rope, GLOBAL))
         .repeat_layers(c.layers, lambda i: ModernBertLayer(c, i, near[i])).stage(norm(c, "final_norm"))
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ def norm(c: Config, name: str) -> LayerNorm:
 
 @dataclass(frozen=True)
 class ModernBertLayer(FlowStage):
-    """x + attention(norm x), then + feed-forward(norm ·). The first layer follows a norm and has none of its own."""
+    """x + attention(norm x), then + feed-forward(norm ·). The first layer has no norm, since one precedes it."""
 
     c: Config
     index: int

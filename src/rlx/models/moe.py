@@ -1,4 +1,4 @@
-"""Qwen3-MoE and Mixtral: decoders of Qwen3 and Mistral whose feed-forwards are mixtures of experts."""
+"""Qwen3-MoE and Mixtral: Qwen3 and Mistral with mixtures of experts as feed-forwards."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from rlx.models.weight_views import Stack, WeightViews
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Qwen3-MoE's configuration; in Hugging Face's, some layers may have one feed-forward for all tokens.
+    """Qwen3-MoE's configuration; in Hugging Face files some layers may be dense.
 
-    Its window, unlike Qwen3's, is that of all layers.
+    Its window, unlike Qwen3's, applies to all layers.
     """
 
     GGUF_NEUTRAL: ClassVar[Neutral] = Experts.neutral(NO_WINDOW)
@@ -41,8 +41,8 @@ class Config(DecoderConfig):
     moe: Experts = group(Experts)
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return {**Biases.in_gguf(file, "qkv_bias", "output_bias"), "normalise": True}  # llama.cpp always does it
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return {**Biases.in_gguf(file, "qkv_bias", "output_bias"), "normalise": True}  # llama.cpp always normalises
 
     def window(self, layer: int) -> int | None:
         return self.windows.everywhere
@@ -52,8 +52,8 @@ class Config(DecoderConfig):
         self.windows.check(where, self.layers)
         self.moe.check(where)
 
-    def left_out(self) -> tuple[str, ...]:
-        return self.biases.left_out(QWEN_WEIGHTS)
+    def omitted_weights(self) -> tuple[str, ...]:
+        return self.biases.omitted_weights(QWEN_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class MixtralConfig(DecoderConfig):
     sliding_window: int | None = window_key(None)
     pairs: bool = False  # as in Llama
     moe: Experts = group(
-        Experts, experts=key(gguf="expert_count", hf="num_local_experts", default=8, most=MAX_EXPERTS),
+        Experts, experts=key(gguf="expert_count", hf="num_local_experts", default=8, maximum=MAX_EXPERTS),
         chosen=key(gguf="expert_used_count", hf="num_experts_per_tok", default=2), expert_ffn=0, normalise=True, step=1,
         dense=None,
     )  # fmt: skip
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
         (base,) = said_in_gguf(file.metadata, "rope.freq_base")
-        return {**cls.IN_GGUF, **({"rope_base": 10_000.0} if base is None else {})}  # which is llama.cpp's
+        return {**cls.IN_GGUF, **({"rope_base": 10_000.0} if base is None else {})}  # llama.cpp's default
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
@@ -97,20 +97,20 @@ MIXTRAL_WEIGHTS = {n: g for n, g in llama.WEIGHTS.items() if ".mlp." not in n an
 }  # fmt: skip
 
 
-def counted_experts(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The number of experts under the name that files had first; `transformers` 5 writes another."""
-    found = settings.get("num_experts", settings.get("num_local_experts"))
-    return settings if found is None else {**settings, "num_experts": found}
+def rename_expert_count(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Puts the number of experts under its original name; `transformers` 5 writes another."""
+    count = settings.get("num_experts", settings.get("num_local_experts"))
+    return settings if count is None else {**settings, "num_experts": count}
 
 
 def has_experts(metadata: Mapping[str, Any]) -> bool:
-    """Whether a Llama of GGUF is a Mixtral, which has no name of its own there."""
+    """Whether a GGUF Llama is a Mixtral, which has no architecture name of its own."""
     (experts,) = said_in_gguf(metadata, "expert_count")
     return isinstance(experts, int) and experts > 0
 
 
 def stacks(names: Mapping[str, str]) -> Callable[[Any, str], WeightViews]:
-    """Experts that lie one by one in Hugging Face's files; GGUF has them stacked."""
+    """Stacks experts that Hugging Face files store one by one; GGUF files have them stacked."""
 
     def weight_views(c: Any, format: str) -> WeightViews:
         if format == "gguf":
@@ -121,7 +121,7 @@ def stacks(names: Mapping[str, str]) -> Callable[[Any, str], WeightViews]:
 
 
 def mixture(c: Any, layer: int, ffn: int, router: str | None = None) -> MoeFfn | None:
-    """What a layer has in place of a feed-forward, if anything; `ffn` is the size of an expert."""
+    """The mixture of a layer, or None if it is dense; `ffn` is the size of an expert."""
     moe, at = c.moe, f"model.layers.{layer}.mlp"
     if moe.is_dense(layer):
         return None
@@ -130,7 +130,7 @@ def mixture(c: Any, layer: int, ffn: int, router: str | None = None) -> MoeFfn |
 
 @family(
     "qwen3moe", kind="decoder", gguf=["qwen3moe"], hf=["qwen3_moe"], config=Config, weights=QWEN_WEIGHTS,
-    settings=counted_experts, weight_views=stacks(OF_QWEN),
+    settings=rename_expert_count, weight_views=stacks(OF_QWEN),
 )  # fmt: skip
 def qwen3moe(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return llama.decoder(

@@ -1,6 +1,6 @@
-"""NomicBERT: BERT with rotary positions, one weight for queries, keys and values, SwiGLU and hardly any biases.
+"""NomicBERT: BERT with RoPE, fused qkv, SwiGLU and almost no biases.
 
-`transformers` and Nomic's own code have different words for one configuration; both are read.
+`transformers` and Nomic's own code use different names in the configuration; both are read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Config(EncoderConfig):
     types: int = key(hf="type_vocab_size", default=2)
     rope_base: float = key(gguf="rope.freq_base", hf="rope_theta", default=10000.0)
     rope_scaling: Mapping[str, Any] | None = key(hf="rope_scaling", default=None)
-    head_dim_given: int | None = key(hf="head_dim", default=None, most=MAX_HEAD_DIM)
+    head_dim_given: int | None = key(hf="head_dim", default=None, maximum=MAX_HEAD_DIM)
     activation: str = key(hf="hidden_act", default="silu")
 
     @property
@@ -76,17 +76,17 @@ _THEIRS = {
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 
-def settings(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A configuration in the words of `transformers`."""
-    if "n_embd" not in given:
-        return {**given, **scaling_of_hf({"rope_theta": 1000.0, **given}, where)}
-    found = {_THEIRS.get(name, name): value for name, value in given.items()}
-    act = given.get("activation_function")
+def settings(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Translates a configuration to the names of `transformers`."""
+    if "n_embd" not in config:
+        return {**config, **scaling_of_hf({"rope_theta": 1000.0, **config}, where)}
+    renamed = {_THEIRS.get(name, name): value for name, value in config.items()}
+    act = config.get("activation_function")
     if not isinstance(act, str) or act not in _GATED:
         raise unsupported(where, "activation_function", act, hint=f"known: {', '.join(_GATED)}")
-    if given.get("rotary_scaling_factor") is not None:  # up to here nothing is scaled; beyond, by the batch's length
-        found["max_position_embeddings"] = given.get("max_trained_positions", 2048)
-    return found | {"hidden_act": _GATED[act]}
+    if config.get("rotary_scaling_factor") is not None:  # unscaled up to this length
+        renamed["max_position_embeddings"] = config.get("max_trained_positions", 2048)
+    return renamed | {"hidden_act": _GATED[act]}
 
 
 @family("nomic-bert", kind="encoder", gguf=["nomic-bert"], hf=["nomic_bert"], config=Config, weights=WEIGHTS,

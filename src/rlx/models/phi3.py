@@ -1,6 +1,6 @@
-"""Phi-3, 3.5 and 4: a Llama whose files keep queries, keys and values, and gate and up, in one tensor each.
+"""Phi-3, 3.5 and 4: Llama with fused qkv and gate-up tensors.
 
-Long contexts have a factor for each frequency; in Phi-4-mini only a part of each head turns.
+Long contexts have one RoPE factor per frequency (longrope); Phi-4-mini rotates only a part of each head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlx.models.weight_views import Rows, WeightViews
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Phi-3's configuration: no biases, a window in all layers or none (0 in GGUF)."""
+    """Phi-3's configuration: no biases; a window in all layers or in none (0 in GGUF)."""
 
     HF_NEUTRAL: ClassVar[Neutral] = {
         **without(DecoderConfig.HF_NEUTRAL, "partial_rotary_factor"), "attention_bias": (None, False)
@@ -28,7 +28,7 @@ class Config(DecoderConfig):
 
     eps: float = eps_key(1e-5)
     partial: float = key(hf="partial_rotary_factor", default=1.0)
-    sliding_window: int | None = window_key(None, least=0)
+    sliding_window: int | None = window_key(None, minimum=0)
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window or None
@@ -44,13 +44,13 @@ class Config(DecoderConfig):
 
 
 def long_settings(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """With the length that `transformers` takes Phi-3 to be trained with, and the name that it has for its scaling."""
-    found = {"original_max_position_embeddings": 4096, **settings}
+    """Adds Phi-3's original context length as in `transformers`, and renames its first kind of scaling."""
+    completed = {"original_max_position_embeddings": 4096, **settings}
     for name in ("rope_scaling", "rope_parameters"):
         rope = settings.get(name)
         if isinstance(rope, Mapping) and "yarn" in (rope.get("rope_type"), rope.get("type")):
-            found[name] = {**rope, "rope_type": "longrope"}  # as its first files called it
-    return found
+            completed[name] = {**rope, "rope_type": "longrope"}  # its name in the first files
+    return completed
 
 
 _LAYER = "model.layers.{i}"
@@ -63,7 +63,7 @@ WEIGHTS = {n: g for n, g in llama.WEIGHTS.items() if not n.endswith(".bias") and
 
 
 def weight_views(c: Config, format: str) -> WeightViews:
-    """Queries, keys, values, gate and up as rows of what the file has."""
+    """Splits q, k, v, gate and up from the fused tensors."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     rows = [
         Rows(_QKV, 0, q), Rows(_QKV, q, q + kv), Rows(_QKV, q + kv),

@@ -1,8 +1,8 @@
-"""From the vectors of a text's tokens to one vector of the text: the stage, and what a model's files say of it.
+"""Pooling: from token vectors to one vector per text. The stage, and the settings in a model's files.
 
-sentence-transformers keeps it in a list of modules beside the weights, GGUF in `<architecture>.pooling_type`. Where a
-file says nothing, tokens are averaged. A folder without modules gives vectors as they are, which is what
-sentence-transformers makes of it; a GGUF file, which cannot say it, gives vectors of length 1, as llama.cpp's tools do.
+sentence-transformers stores it as a list of modules next to the weights, GGUF in `<architecture>.pooling_type`. Without
+settings, tokens are averaged. A folder without modules gives unnormalised vectors, as sentence-transformers does; a
+GGUF file, which cannot say, gives vectors of length 1, as llama.cpp's tools do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rlx.models.sidecar_json import JsonObject
 from rlx.types import sym
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
-# Under the names that sentence-transformers gives them.
+# Named as in sentence-transformers.
 KINDS = ("mean", "mean_sqrt_len_tokens", "weightedmean", "cls", "lasttoken", "max")
-# Older configurations have a truth value for each kind.
+# Older configurations have one boolean per kind.
 _FLAGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
@@ -45,8 +45,8 @@ _GGUF_OTHERS = {0: "none: a vector for each token", 4: "rank: a score for a pair
 class Pool(FlowStage):
     """[batch, seq, hidden] to [batch, hidden]: a weighted sum over the tokens of each text, or their maximum.
 
-    Padding counts exactly nothing, comes last, and tokens are summed in their order: no bit depends on how far a text
-    is padded.
+    Padding has weight zero and comes last, and tokens are summed in order, so the result does not depend on the amount
+    of padding, bit for bit.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Pool(FlowStage):
         return ctx.wrap((x * _column(counts)).sum(axis=1) / divisor)
 
     def _counts(self, mask: Value, positions: Value) -> Value:
-        """[batch, seq] what each token counts."""
+        """[batch, seq] weight of each token."""
         nth: Value = (positions + 1).astype("f32")
         counts = mask
         match self.kind:
@@ -83,7 +83,7 @@ class Pool(FlowStage):
 
 @dataclass(frozen=True)
 class Dense(FlowStage):
-    """[batch, in] to [batch, out]: a layer behind the pooling."""
+    """[batch, in] to [batch, out]: a linear layer after the pooling."""
 
     name: str
     weight: Array  # [out, in]
@@ -103,7 +103,7 @@ class Dense(FlowStage):
 
 
 def pooled(flow: ModelFlow, checkpoint: Checkpoint, settings: EmbedSettings) -> ModelFlow:
-    """The flow of a model's tokens, and behind it what makes one vector of them."""
+    """Append pooling, dense layers and normalisation to the flow of a model's tokens."""
     flow = flow.stage(Pool(settings.kind))
     width = checkpoint.config.dim
     for i, (path, name, activation, size) in enumerate(settings.dense):
@@ -125,54 +125,56 @@ def _column(x: Value) -> Value:
     return x.reshape(*x.shape, 1)
 
 
-# -- what files say --------------------------------------------------------------------------------------------------
+# -- settings in files -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EmbedSettings:
-    """What a model's files say of making vectors of texts."""
+    """Text embedding settings from a model's files."""
 
     kind: str = "mean"
     normalize: bool = False
-    limit: int | None = None  # tokens of a text, special ones counted
-    lower: bool = False  # texts are put in lower case first
+    limit: int | None = None  # tokens per text, including special ones
+    lower: bool = False  # lowercase the text first
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
-    include_prompt: bool = True  # whether the tokens of a prompt are pooled too
+    include_prompt: bool = True  # whether prompt tokens are pooled too
     similarity: str = "cosine"
-    source: str = ""  # the file that says how to pool; empty where none does
-    # layers that a pooled vector goes through: the tensors' file (none: the model's own) and name, activation, size
+    source: str = ""  # the file with the pooling settings; empty if there is none
+    # dense layers after pooling: the tensors' file (empty: the model's own), tensor name, activation, output size
     dense: tuple[tuple[str, str, str, int], ...] = ()
 
 
 def read_settings(checkpoint: Checkpoint) -> EmbedSettings:
-    """The settings of an opened model. Modules and kinds that rlx does not have are a CapabilityError."""
+    """Reads the embedding settings of an opened model. Unsupported modules and kinds raise CapabilityError."""
     if checkpoint.file.format == "gguf":
-        found = _from_gguf(checkpoint.path, checkpoint.file.metadata)
-        return replace(found, dense=tuple(_dense_of_gguf(checkpoint.file)))
+        settings = _from_gguf(checkpoint.path, checkpoint.file.metadata)
+        return replace(settings, dense=tuple(_dense_of_gguf(checkpoint.file)))
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return _from_folder(folder)
 
 
 def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> EmbedSettings:
     key = f"{metadata.get('general.architecture')}.pooling_type"
-    found = metadata.get(key)
-    if found is None:
+    code = metadata.get(key)
+    if code is None:
         return EmbedSettings(normalize=True)
-    if isinstance(found, bool) or not isinstance(found, int) or found not in (*_GGUF_KINDS, *_GGUF_OTHERS):
-        raise FormatError(f"{path}: {key}: expected a number from 0 to 4, found {quoted(found)}")
-    if found in _GGUF_OTHERS:
-        raise CapabilityError(f"{path}: {key} is {found} ({_GGUF_OTHERS[found]}), which rlx does not have")
-    return EmbedSettings(_GGUF_KINDS[found], normalize=True, source=str(path))
+    if isinstance(code, bool) or not isinstance(code, int) or code not in (*_GGUF_KINDS, *_GGUF_OTHERS):
+        raise FormatError(f"{path}: {key}: expected a number from 0 to 4, found {quoted(code)}")
+    if code in _GGUF_OTHERS:
+        raise CapabilityError(f"{path}: {key} is {code} ({_GGUF_OTHERS[code]}), which rlx does not have")
+    return EmbedSettings(_GGUF_KINDS[code], normalize=True, source=str(path))
 
 
 def _dense_of_gguf(file: TensorFile) -> Iterator[tuple[str, str, str, int]]:
-    """The layers that are there, and as the metadata say: a vector without one of them would be another."""
+    """Dense layers in the file, checked against the metadata: dropping one would give a different vector."""
     for name in ("dense_2", "dense_3"):
         tensor, key = f"{name}.weight", f"{file.metadata.get('general.architecture')}.{name}_feat_out"
         shape = file.entry(tensor).shape if tensor in file else ()
         said = file.metadata.get(key)
         if said is not None and (not shape or said != shape[0]):
-            found = f"shape {list(shape)}" if shape else "none"
-            raise broken(file.path, f"tensor {quoted(tensor)}", expected=f"{quoted(said)} rows, by {key}", actual=found)
+            stored = f"shape {list(shape)}" if shape else "none"
+            raise broken(
+                file.path, f"tensor {quoted(tensor)}", expected=f"{quoted(said)} rows, by {key}", actual=stored
+            )
         if shape:
             yield "", name, "Identity", shape[0]
 
@@ -180,7 +182,7 @@ def _dense_of_gguf(file: TensorFile) -> Iterator[tuple[str, str, str, int]]:
 def _from_folder(folder: Path) -> EmbedSettings:
     settings = EmbedSettings()
     tokenizer = JsonObject.read(folder / "tokenizer_config.json")
-    longest = tokenizer.get("model_max_length", int, float)  # some write a float, 1e30 for no limit
+    longest = tokenizer.get("model_max_length", int, float)  # some files have a float, 1e30 for no limit
     if longest is not None and 0 < longest < 1 << 31:
         settings = replace(settings, limit=int(longest))
     settings = _with_prompts(settings, JsonObject.read(folder / "config_sentence_transformers.json"))
@@ -193,7 +195,7 @@ def _from_folder(folder: Path) -> EmbedSettings:
             raise broken(modules, f"module {i}", expected="an object", actual=quoted(entry))
         module = JsonObject(modules, entry)
         name = module.need("type", str).rpartition(".")[2]
-        place = folder / _inside(modules, module.get("path", str) or "")
+        place = folder / _subfolder(modules, module.get("path", str) or "")
         apply = _MODULES.get(name)
         if apply is None:
             raise CapabilityError(
@@ -224,7 +226,7 @@ def _with_prompts(settings: EmbedSettings, config: JsonObject) -> EmbedSettings:
 
 # -- modules of sentence-transformers --------------------------------------------------------------------------------
 def _transformer(settings: EmbedSettings, place: Path) -> EmbedSettings:
-    """The encoder itself. Its settings are named after the kind of model it first was."""
+    """The encoder itself. Its settings file is named after the original kind of model."""
     for path in sorted(place.glob("sentence_*_config.json")):
         config = JsonObject.read(path)
         limit = config.get("max_seq_length", int)
@@ -256,11 +258,11 @@ def _kinds(config: JsonObject) -> Sequence[str]:
     mode = config.get("pooling_mode", str, list)
     if mode is None:
         return [kind for flag, kind in _FLAGS.items() if config.get(flag, bool)]
-    found = [mode] if isinstance(mode, str) else mode
-    for kind in found:
+    kinds = [mode] if isinstance(mode, str) else mode
+    for kind in kinds:
         if not isinstance(kind, str):
             raise broken(config.path, "pooling_mode", expected="names", actual=quoted(kind))
-    return found
+    return kinds
 
 
 def _dense(settings: EmbedSettings, place: Path) -> EmbedSettings:
@@ -275,44 +277,44 @@ def _dense(settings: EmbedSettings, place: Path) -> EmbedSettings:
     activation = (config.get("activation_function", str) or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in ("Identity", "Tanh"):
         raise CapabilityError(f"{path}: activation {quoted(activation)} is not supported", hint="known: Identity, Tanh")
-    what = config.get("module_input_name", str)
-    if what not in (None, "sentence_embedding"):
-        raise CapabilityError(f"{path}: reads {quoted(what)}, which rlx does not have")
+    source = config.get("module_input_name", str)
+    if source not in (None, "sentence_embedding"):
+        raise CapabilityError(f"{path}: reads {quoted(source)}, which rlx does not have")
     sizes = config.need("in_features", int), config.need("out_features", int)
     _check_dense(weights, sizes, config.get("bias", bool) is not False)
     return replace(settings, dense=(*settings.dense, (str(weights), "linear", activation, sizes[1])))
 
 
 def _check_dense(path: Path, sizes: tuple[int, int], biased: bool) -> None:
-    """Whether a file has what the configuration says, and nothing that would not be used."""
+    """Check that the file has exactly the tensors that the configuration names."""
     with open_tensors(path) as file:
         wanted = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if biased else {})
-        found = {name: file.entry(name).shape for name in file.names}
-    if found != wanted:
-        raise broken(path, "tensors of a dense layer", expected=quoted(wanted), actual=quoted(found))
+        shapes = {name: file.entry(name).shape for name in file.names}
+    if shapes != wanted:
+        raise broken(path, "tensors of a dense layer", expected=quoted(wanted), actual=quoted(shapes))
 
 
 def _normalize(settings: EmbedSettings, place: Path) -> EmbedSettings:
     path = place / "config.json"
-    what = JsonObject.read(path).get("module_input_name", str)
-    if what not in (None, "sentence_embedding"):
-        raise CapabilityError(f"{path}: normalises {quoted(what)}, which rlx does not have")
+    source = JsonObject.read(path).get("module_input_name", str)
+    if source not in (None, "sentence_embedding"):
+        raise CapabilityError(f"{path}: normalises {quoted(source)}, which rlx does not have")
     return replace(settings, normalize=True)
 
 
-def _nothing(settings: EmbedSettings, place: Path) -> EmbedSettings:
+def _skip(settings: EmbedSettings, place: Path) -> EmbedSettings:
     return settings
 
 
 _MODULES: Mapping[str, Callable[[EmbedSettings, Path], EmbedSettings]] = {
     "Transformer": _transformer, "Pooling": _pooling, "Dense": _dense, "Normalize": _normalize,
-    "Dropout": _nothing,
+    "Dropout": _skip,
 }  # fmt: skip
 _ORDER = ("", "Transformer", "Pooling", "Dense", "Normalize")
 _HINT = "the order is Transformer, Pooling, Dense, Normalize; there may be several Dense"
 
 
-def _inside(path: Path, name: str) -> PurePosixPath:
+def _subfolder(path: Path, name: str) -> PurePosixPath:
     """A folder named in a file, which must lie below it."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or set(name) & set("\0\\:") or len(name) > 255:

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values; some layers may see a window only."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; some layers may have a sliding window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BIASES = Biases(qkv_bias=True, output_bias=False, mlp_bias=False)
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Qwen2's configuration: the biases are no switches, the window is one."""
+    """Qwen2's configuration: biases are fixed, the window is a switch."""
 
     GGUF_NEUTRAL: ClassVar[Neutral] = NO_WINDOW
 

@@ -1,4 +1,4 @@
-"""Qwen3: a Llama with per-head RMSNorm on queries and keys before RoPE, and a head size of its own."""
+"""Qwen3: Llama with per-head RMSNorm on q and k before RoPE, and an independent head_dim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlx.models.family import family
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Qwen3's configuration: biases are a switch, and windows are as in Qwen2."""
+    """Qwen3's configuration: biases are a switch, windows are as in Qwen2."""
 
     GGUF_NEUTRAL: ClassVar[Neutral] = NO_WINDOW
 
@@ -27,7 +27,7 @@ class Config(DecoderConfig):
     windows: QwenWindows = group(QwenWindows)
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
         return {**Biases.in_gguf(file, "qkv_bias", "output_bias")}
 
     def window(self, layer: int) -> int | None:
@@ -37,8 +37,8 @@ class Config(DecoderConfig):
         super().check(where)
         self.windows.check(where, self.layers)
 
-    def left_out(self) -> tuple[str, ...]:
-        return self.biases.left_out(WEIGHTS)
+    def omitted_weights(self) -> tuple[str, ...]:
+        return self.biases.omitted_weights(WEIGHTS)
 
 
 NORMS = {f"model.layers.{{i}}.self_attn.{n}_norm.weight": f"blk.{{i}}.attn_{n}_norm.weight" for n in "qk"}

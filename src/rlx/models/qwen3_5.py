@@ -1,7 +1,7 @@
-"""Qwen3.5 with and without experts: Qwen3-Next whose projections lie apart, and all experts of a layer in one tensor.
+"""Qwen3.5, dense and with experts: Qwen3-Next with separate projections, and all experts of a layer in one tensor.
 
-In GGUF files heads of values come in rounds, one for each head of keys, and layers behind the others, which guess
-further tokens, are left out here.
+GGUF files interleave the value heads: one per key head, then the next round. Multi-token prediction layers, stored
+after the others, are ignored.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from rlx.models.weight_views import Rows, Stack, WeightViews
 
 @dataclass(frozen=True)
 class Config(DeltaNetConfig):
-    """That of Qwen3.5 with experts."""
+    """Configuration of Qwen3.5 with experts."""
 
     GGUF_NEUTRAL: ClassVar[Neutral] = without(DeltaNetConfig.GGUF_NEUTRAL, "rope.dimension_sections")
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"unit_offset": False, "rates": True, "tiled": True}
 
     moe: Experts = group(
-        Experts, experts=key(gguf="expert_count", hf="num_experts", default=256, most=MAX_EXPERTS), **EXPERTS
+        Experts, experts=key(gguf="expert_count", hf="num_experts", default=256, maximum=MAX_EXPERTS), **EXPERTS
     )  # fmt: skip
-    extra_layers: int = 0  # of a file, behind the others: they guess further tokens
+    extra_layers: int = 0  # multi-token prediction layers stored after the others
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return super().known_of_gguf(file) | known_layers(file)
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return super().inferred_from_gguf(file) | layer_fields(file)
 
-    def only_in_gguf(self) -> dict[str, Any]:
-        return {**super().only_in_gguf(), **turns_by_kind(self.rotary)}
+    def gguf_only_settings(self) -> dict[str, Any]:
+        return {**super().gguf_only_settings(), **rope_sections(self.rotary)}
 
 
 @dataclass(frozen=True)
 class DenseConfig(DeltaNetConfig):
-    """That of Qwen3.5 without experts."""
+    """Configuration of dense Qwen3.5."""
 
     GGUF_NEUTRAL: ClassVar[Neutral] = Config.GGUF_NEUTRAL
     IN_GGUF: ClassVar[Mapping[str, Any]] = Config.IN_GGUF
@@ -56,42 +56,42 @@ class DenseConfig(DeltaNetConfig):
     extra_layers: int = 0
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return super().known_of_gguf(file) | known_layers(file)
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return super().inferred_from_gguf(file) | layer_fields(file)
 
-    def only_in_gguf(self) -> dict[str, Any]:
-        return {**super().only_in_gguf(), **turns_by_kind(self.rotary)}
+    def gguf_only_settings(self) -> dict[str, Any]:
+        return {**super().gguf_only_settings(), **rope_sections(self.rotary)}
 
 
-def known_layers(file: TensorFile) -> dict[str, Any]:
-    """The number of layers without those that guess further tokens, and the size of feed-forwards that no layer has."""
+def layer_fields(file: TensorFile) -> dict[str, Any]:
+    """The layer count without multi-token prediction layers, and a dense feed-forward size for models without any."""
     layers, extra = said_in_gguf(file.metadata, "block_count", "nextn_predict_layers")
     ffn, each = said_in_gguf(file.metadata, "feed_forward_length", "expert_feed_forward_length")
     known = {"ffn": each} if ffn is None and type(each) is int else {}
     if extra is None or type(layers) is not int:
         return known
-    most = max(layers - 1, 0)
-    if type(extra) is not int or not 0 <= extra <= most:
+    limit = max(layers - 1, 0)
+    if type(extra) is not int or not 0 <= extra <= limit:
         name = f"{file.metadata.get('general.architecture')}.nextn_predict_layers"
-        raise broken(file.path, f"metadata: {name}", expected=f"0 to {most}", actual=quoted(extra))
-    _check_guessing(file, range(layers - extra, layers))
+        raise broken(file.path, f"metadata: {name}", expected=f"0 to {limit}", actual=quoted(extra))
+    _check_prediction_layers(file, range(layers - extra, layers))
     return known | {"layers": layers - extra, "extra_layers": extra}
 
 
-def turns_by_kind(rotary: int) -> dict[str, Any]:
-    """How many turns of a head go by time, height and width: a third each, which texts have alike."""
+def rope_sections(rotary: int) -> dict[str, Any]:
+    """Rotary pairs per head for time, height and width: a third each; for text all three positions are equal."""
     half = rotary // 2
     return {"rope.dimension_sections": [(half + 2 - i) // 3 for i in range(3)] + [0]}
 
 
-def _check_guessing(file: TensorFile, layers: range) -> None:
-    """That layers which are left out are such as guess: a wrong number would drop others."""
+def _check_prediction_layers(file: TensorFile, layers: range) -> None:
+    """Check that the ignored layers are multi-token prediction layers: a wrong count would drop others."""
     named = [match for name in file.names if (match := re.match(r"blk\.([0-9]{1,9})\.(nextn\.)?", name))]
     guessing = {int(match[1]) for match in named if match[2]}
     for i in sorted({int(match[1]) for match in named} - guessing):
         if i in layers:
-            what = f"metadata: the last {len(layers)} layers guess further tokens"
-            raise broken(file.path, what, expected=f"tensors blk.{i}.nextn.*", actual="none")
+            where = f"metadata: the last {len(layers)} layers guess further tokens"
+            raise broken(file.path, where, expected=f"tensors blk.{i}.nextn.*", actual="none")
 
 
 _LAYER = "model.layers.{i}"
@@ -105,13 +105,13 @@ MOE_WEIGHTS = qwen3_next.MIXTURE | _GATES | {_BOTH: "", _DOWN: ""}
 
 
 def with_size(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """With the size of feed-forwards without experts, which files leave out: there are none."""
+    """Adds the dense feed-forward size, which files omit because no layer is dense."""
     settings = text_settings(settings, where)
     return {"intermediate_size": settings.get("moe_intermediate_size"), **settings}
 
 
 def weight_views(c: Config, format: str) -> WeightViews:
-    """Experts of Hugging Face's files lie one by one, or all in two tensors."""
+    """Hugging Face files store experts one by one, or all in two tensors."""
     if format == "gguf":
         return {}
     ffn = c.moe.expert_ffn
@@ -124,7 +124,7 @@ def weight_views(c: Config, format: str) -> WeightViews:
 
 
 def changes(c: DeltaNetConfig, name: str) -> Change | None:
-    """What converters to GGUF do: as for Qwen3-Next, and heads of values change their order."""
+    """Changes made by GGUF converters: those of Qwen3-Next, and another order of value heads."""
     numbers = qwen3_next.changes(c, name)
     if ".linear_attn." not in name or name.endswith(".norm.weight"):
         return numbers
@@ -132,7 +132,7 @@ def changes(c: DeltaNetConfig, name: str) -> Change | None:
     axis = 1 if name.endswith("out_proj.weight") else 0
 
     def moved(outer: int, inner: int) -> Callable[[Array], Array]:
-        """Heads, which lie behind everything else along an axis, from one order to the other."""
+        """Returns a function that reorders the heads, which come last along an axis."""
 
         def apply(x: Array) -> Array:
             before, heads = np.split(np.moveaxis(x, axis, 0), [x.shape[axis] - c.delta.value_heads * size])
@@ -142,10 +142,10 @@ def changes(c: DeltaNetConfig, name: str) -> Change | None:
         return apply
 
     heads, share = c.delta.key_heads, c.delta.share
-    there, back = moved(heads, share), moved(share, heads)
+    interleave, restore = moved(heads, share), moved(share, heads)
     if numbers is None:
-        return Change(there, back)
-    return Change(lambda x: numbers.to_gguf(there(x)), lambda x: numbers.from_gguf(back(x)))
+        return Change(interleave, restore)
+    return Change(lambda x: numbers.to_gguf(interleave(x)), lambda x: numbers.from_gguf(restore(x)))
 
 
 @family("qwen3.5", kind="decoder", gguf=["qwen35"], hf=["qwen3_5_text", "qwen3_5"], config=DenseConfig, weights=WEIGHTS,

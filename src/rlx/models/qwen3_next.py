@@ -1,7 +1,7 @@
-"""Qwen3-Next: most layers keep a matrix by the gated delta rule, every fourth attends, with a gate.
+"""Qwen3-Next: gated delta rule layers; every fourth layer is gated attention.
 
-Norms multiply by 1 + weight, a part of each head turns, and a mixture of experts has one that all tokens share. GGUF
-files have the 1 in the norms and rates in place of their logarithms.
+Norms multiply by 1 + weight, RoPE rotates a part of each head, and the mixture of experts has a shared expert. GGUF
+files have the 1 in the norms and store decay rates instead of their logarithms.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Config(DeltaNetConfig):
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"unit_offset": False, "rates": True}
 
     moe: Experts = group(
-        Experts, experts=key(gguf="expert_count", hf="num_experts", default=512, least=0, most=MAX_EXPERTS),
+        Experts, experts=key(gguf="expert_count", hf="num_experts", default=512, minimum=0, maximum=MAX_EXPERTS),
         chosen=key(gguf="expert_used_count", hf="num_experts_per_tok", default=10), **EXPERTS,
     )  # fmt: skip
 
-    def left_out(self) -> tuple[str, ...]:
+    def omitted_weights(self) -> tuple[str, ...]:
         of_experts = (".experts.", ".shared_expert", ".mlp.gate.")
         without = () if self.moe.experts else (n for n in WEIGHTS if any(part in n for part in of_experts))
-        return (*super().left_out(), *without)
+        return (*super().omitted_weights(), *without)
 
 
 _LAYER = "model.layers.{i}"
@@ -54,7 +54,7 @@ SHARED = {
     f"{_DELTA}.in_proj_z.weight": "blk.{i}.attn_gate.weight",
 }  # fmt: skip
 MIXTURE = moe.QWEN_WEIGHTS | SHARED | {
-    **{f"{_LAYER}.mlp.{n}_proj.weight": "" for n in _PARTS},  # no GGUF file has layers without experts
+    **{f"{_LAYER}.mlp.{n}_proj.weight": "" for n in _PARTS},  # GGUF has no layers without experts
     f"{_LAYER}.mlp.shared_expert_gate.weight": "blk.{i}.ffn_gate_inp_shexp.weight",
     **{f"{_LAYER}.mlp.shared_expert.{n}_proj.weight": f"blk.{{i}}.ffn_{n}_shexp.weight" for n in _PARTS},
 }  # fmt: skip
@@ -62,7 +62,7 @@ WEIGHTS = MIXTURE | {_QKVZ: "blk.{i}.ssm_in.weight", _BA: "blk.{i}.ssm_ba.weight
 
 
 def weight_views(c: Config, format: str) -> WeightViews:
-    """Queries, keys, values and gates each for itself: in files, all that belong to a head of keys lie together."""
+    """Splits q, k, v and gates, which files interleave per key head."""
     d = c.delta
     n, share = d.state, d.share
     v, z = 2 * n + share * d.value_size, 2 * n + 2 * share * d.value_size
@@ -74,7 +74,7 @@ def weight_views(c: Config, format: str) -> WeightViews:
 
 
 def changes(c: DeltaNetConfig, name: str) -> Change | None:
-    """What converters to GGUF do to norms and rates."""
+    """Changes made by GGUF converters to norms and decay rates."""
     if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return Change(lambda x: x + 1, lambda x: x - 1)
     return Change(lambda x: -np.exp(x), lambda x: np.log(-x)) if name.endswith(".A_log") else None
@@ -112,7 +112,7 @@ def decoder(name: str, c: DeltaNetConfig, context: int) -> ModelFlow:
 
 @family(
     "qwen3next", kind="decoder", gguf=["qwen3next"], hf=["qwen3_next"], config=Config, weights=WEIGHTS,
-    settings=moe.counted_experts, weight_views=weight_views, changes=changes,
+    settings=moe.rename_expert_count, weight_views=weight_views, changes=changes,
 )  # fmt: skip
 def qwen3next(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("qwen3next", c, context)

@@ -1,6 +1,6 @@
-"""RoBERTa, XLM-RoBERTa and CamemBERT: BERT whose positions are counted from the row after that of padding.
+"""RoBERTa, XLM-RoBERTa and CamemBERT: BERT whose positions are numbered from the padding row + 1.
 
-GGUF files say `bert`: llama.cpp leaves out the rows up to that of padding when it converts them.
+GGUF files say `bert`: llama.cpp drops the rows up to and including the padding row on conversion.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rlx.types import sym
 
 @dataclass(frozen=True)
 class Config(EncoderConfig):
-    """RoBERTa's configuration. Its `max_position_embeddings` counts rows that no token ever has."""
+    """RoBERTa's configuration. `max_position_embeddings` includes rows that no token uses."""
 
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **EncoderConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"),
         "add_cross_attention": (None, False),
     }  # fmt: skip
 
-    pad: int = key(hf="pad_token_id", default=1, least=0)
+    pad: int = key(hf="pad_token_id", default=1, minimum=0)
     types: int = key(hf="type_vocab_size", default=2)
-    causal: bool = key(hf="is_decoder", default=False)  # a token sees those before it only
+    causal: bool = key(hf="is_decoder", default=False)  # causal attention
 
     @property
     def context(self) -> int:
@@ -63,11 +63,11 @@ def roberta(c: Config) -> ModelFlow:
 
 @dataclass(frozen=True)
 class PaddedPositions(FlowStage):
-    """Adds a row of a table for each token: the n-th that is no padding has row `pad` + n, padding has row `pad`."""
+    """Adds a table row per token: the n-th non-padding token uses row `pad` + n, padding uses row `pad`."""
 
     weight_key: str
     pad: int
-    rows: int  # checks the table
+    rows: int  # expected size of the table
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "PaddedPositions")

@@ -1,4 +1,4 @@
-"""JSON files beside the weights: objects whose members are asked for by type, so that a wrong one is named."""
+"""Typed access to the JSON files next to the weights: a member of the wrong type is an error that names it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx.models.load import read_json
 
 @dataclass(frozen=True)
 class JsonObject:
-    """An object of a file, whose members are asked for by type; an absent file has none."""
+    """A JSON object of a file with typed access to its members; empty if the file is absent."""
 
     path: Path
     members: Mapping[str, Any]
@@ -23,15 +23,15 @@ class JsonObject:
         return cls(path, read_json(path) if path.exists() else {})
 
     def get(self, name: str, *kinds: type) -> Any:
-        """A member, or None where it is absent or null."""
-        found = self.members.get(name)
-        if found is None or type(found) in kinds:  # not isinstance: a truth value is no number
-            return found
+        """Returns a member, or None if it is absent or null."""
+        member = self.members.get(name)
+        if member is None or type(member) in kinds:  # not isinstance: a truth value is no number
+            return member
         expected = " or ".join(k.__name__ for k in kinds)
-        raise broken(self.path, quoted(name), expected=expected, actual=quoted(found))
+        raise broken(self.path, quoted(name), expected=expected, actual=quoted(member))
 
     def need(self, name: str, kind: type) -> Any:
-        found = self.get(name, kind)
-        if found is None:
+        member = self.get(name, kind)
+        if member is None:
             raise broken(self.path, f"{quoted(name)} is missing")
-        return found
+        return member

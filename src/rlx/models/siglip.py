@@ -1,6 +1,6 @@
-"""The vision tower of SigLIP: patches without a class token; a learned query attends over them for the pooled vector.
+"""SigLIP's vision tower: patches without a class token; a learned query attends over them for the pooled vector.
 
-Whole SigLIP models are read too: `vision_config` and the weights under `vision_model.` are their tower.
+Full SigLIP models are read too: `vision_config` and the weights under `vision_model.` are the tower.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ WEIGHTS = named(
 )  # fmt: skip
 
 
-def settings(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The tower's part of a whole model's configuration."""
-    tower = given.get("vision_config", {}) if given.get("model_type") == "siglip" else given
+def settings(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Selects the vision tower's part of a full model's configuration."""
+    tower = config.get("vision_config", {}) if config.get("model_type") == "siglip" else config
     if not isinstance(tower, Mapping):
         raise FormatError(f"{where}: vision_config: expected an object, found {quoted(tower)}")
     return tower
@@ -75,7 +75,7 @@ def siglip(c: Config) -> ModelFlow:
 
 @dataclass(frozen=True)
 class AttentionPool(FlowStage):
-    """`[batch, seq, dim]` to `[batch, dim]`: what a learned query finds, and a feed-forward of it."""
+    """Attention pooling, `[batch, seq, dim]` to `[batch, dim]`: a learned query attends over tokens; then an MLP."""
 
     prefix: str
     c: Config
@@ -90,8 +90,8 @@ class AttentionPool(FlowStage):
         q = (probe @ weight[:, :dim] + bias[:dim]).reshape(1, 1, c.heads, c.head_dim)
         both = x @ weight[:, dim:] + bias[dim:]
         k, v = (both[:, :, i * c.dim : (i + 1) * c.dim].reshape(batch, seq, c.heads, c.head_dim) for i in (0, 1))
-        found = q.expand(shape=(batch, 1, c.heads, c.head_dim)).attention(k, v).reshape(batch, dim)
-        pooled = linear(ctx, found, f"{at}.out_proj.weight", f"{at}.out_proj.bias", out=dim)
+        attended = q.expand(shape=(batch, 1, c.heads, c.head_dim)).attention(k, v).reshape(batch, dim)
+        pooled = linear(ctx, attended, f"{at}.out_proj.weight", f"{at}.out_proj.bias", out=dim)
         norm = LayerNorm(f"{self.prefix}.layernorm.weight", f"{self.prefix}.layernorm.bias", c.eps)
         ffn = GeluFfn.dinov2(self.prefix, intermediate_size=c.ffn, activation=c.activation)
         return ctx.wrap(pooled + ffn.emit(ctx, norm.emit(ctx, ctx.wrap(pooled))).id)

@@ -1,4 +1,4 @@
-"""What the configurations of decoders with states in place of attention share: Mamba 1 and 2."""
+"""Configuration shared by the state-space decoders, Mamba 1 and 2."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ModelConfig, 
 
 @dataclass(frozen=True)
 class StateSpaceConfig(ModelConfig):
-    """What Mamba 1 and 2 share."""
+    """Fields shared by Mamba 1 and 2."""
 
     GGUF_NEUTRAL: ClassVar[Neutral] = {"ssm.dt_b_c_rms": (False,), "expert_count": (0,)}
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"rates": True}
 
     dim: int = key(gguf="embedding_length", hf="hidden_size")
-    layers: int = key(gguf="block_count", hf="num_hidden_layers", most=MAX_LAYERS)
+    layers: int = key(gguf="block_count", hf="num_hidden_layers", maximum=MAX_LAYERS)
     vocab: int = key(hf="vocab_size")
     inner_given: int | None = key(gguf="ssm.inner_size", default=None)
-    grows: float = key(hf="expand", default=2.0)  # by this factor, where the inner size is not given
-    kernel: int = key(gguf="ssm.conv_kernel", hf="conv_kernel", default=4, most=64)
+    grows: float = key(hf="expand", default=2.0)  # by this factor, if the inner size is absent
+    kernel: int = key(gguf="ssm.conv_kernel", hf="conv_kernel", default=4, maximum=64)
     eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="layer_norm_epsilon", default=1e-5)
     bias: bool = key(hf="use_bias", default=False)
     conv_bias: bool = key(hf="use_conv_bias", default=True)
     activation: str = key(hf="hidden_act", default="silu")
-    rates: bool = False  # GGUF has -exp(A_log) where Hugging Face has A_log
+    rates: bool = False  # GGUF stores -exp(A_log) instead of A_log
 
     @property
     def inner(self) -> int:
@@ -36,15 +36,15 @@ class StateSpaceConfig(ModelConfig):
 
     @property
     def context(self) -> int:
-        """Nothing bounds it: a state takes in as many tokens as there are."""
+        """Unbounded: a state takes any number of tokens."""
         return MAX_POSITIONS
 
     @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+    def inferred_from_gguf(cls, file: TensorFile) -> dict[str, Any]:
         return {"rates": True, "conv_bias": "blk.0.ssm_conv1d.bias" in file, "bias": "blk.0.ssm_in.bias" in file}
 
-    def only_in_gguf(self) -> dict[str, Any]:
-        # llama.cpp wants the first three of every model
+    def gguf_only_settings(self) -> dict[str, Any]:
+        # llama.cpp requires the first three in every model
         nothing = {"context_length": 1 << 20, "feed_forward_length": 0, "attention.head_count": 0}
         return {**nothing, "ssm.inner_size": self.inner}
 
@@ -53,6 +53,6 @@ class StateSpaceConfig(ModelConfig):
         if not 1 <= self.inner <= MAX_SIZE:
             raise FormatError(f"{where}: layers are {self.inner} wide inside; expected 1 to {MAX_SIZE}")
 
-    def left_out(self) -> tuple[str, ...]:
+    def omitted_weights(self) -> tuple[str, ...]:
         has = {"in_proj.bias": self.bias, "out_proj.bias": self.bias, "conv1d.bias": self.conv_bias}
         return tuple(f"backbone.layers.{{i}}.mixer.{name}" for name, on in has.items() if not on)

@@ -1,4 +1,4 @@
-"""What vision transformers share: sizes, patches, class tokens, layers, and tables of positions for other sizes."""
+"""Shared by vision transformers: sizes, patches, class tokens, layers, and resampled position tables."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rlx.flow.stages import FlowStage, VitSelfAttn
 from rlx.flow.state import FlowValue
 from rlx.models.config import MAX_LAYERS, ModelConfig, check_activation, key
 
-MAX_PIXELS = 1 << 14  # along a side of an image
+MAX_PIXELS = 1 << 14  # per side of an image
 
 
 @dataclass(frozen=True)
 class VisionConfig(ModelConfig):
-    """What every vision transformer has, with the defaults of `transformers`: its files often leave them out."""
+    """Fields of every vision transformer, with the defaults of `transformers`, which files often omit."""
 
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {**ModelConfig.HF_NEUTRAL, "num_channels": (None, 3)}
-    vocab: ClassVar[int] = 0  # it reads no tokens
+    vocab: ClassVar[int] = 0  # no tokens
 
     dim: int = key(hf="hidden_size", default=768)
-    layers: int = key(hf="num_hidden_layers", default=12, most=MAX_LAYERS)
+    layers: int = key(hf="num_hidden_layers", default=12, maximum=MAX_LAYERS)
     heads: int = key(hf="num_attention_heads", default=12)
     eps: float = key(hf="layer_norm_eps", default=1e-12)
-    image: int = key(hf="image_size", default=224, most=MAX_PIXELS)
-    patch: int = key(hf="patch_size", default=16, most=MAX_PIXELS)
+    image: int = key(hf="image_size", default=224, maximum=MAX_PIXELS)
+    patch: int = key(hf="patch_size", default=16, maximum=MAX_PIXELS)
     activation: str = key(hf="hidden_act", default="gelu")
     qkv_bias: bool = key(hf="qkv_bias", default=True)
 
@@ -40,16 +40,16 @@ class VisionConfig(ModelConfig):
 
     @property
     def grid(self) -> int:
-        """Patches along a side of the images that it was trained with."""
+        """Patches per side of a training image."""
         return self.image // self.patch
 
     @property
     def context(self) -> int:
-        """Patches of an image."""
+        """Patches per image."""
         return self.grid * self.grid
 
     def inputs(self, pixels: Array) -> dict[str, Array]:
-        """What the graph wants for images that are made ready, `[images, 3, height, width]`."""
+        """Graph inputs for preprocessed images `[images, 3, height, width]`."""
         height, width = pixels.shape[2:]
         if (height, width) != (self.image, self.image):
             raise RequestError(
@@ -69,7 +69,7 @@ class VisionConfig(ModelConfig):
 # -- stages ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Patches(FlowStage):
-    """`[batch, 3, height, width]` to a vector for each square of pixels, `[batch, patches, dim]`, row by row."""
+    """Patch embedding: `[batch, 3, height, width]` to `[batch, patches, dim]`, row by row."""
 
     prefix: str
     dim: int
@@ -88,7 +88,7 @@ class Patches(FlowStage):
 
 @dataclass(frozen=True)
 class PrependToken(FlowStage):
-    """A learned token, or several, before all others. `after` keeps so many first ones in front of them."""
+    """Inserts learned tokens at index `after` of the sequence (default: the front)."""
 
     weight_key: str
     count: int = 1
@@ -109,7 +109,7 @@ class PrependToken(FlowStage):
 
 @dataclass(frozen=True)
 class AddPositions(FlowStage):
-    """Adds a table of positions with a row for each token, `[1, tokens, dim]` or `[tokens, dim]`."""
+    """Adds a position table `[1, tokens, dim]` or `[tokens, dim]`."""
 
     weight_key: str
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class AddPositions(FlowStage):
 
 
 def split_attention(prefix: str, names: Sequence[str], out: str, c: VisionConfig) -> VitSelfAttn:
-    """Attention whose queries, keys and values have weights of their own."""
+    """Attention with separate query, key and value weights."""
     q, k, v = (f"{prefix}.{name}" for name in names)
     biases = (f"{q}.bias", f"{k}.bias", f"{v}.bias") if c.qkv_bias else None
     return VitSelfAttn(
@@ -133,18 +133,17 @@ def split_attention(prefix: str, names: Sequence[str], out: str, c: VisionConfig
 
 
 def named(*names: str, layers: Sequence[str] = (), layer: str = "", vectors: Sequence[str] = ()) -> dict[str, str]:
-    """The weights of a vision model: each name with a weight and a bias, in each layer too. GGUF has no such models."""
+    """Weight names of a vision model: each name has a weight and a bias, also per layer. GGUF has no such models."""
     every = [*names, *(f"{layer}.{{i}}.{name}" for name in layers)]
     pairs = [f"{name}.{part}" for name in every for part in ("weight", "bias")]
     return dict.fromkeys([*pairs, *vectors], "")
 
 
-# -- positions of another size ---------------------------------------------------------------------------------------
+# -- resampled positions ---------------------------------------------------------------------------------------------
 def bicubic(size: int, wanted: int) -> Array:
-    """[wanted, size] what each old element counts in each new one, as torch's `interpolate` has it.
+    """[wanted, size] interpolation weights, as in torch's `interpolate`.
 
-    Unlike the resizing of images, its cubic has a = -0.75, looks at four elements however much smaller it gets, and
-    repeats the ones at the border.
+    Unlike image resizing, the cubic has a = -0.75, always uses four taps even when shrinking, and repeats the border.
     """
     a = -0.75
     places = (np.arange(wanted) + 0.5) * (size / wanted) - 0.5

@@ -1,4 +1,4 @@
-"""ViT: a class token and patches of an image through pre-norm layers. Gives hidden states and the class token's."""
+"""ViT: a class token and image patches through pre-norm layers. Outputs hidden states and the class token's vector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Config(VisionConfig):
 
     ffn: int = key(hf="intermediate_size", default=3072)
 
-    def left_out(self) -> tuple[str, ...]:
+    def omitted_weights(self) -> tuple[str, ...]:
         return () if self.qkv_bias else tuple(f"encoder.layer.{{i}}.attention.attention.{n}.bias" for n in QKV)
 
 

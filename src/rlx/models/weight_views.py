@@ -1,6 +1,6 @@
-"""Weights that a file arranges in another way than a flow wants them: several in one tensor, or one in several.
+"""Weights that a file lays out differently from the flow: several in one tensor, or one in several.
 
-What is made here are views where that is possible, so packed rows stay packed and mapped ones mapped.
+Produces views where possible, so quantised rows stay quantised and mapped ones stay mapped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlx.types import TensorType
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a weight; those of its transpose, where the file has it `[in, out]`; of each in a stack, by axis."""
+    """Some rows of a weight (of its transpose if the file stores `[in, out]`), along `axis` in stacks of weights."""
 
     of: str
     start: int = 0
@@ -41,12 +41,12 @@ class Rows:
         return tuple(sizes)
 
     def array(self, arrays: list[Array]) -> Array:
-        whole = arrays[0].T if self.transposed else arrays[0]
-        return whole[self._place]
+        tensor = arrays[0].T if self.transposed else arrays[0]
+        return tensor[self._place]
 
-    def put(self, whole: Array, part: Array) -> None:
-        """The way back; the whole is not transposed yet."""
-        whole[self._place] = part
+    def put(self, tensor: Array, part: Array) -> None:
+        """The inverse of `array`: writes the part into the tensor, which is not transposed yet."""
+        tensor[self._place] = part
 
     @property
     def _place(self) -> tuple[slice, ...]:
@@ -55,12 +55,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Some rows of each of the groups that a weight's rows are in: a span of all groups, then the next one."""
+    """Some rows of each group of a weight's rows: one span of all groups, then the next span."""
 
     of: str
     groups: int
-    size: int  # rows of a group
-    spans: tuple[tuple[int, int], ...]  # of them
+    size: int  # rows per group
+    spans: tuple[tuple[int, int], ...]  # row ranges within a group
     transposed: ClassVar[bool] = False
     axis: ClassVar[int] = 0
 
@@ -77,8 +77,8 @@ class GroupedRows:
     def array(self, arrays: list[Array]) -> Array:
         return arrays[0][self._places()]
 
-    def put(self, whole: Array, part: Array) -> None:
-        whole[self._places()] = part
+    def put(self, tensor: Array, part: Array) -> None:
+        tensor[self._places()] = part
 
     def _places(self) -> Array:
         each = np.arange(self.groups * self.size).reshape(self.groups, self.size)
@@ -87,7 +87,7 @@ class GroupedRows:
 
 @dataclass(frozen=True)
 class Stack:
-    """Weights one after the other, `[count, ...]`; {j} in the name is the number of each."""
+    """Stacks separate weights to `[count, ...]`; {j} in the name is the index."""
 
     of: str
     count: int
@@ -106,30 +106,30 @@ class Stack:
 
 
 WeightView = Rows | GroupedRows | Stack
-# By pattern, {i} is the layer. Where files differ, all ways; those of rlx have the first.
+# By pattern; {i} is the layer. Where files differ, a tuple of alternatives; rlx writes the first.
 WeightViews = Mapping[str, WeightView | tuple[WeightView, ...]]
 
 
 def weights_of(family: Family, config: Any, file: TensorFile) -> FileWeights:
-    """The weights of a family's file under the names that its flow asks for, each together with its scales."""
+    """The weights of a file under the names that the family's flow uses, joined with their scales."""
     file = with_scales(file, config.quantization, str(file.path))
     if family.weight_views is None:
         return FileWeights(file, family.weights, config.layers, family.prefixes)
-    made = family.weight_views(config, file.format)
-    return ArrangedWeights(file, family.weights, config.layers, family.prefixes, made)
+    views = family.weight_views(config, file.format)
+    return ArrangedWeights(file, family.weights, config.layers, family.prefixes, views)
 
 
 def in_layers(arrangement: WeightViews, layers: int) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
-    """Each weight by its name, and the ways in which files may have it."""
-    for pattern, made in arrangement.items():
-        ways = made if isinstance(made, tuple) else (made,)
+    """Yields each weight's name and the views by which files may provide it."""
+    for pattern, views in arrangement.items():
+        ways = views if isinstance(views, tuple) else (views,)
         for i in range(layers if "{i}" in pattern else 1):
             places = (replace(way, of=way.of.replace("{i}", str(i))) for way in ways)
             yield pattern.replace("{i}", str(i)), tuple(places)
 
 
 class ArrangedWeights(FileWeights):
-    """Weights of a file, and others that are made of them."""
+    """Weights of a file, and views derived from them."""
 
     def __init__(
         self, file: TensorFile, names: Mapping[str, str], layers: int, prefixes: Iterable[str], arrangement: WeightViews
@@ -138,12 +138,12 @@ class ArrangedWeights(FileWeights):
         has = super().has
         self.views: dict[str, WeightView] = {}
         for name, ways in in_layers(arrangement, layers):
-            found = [way for way in ways if all(map(has, way.names()))]
-            if len(found) > 1:  # which of them would count?
-                twice = " and ".join(quoted(way.of) for way in found)
+            matches = [way for way in ways if all(map(has, way.names()))]
+            if len(matches) > 1:  # ambiguous
+                twice = " and ".join(quoted(way.of) for way in matches)
                 raise broken(file.path, f"weight {quoted(name)}", expected="one tensor or the other", actual=twice)
-            if found:
-                self.views[name] = found[0]
+            if matches:
+                self.views[name] = matches[0]
 
     def has(self, key: str) -> bool:
         return key in self.views or super().has(key)
@@ -151,27 +151,27 @@ class ArrangedWeights(FileWeights):
     def type(self, key: str) -> TensorType:
         if key not in self.views:
             return super().type(key)
-        made = self.views[key]
-        first, *others = ((name, super(ArrangedWeights, self).type(name)) for name in made.names())
+        view = self.views[key]
+        first, *others = ((name, super(ArrangedWeights, self).type(name)) for name in view.names())
         for name, type_ in others:
             if type_ != first[1]:
                 raise broken(
                     self.file.path, f"tensor {quoted(name)}", expected=f"{first[1]} as {quoted(first[0])}", actual=type_
                 )
         shape = first[1].shape
-        if (wanted := made.wanted(shape)) is not None:
+        if (wanted := view.wanted(shape)) is not None:
             raise broken(self.file.path, f"tensor {quoted(first[0])}", expected=wanted, actual=f"shape {list(shape)}")
-        if getattr(made, "turned", False) and first[1].dtype.is_packed:  # blocks run along the other axis
-            what = f"tensor {quoted(first[0])}, which is stored transposed"
-            raise broken(self.file.path, what, expected="plain floats", actual=first[1].dtype)
-        return TensorType(made.shape(shape), first[1].dtype)
+        if getattr(view, "transposed", False) and first[1].dtype.is_packed:  # blocks run along the other axis
+            where = f"tensor {quoted(first[0])}, which is stored transposed"
+            raise broken(self.file.path, where, expected="plain floats", actual=first[1].dtype)
+        return TensorType(view.shape(shape), first[1].dtype)
 
     def array(self, key: str) -> Array:
         if key not in self.views:
             return super().array(key)
-        made = self.views[key]
-        array = made.array([super(ArrangedWeights, self).array(name) for name in made.names()])
-        array.flags.writeable = False  # a copy, or a part of what is read-only: what is derived from it can be shared
+        view = self.views[key]
+        array = view.array([super(ArrangedWeights, self).array(name) for name in view.names()])
+        array.flags.writeable = False  # a copy, or a slice of a read-only array: derived weights can be shared
         return array
 
     def entry(self, key: str) -> TensorEntry:

@@ -1,4 +1,4 @@
-"""The meaning of each op, by group. Importing this package fills the registry."""
+"""The definition of each op, by group. Importing this package fills the registry."""
 
 from rlx.ops import attention as attention
 from rlx.ops import causal_conv as causal_conv

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention with grouped heads and every kind of mask."""
+"""Scaled dot-product attention with grouped-query heads and every kind of mask."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlx.types import TensorType, require_equal
 
 
 class MaskKind:
-    """Which keys a query sees.
+    """Which keys a query attends to.
 
-    NONE (all), CAUSAL, sliding(w), near(r), CUSTOM ([batch, keys] mask), BIAS (added to scores), SEGMENTS (those of
-    its own sequence, by [batch, seq] ids), and segments(kind), which sees what both kinds show.
+    NONE (all), CAUSAL, sliding(w), near(r), CUSTOM ([batch, keys] mask), BIAS (added to scores), SEGMENTS (those of its
+    own sequence, by [batch, seq] ids), and segments(kind), the intersection of both.
     """
 
     NONE = "none"
@@ -46,7 +46,7 @@ class MaskKind:
 
     @staticmethod
     def segments(kind: str = NONE) -> str:
-        """What `kind` (NONE, CAUSAL, sliding(w) or near(r)) shows of the query's own segment."""
+        """The keys of the query's own segment that `kind` (NONE, CAUSAL, sliding(w) or near(r)) allows."""
         combined = MaskKind.SEGMENTS if kind == MaskKind.NONE else f"{kind}+{MaskKind.SEGMENTS}"
         parse_mask(combined)
         return combined
@@ -54,16 +54,16 @@ class MaskKind:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask kind taken apart: `name` is none, causal, sliding, near, custom or bias."""
+    """A parsed mask kind: `name` is none, causal, sliding, near, custom or bias."""
 
     name: str
-    window: int = 0  # keys that a query sees at most, of sliding and near
+    window: int = 0  # maximum keys per query, of sliding and near
     ahead: int = 0  # how many of them come after the query
     segments: bool = False
 
     @property
     def limited(self) -> bool:
-        """Whether the position of a query says which keys it sees."""
+        """Whether a query's position determines which keys it sees."""
         return self.name in ("causal", "sliding", "near")
 
     @property
@@ -72,7 +72,7 @@ class Mask:
 
 
 def parse_mask(kind: str) -> Mask:
-    """The parts of a mask kind."""
+    """Parses a mask kind."""
     name, plus, rest = kind.partition("+")
     if name == MaskKind.SEGMENTS and not plus:
         return Mask("none", segments=True)
@@ -90,13 +90,13 @@ def parse_mask(kind: str) -> Mask:
 
 
 def split_mask(kind: str) -> tuple[str, int]:
-    """The name of a mask kind, with `+segments` where it has them, and its window (0 where it has none)."""
+    """The name of a mask kind, with `+segments` if it has them, and its window (0 if none)."""
     mask = parse_mask(kind)
     return mask.name + "+segments" * mask.segments, mask.window
 
 
 def visible(kind: str, q_len: int, k_len: int) -> Any:
-    """[q_len, k_len]: which keys a query sees by its position; queries and keys end at the same one."""
+    """[q_len, k_len]: which keys a query sees by position; queries and keys end at the same one."""
     mask = parse_mask(kind)
     rows = np.arange(q_len)[:, None] + (k_len - q_len) + mask.ahead
     keys = np.arange(k_len)[None, :]
@@ -111,7 +111,7 @@ def visible(kind: str, q_len: int, k_len: int) -> Any:
 def _scores(
     q: Any, k: Any, mask: Any, mask_kind: str, scale: float | None, softcap: float | None
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Scores [batch, heads, seq, keys], -inf for keys that are not seen, and how they grow with the product q · k."""
+    """Scores [batch, heads, seq, keys], -inf for masked keys, and their derivative by the product q · k."""
     factor = q.dtype.type(scale if scale is not None else 1 / math.sqrt(q.shape[3]))
     scores, slope = np.einsum("bqhd,bkhd->bhqk", q, k) * factor, factor
     if softcap is not None:
@@ -131,7 +131,7 @@ def _scores(
 
 
 def _for_queries(q: Any, *tensors: Any) -> list[Any]:
-    """Tensors [batch, keys, kv_heads, ...] with their heads repeated for those of q."""
+    """Repeats the heads of tensors [batch, keys, kv_heads, ...] for those of q."""
     return [np.repeat(t, q.shape[2] // t.shape[2] if t.shape[2] else 1, axis=2) for t in tensors]
 
 
@@ -145,7 +145,7 @@ def _attention_lse(
     total = weights.sum(-1, keepdims=True)
     lse = np.log(total) + top
     weights = weights / np.where(total == 0, 1, total)
-    # A masked key adds exactly nothing, whatever its value is.
+    # A masked key adds exactly zero, whatever its value.
     masked = np.where(weights[..., None] == 0, 0, v.transpose(0, 2, 1, 3)[:, :, None])
     return np.einsum("bhqk,bhqkd->bqhd", weights, masked), lse[..., 0]
 
@@ -174,7 +174,7 @@ def _heads(batch: int, q: int, k: int, heads: int, kv: int, dim: int) -> tuple[S
 
 
 def _by_entries(node: Node, batched: Sequence[bool]) -> bool:
-    """Queries, keys and values of each entry by themselves."""
+    """Whether queries, keys and values of batch entries are independent."""
     return all(batched[:3])
 
 
@@ -206,15 +206,15 @@ def attention(
     num_heads: int | None = None,
     head_dim: int | None = None,
 ) -> TensorType:
-    """softmax(scale · q kᵀ, softcapped and masked) v for each head.
+    """softmax(scale · q kᵀ, softcapped and masked) v per head.
 
     `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
     Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
     [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
-    the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
-    its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
-    scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
-    shapes.
+    the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query attends to
+    keys with its own id; ids below 0 are padding, which attends to nothing and is masked. `near(r)` allows r keys on
+    each side. The scale defaults to 1/√head_dim. A query without keys gives zeros. `num_heads` and `head_dim` only
+    check the shapes.
     """
     result = _check("attention", q, k, v, mask, mask_kind, softcap)
     if num_heads not in (None, q.shape[2]) or head_dim not in (None, q.shape[3]):
@@ -245,16 +245,16 @@ def attention_lse(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[TensorType, TensorType]:
-    """`attention`, and for each query the logarithm of the sum of exp(scores), [batch, heads, seq], -inf without keys.
+    """`attention`, and per query the logsumexp of its scores, [batch, heads, seq], -inf without keys.
 
-    It is what the gradient of `attention` keeps in place of the weights. Narrow floats have it in f32.
+    The gradient of `attention` stores it instead of the weights. For narrow floats it is f32.
     """
     result = _check("attention_lse", q, k, v, mask, mask_kind, softcap)
     return result, row_type(q)
 
 
 def row_type(q: TensorType) -> TensorType:
-    """A number for each query."""
+    """The type of one number per query."""
     return TensorType((q.shape[0], q.shape[2], q.shape[1]), q.dtype.wide)
 
 
@@ -287,19 +287,19 @@ def attention_grad(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[TensorType, TensorType, TensorType]:
-    """Gradients of q, k and v from `dy`, that of the result of `attention_lse`.
+    """Gradients of q, k and v from `dy`, the gradient of the result of `attention_lse`.
 
-    `lse` is what that gave, `delta` the sum of dy · result of each query, less the gradient of its lse; both are
-    [batch, heads, seq]. Weights are made again block by block: no memory grows with seq · keys.
+    `lse` is its second result, `delta` the sum of dy · result per query, minus the gradient of its lse; both are
+    [batch, heads, seq]. Weights are recomputed block by block: no memory grows with seq · keys.
     """
     result = _check("attention_grad", q, k, v, mask, mask_kind, softcap)
-    for name, found, wanted in (("dy", dy, result), ("lse", lse, row_type(q)), ("delta", delta, row_type(q))):
-        if not found.dtype.is_float:
-            raise DTypeError(f"attention_grad: {name} is {found}, expected floats")
-        if found.rank != wanted.rank:
-            raise ShapeError(f"attention_grad: {name} is {found}, expected {wanted}")
-        for have, want in zip(found.shape, wanted.shape, strict=True):
-            require_equal(have, want, f"attention_grad: {name} is {found}, expected {wanted}")
+    for name, tensor, wanted in (("dy", dy, result), ("lse", lse, row_type(q)), ("delta", delta, row_type(q))):
+        if not tensor.dtype.is_float:
+            raise DTypeError(f"attention_grad: {name} is {tensor}, expected floats")
+        if tensor.rank != wanted.rank:
+            raise ShapeError(f"attention_grad: {name} is {tensor}, expected {wanted}")
+        for have, want in zip(tensor.shape, wanted.shape, strict=True):
+            require_equal(have, want, f"attention_grad: {name} is {tensor}, expected {wanted}")
     return q, k, v
 
 
@@ -307,7 +307,7 @@ def _check(
     where: str, q: TensorType, k: TensorType, v: TensorType, mask: TensorType | None, mask_kind: str,
     softcap: float | None,
 ) -> TensorType:  # fmt: skip
-    """The type of the result of attention."""
+    """The result type of attention."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.rank != 4:
             raise ShapeError(f"{where}: {name} is [batch, seq, heads, head_dim], found {t}")

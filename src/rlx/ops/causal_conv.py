@@ -1,4 +1,4 @@
-"""Causal depthwise convolution, with a state of the last tokens."""
+"""Causal depthwise convolution, with the last tokens as its state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rlx.ops.recurrent import (
     check_segments,
     check_shape,
     count_states,
-    earlier,
-    repeated,
+    repeat_first,
     row_by_row,
+    shift_tokens,
 )
 from rlx.types import TensorType
 
@@ -37,17 +37,17 @@ def _depthwise_conv1d_causal(x: Any, weight: Any, left_pad: Any, segments: Any =
     return y
 
 
-def _depthwise_conv1d_causal_apart(
+def _decompose_depthwise_conv1d_causal(
     x: Value, weight: Value, left_pad: Value, segments: Value, *, kernel_size: int
 ) -> Value:
-    """Tokens of another segment count as zeros; those of `left_pad` are of the first one."""
+    """Tokens of other segments count as zeros; those of `left_pad` belong to the first segment."""
     taps, wide = weight.reshape(weight.shape[0], kernel_size), x.dtype.wide
     total: Value | None = None
     for k in range(kernel_size):
         back = kernel_size - 1 - k
-        token = earlier(x, left_pad, back)
+        token = shift_tokens(x, left_pad, back)
         if back:
-            same = segments.equal(earlier(segments, repeated(segments, kernel_size - 1), back))
+            same = segments.equal(shift_tokens(segments, repeat_first(segments, kernel_size - 1), back))
             token = x.graph.one("where", same.reshape(*same.shape, 1), token, 0.0)
         term = token.astype(wide) * taps[:, k].astype(wide)
         total = term if total is None else total + term
@@ -58,7 +58,7 @@ def _depthwise_conv1d_causal_apart(
 @op(
     "depthwise_conv1d_causal", independent=never,
     reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
-    decompose=_depthwise_conv1d_causal_apart,
+    decompose=_decompose_depthwise_conv1d_causal,
     samples=[
         sample(f32(2, 9, 3), f32(3, 4), f32(2, 3, 3), i32(2, 9, low=0, high=2), kernel_size=4),
         sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), kernel_size=4),
@@ -72,10 +72,10 @@ def depthwise_conv1d_causal(
 ) -> TensorType:
     """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
 
-    x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
-    the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
-    between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
-    count as zeros.
+    x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
+    start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
+    between them, as in files, are accepted. With ids `segments` [batch, seq], tokens outside the segment of t count as
+    zeros.
     """
     where = "depthwise_conv1d_causal"
     _check_conv(where, x, weight, "left_pad", left_pad, kernel_size)
@@ -128,11 +128,11 @@ def depthwise_conv1d_causal_carry(
 ) -> tuple[TensorType, TensorType]:  # fmt: skip
     """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
-    The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
-    `lengths[b]` count; what comes after them is padding, and no state has it.
+    The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. The first `lengths[b]` tokens of
+    a row count; the rest is padding and does not enter the state.
 
     With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
-    [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
+    [rows, kernel_size - 1, channels]: the previous tokens are those of the same row, as in `selective_scan_carry`.
     """
     where = "depthwise_conv1d_causal_carry"
     if (lengths is None) == (rows is None):

@@ -1,7 +1,7 @@
-"""Loops and branches: ops that run graphs. A body reads its inputs in the order in which they were declared.
+"""Loops and branches: ops that run graphs. A body reads its inputs in declaration order.
 
 `scan` is the loop whose number of steps is known when it starts, `while_loop` runs until its condition is false, `cond`
-runs one of two graphs. Bodies see nothing but their inputs and constants: weights are handed in as broadcasts.
+runs one of two graphs. Bodies see nothing but their inputs and constants: weights are passed as broadcasts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Arrays = Sequence[Any]
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 def _check_inputs(where: str, body: Graph, wanted: Sequence[tuple[str, TensorType]]) -> None:
-    """The body reads exactly what it is given: `wanted` has a name and a type for each input."""
+    """Check the body's inputs: `wanted` has a name and a type for each."""
     if not isinstance(body, Graph):
         raise GraphError(f"{where}: its body is a {type(body).__name__}, not a Graph")
     for leaf in body.nodes:
@@ -40,46 +40,46 @@ def _check_inputs(where: str, body: Graph, wanted: Sequence[tuple[str, TensorTyp
         _same(f"{where}: input {node.attrs['name']!r} of graph {body.name!r}", node.types[0], label, type_)
 
 
-def _same(where: str, found: TensorType, label: str, wanted: TensorType) -> None:
-    if found == wanted:
+def _same(where: str, actual: TensorType, label: str, wanted: TensorType) -> None:
+    if actual == wanted:
         return
-    error = DTypeError if found.shape == wanted.shape else ShapeError
-    raise error(f"{where} is {found}, {label} is {wanted}")
+    error = DTypeError if actual.shape == wanted.shape else ShapeError
+    raise error(f"{where} is {actual}, {label} is {wanted}")
 
 
 def _check_carries(where: str, body: Graph, carries: Sequence[TensorType]) -> None:
-    """The first outputs of a body are its carries again."""
+    """Check that the first outputs of a body are its carries."""
     if len(body.outputs) < len(carries):
         raise GraphError(f"{where}: {len(carries)} carries, graph {body.name!r} has {len(body.outputs)} outputs")
     for i, (output, carry) in enumerate(zip(body.outputs, carries, strict=False)):
         _same(f"{where}: output {i} of graph {body.name!r}", output.type, f"carry {i}", carry)
 
 
-def _check_bool(where: str, what: str, found: TensorType) -> None:
-    if not found.dtype.is_bool or found.elements != 1:
-        raise DTypeError(f"{where}: {what} is one bool, found {found}")
+def _check_bool(where: str, role: str, type_: TensorType) -> None:
+    if not type_.dtype.is_bool or type_.elements != 1:
+        raise DTypeError(f"{where}: {role} is one bool, found {type_}")
 
 
-def _counted(where: str, name: str, count: Any, most: int) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= most:
-        raise GraphError(f"{where}: {name} is {count!r}, there are {most} operands")
+def _check_count(where: str, name: str, count: Any, limit: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= limit:
+        raise GraphError(f"{where}: {name} is {count!r}, there are {limit} operands")
     return count
 
 
 def _check_plain(where: str, labelled: Sequence[tuple[str, TensorType]]) -> None:
-    """What changes or is taken apart cannot be packed; a broadcast can."""
+    """Check that carries and sliced inputs are not packed; broadcasts may be."""
     for label, type_ in labelled:
         if type_.dtype.is_packed:
             raise DTypeError(f"{where}: {label} is {type_}, which is packed", hint="unpack it with x.dequantise()")
 
 
-def _labelled(what: str, types: Sequence[TensorType]) -> list[tuple[str, TensorType]]:
-    return [(f"{what} {i}", t) for i, t in enumerate(types)]
+def _label(noun: str, types: Sequence[TensorType]) -> list[tuple[str, TensorType]]:
+    return [(f"{noun} {i}", t) for i, t in enumerate(types)]
 
 
 # -- meanings ---------------------------------------------------------------------------------------------------------
 def run_body(body: Graph, arrays: Arrays, binding: Binding) -> list[Any]:
-    """The outputs of a body; narrow floats, which references get widened, are narrow again inside."""
+    """The outputs of a body; narrow floats, which references widen, are narrowed inside."""
     pairs = zip(body.inputs, arrays, strict=True)
     leaves = {n.attrs["name"]: np.asarray(a).astype(n.types[0].dtype.numpy, copy=False) for n, a in pairs}
     return evaluate.run(body, leaves, binding)
@@ -114,28 +114,29 @@ def scan(
     reverse: bool = False,
     checkpoints: int = 0,
 ) -> tuple[TensorType, ...]:
-    """A body run `length` times, what it gives handed on to its next run.
+    """Runs a body `length` times, passing its carries from step to step.
 
-    Operands are the first values of the carries, then broadcasts, which every step sees whole, then xs, of which step t
-    sees row t. The body takes a carry each, the broadcasts, a row each, and gives the next carries and then ys. Results
-    are the last carries and each y of all steps, `[length, *y]`. `reverse` walks the rows from the last to the first.
-    `checkpoints` changes nothing here: of so many steps the carries are kept for a gradient (0: of all).
+    Operands are the initial carries, then broadcasts, which every step sees in full, then xs, of which step t sees row
+    t. The body takes the carries, the broadcasts and one row of each xs, and returns the next carries and then ys.
+    Results are the last carries and each y of all steps, `[length, *y]`. `reverse` walks the rows from the last to the
+    first. `checkpoints` does not affect the result: it is the number of steps whose carries are stored for a gradient
+    (0: all).
     """
     if isinstance(length, bool) or (isinstance(length, int) and length < 0):
         raise ShapeError(f"scan: length is {length}")
-    n = _counted("scan", "carries", carries, len(operands))
-    m = _counted("scan", "broadcasts", broadcasts, len(operands) - n)
+    n = _check_count("scan", "carries", carries, len(operands))
+    m = _check_count("scan", "broadcasts", broadcasts, len(operands) - n)
     if isinstance(length, int) and not 0 <= checkpoints <= length:
         raise GraphError(f"scan: checkpoints is {checkpoints}, length is {length}")
     state, shared, xs = operands[:n], operands[n : n + m], operands[n + m :]
-    _check_plain("scan", _labelled("carry", state) + _labelled("xs", xs))
+    _check_plain("scan", _label("carry", state) + _label("xs", xs))
     rows = []
     for i, x in enumerate(xs):
         if x.rank == 0:
             raise ShapeError(f"scan: xs {i} is {x}, a row a step needs an axis")
         require_equal(x.shape[0], length, f"scan: xs {i} has {x.shape[0]} rows, length is {length}")
         rows.append(x.with_shape(*x.shape[1:]))
-    labels = _labelled("carry", state) + _labelled("broadcast", shared) + _labelled("a row of xs", rows)
+    labels = _label("carry", state) + _label("broadcast", shared) + _label("a row of xs", rows)
     _check_inputs("scan", body, labels)
     _check_carries("scan", body, state)
     if not body.outputs:
@@ -161,18 +162,18 @@ def _while_loop(
 def while_loop(
     *operands: TensorType, cond: Graph, body: Graph, carries: int, max_steps: int | None = None
 ) -> tuple[TensorType, ...]:
-    """A body run as long as `cond` gives true, and at most `max_steps` times.
+    """Runs a body as long as `cond` is true, and at most `max_steps` times.
 
-    Operands are the first values of the carries, then broadcasts. Both graphs take all of them; `cond` gives one bool,
-    `body` the next carries. Results are the last carries.
+    Operands are the initial carries, then broadcasts. Both graphs take all of them; `cond` returns one bool, `body` the
+    next carries. Results are the last carries.
     """
-    n = _counted("while_loop", "carries", carries, len(operands))
+    n = _check_count("while_loop", "carries", carries, len(operands))
     if n == 0:
         raise GraphError("while_loop: needs a carry, nothing else could change")
     if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0):
         raise GraphError(f"while_loop: max_steps is {max_steps!r}")
-    _check_plain("while_loop", _labelled("carry", operands[:n]))
-    labels = _labelled("carry", operands[:n]) + _labelled("broadcast", operands[n:])
+    _check_plain("while_loop", _label("carry", operands[:n]))
+    labels = _label("carry", operands[:n]) + _label("broadcast", operands[n:])
     for graph in (cond, body):
         _check_inputs("while_loop", graph, labels)
     if len(cond.outputs) != 1:
@@ -192,7 +193,7 @@ def _ended(x: Any, more: Any) -> Any:
 
 @op("ended", independent=never, reference=_ended, traits=[FUSED])
 def ended(x: TensorType, more: TensorType) -> TensorType:
-    """`x`, a result of a while loop with `max_steps`; an error at run time where `more`, its condition, still holds."""
+    """`x`, a result of a while loop with `max_steps`; an error at run time if `more`, its condition, still holds."""
     if not more.dtype.is_bool:
         raise DTypeError(f"ended: a condition is bool, found {more}")
     return x.with_shape(*broadcast(x.shape, more.shape, where="ended"))
@@ -206,13 +207,13 @@ def _cond(predicate: Any, *operands: Any, then_body: Graph, else_body: Graph, bi
 def cond(
     predicate: TensorType, *operands: TensorType, then_body: Graph, else_body: Graph
 ) -> TensorType | tuple[TensorType, ...]:
-    """One of two graphs: `then_body` where the predicate, one bool, is true, else `else_body`. The other does not run.
+    """Runs one of two graphs: `then_body` if the predicate, one bool, is true, else `else_body`; never both.
 
-    Both take the operands and give results of the same types.
+    Both take the operands and return results of the same types.
     """
     _check_bool("cond", "the predicate", predicate)
     for graph in (then_body, else_body):
-        _check_inputs("cond", graph, _labelled("operand", operands))
+        _check_inputs("cond", graph, _label("operand", operands))
     one, other = (tuple(o.type for o in g.outputs) for g in (then_body, else_body))
     if len(one) != len(other):
         raise GraphError(f"cond: then_body has {len(one)} outputs, else_body has {len(other)}")

@@ -1,4 +1,4 @@
-"""Convolution and pooling over the last axes of [batch, channels, ...], as PyTorch defines them."""
+"""Convolution and pooling over the last axes of [batch, channels, ...], as in PyTorch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Pair = tuple[int, int]
 KINDS = ("max", "mean")
 
 
-def pair(where: str, name: str, value: int | Pair, least: int) -> Pair:
-    """One number for both axes, or one for each."""
+def pair(where: str, name: str, value: int | Pair, minimum: int) -> Pair:
+    """One number for both axes, or one per axis."""
     both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(both) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in both):
-        raise GraphError(f"{where}: {name} is {value!r}, wanted one or two integers from {least}")
+    if len(both) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < minimum for v in both):
+        raise GraphError(f"{where}: {name} is {value!r}, wanted one or two integers from {minimum}")
     return both
 
 
 def span(kernel: int, dilation: int) -> int:
-    """How much of an axis a kernel covers."""
+    """Extent of a dilated kernel along an axis."""
     return dilation * (kernel - 1) + 1
 
 
 def output_size(where: str, size: Size, kernel: int, stride: int, padding: int, dilation: int = 1) -> Size:
-    """How often a kernel fits into an axis."""
+    """Number of positions of a kernel along an axis."""
     room = size + (2 * padding - span(kernel, dilation))
     if isinstance(room, int) and room < 0:
         raise ShapeError(f"{where}: a kernel of {span(kernel, dilation)} does not fit {size} + 2 · {padding}")
@@ -39,15 +39,15 @@ def output_size(where: str, size: Size, kernel: int, stride: int, padding: int, 
 
 
 def windows(x: Any, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, fill: float) -> Any:
-    """[batch, channels, out_y, out_x, kernel_y, kernel_x]: what each output looks at."""
+    """[batch, channels, out_y, out_x, kernel_y, kernel_x]: the window of each output."""
     sides = [(0, 0), (0, 0), *((p, p) for p in padding)]
     padded = np.pad(x, sides, constant_values=fill)
     spans = tuple(span(k, d) for k, d in zip(kernel, dilation, strict=True))
     for wanted, size, side in zip(spans, x.shape[2:], padding, strict=True):
-        if wanted > size + 2 * side:  # sizes that only run time knows
+        if wanted > size + 2 * side:  # sizes known only at run time
             raise BindError(f"conv: a kernel of {wanted} does not fit {size} + 2 · {side}")
-    found = np.lib.stride_tricks.sliding_window_view(padded, spans, axis=(2, 3))
-    return found[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
+    views = np.lib.stride_tricks.sliding_window_view(padded, spans, axis=(2, 3))
+    return views[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
 
 
 def _conv2d(x: Any, weight: Any, bias: Any = None, *, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
@@ -76,13 +76,13 @@ def conv2d(
 ) -> TensorType:  # fmt: skip
     """Cross-correlation of x [batch, channels, height, width] with weight [out, channels / groups, kernel_y, kernel_x].
 
-    `stride`, `padding` (zeros on both sides) and `dilation` are one number, or one for each axis.
+    `stride`, `padding` (zeros on both sides) and `dilation` are one number, or one per axis.
     """
     if x.rank != 4 or weight.rank != 4:
         raise ShapeError(f"conv2d: x is [batch, channels, height, width], weight [out, in, y, x], found {x}, {weight}")
-    given = [t for t in (x, weight, bias) if t is not None]
-    if any(not t.dtype.is_float or t.dtype is not x.dtype for t in given):
-        raise DTypeError(f"conv2d: takes floats of one type, found {', '.join(str(t.dtype) for t in given)}")
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    if any(not t.dtype.is_float or t.dtype is not x.dtype for t in tensors):
+        raise DTypeError(f"conv2d: takes floats of one type, found {', '.join(str(t.dtype) for t in tensors)}")
     out, inside, *kernel = weight.shape
     fixed = [k for k in (out, inside, *kernel) if isinstance(k, int)]
     if len(fixed) < 4 or groups < 1 or fixed[0] % groups:
@@ -120,17 +120,17 @@ def pool2d(
 ) -> TensorType:
     """The largest (`kind` max) or mean number of each window of x [batch, channels, height, width].
 
-    `stride` is the kernel's size unless given. Padding counts as zeros in a mean and never as the largest.
+    `stride` defaults to the kernel's size. Padding counts as zeros in a mean and never as the largest.
     """
     if x.rank != 4:
         raise ShapeError(f"pool2d: x is [batch, channels, height, width], found {x}")
     size = pair("pool2d", "kernel", kernel, 1)
     step = size if stride is None else pair("pool2d", "stride", stride, 1)
-    return _pooled("pool2d", x, kind, size, step, pair("pool2d", "padding", padding, 0))
+    return _pool_type("pool2d", x, kind, size, step, pair("pool2d", "padding", padding, 0))
 
 
-def _pooled(where: str, x: TensorType, kind: str, *settings: Sequence[int]) -> TensorType:
-    """The type that pooling gives: kernel, stride and padding have a number for each axis after the channels."""
+def _pool_type(where: str, x: TensorType, kind: str, *settings: Sequence[int]) -> TensorType:
+    """The result type of pooling; kernel, stride and padding have one number per axis after the channels."""
     if kind not in KINDS:
         raise GraphError(f"{where}: kind {kind!r} is not one of {', '.join(KINDS)}")
     if not x.dtype.is_float:
@@ -142,27 +142,27 @@ def _pooled(where: str, x: TensorType, kind: str, *settings: Sequence[int]) -> T
     return x.with_shape(*x.shape[:2], *(output_size(where, *axis) for axis in axes))
 
 
-def _of_a_row(stride: int, padding: int, dilation: int) -> dict[str, Pair]:
-    """Settings of a line, for an image of one row."""
+def _row_settings(stride: int, padding: int, dilation: int) -> dict[str, Pair]:
+    """1D settings for an image with one row."""
     return {"stride": (1, stride), "padding": (0, padding), "dilation": (1, dilation)}
 
 
 def _conv1d(x: Any, weight: Any, bias: Any = None, *, stride: int, padding: int, dilation: int, groups: int) -> Any:
-    settings = _of_a_row(stride, padding, dilation)
+    settings = _row_settings(stride, padding, dilation)
     return _conv2d(x[:, :, None], weight[:, :, None], bias, groups=groups, **settings)[:, :, 0]
 
 
-def _conv1d_apart(
+def _decompose_conv1d(
     x: Value, weight: Value, bias: Value | None, *, stride: int, padding: int, dilation: int, groups: int
 ) -> Value:
-    """A convolution over images of one row."""
+    """A convolution over images with one row."""
     row, taps = (v.reshape(v.shape[0], v.shape[1], 1, v.shape[2]) for v in (x, weight))
-    y = x.graph.one("conv2d", row, taps, bias, groups=groups, **_of_a_row(stride, padding, dilation))
+    y = x.graph.one("conv2d", row, taps, bias, groups=groups, **_row_settings(stride, padding, dilation))
     return y.reshape(y.shape[0], y.shape[1], y.shape[3])
 
 
 @op(
-    "conv1d", independent=never, reference=_conv1d, decompose=_conv1d_apart, traits=[COMPOSED], tolerance=1e-5,
+    "conv1d", independent=never, reference=_conv1d, decompose=_decompose_conv1d, traits=[COMPOSED], tolerance=1e-5,
     samples=[
         sample(f32(2, 3, 20), f32(4, 3, 5), f32(4), padding=2), sample(f32(1, 4, 33), f32(6, 2, 3), groups=2, stride=2),
         sample(f32(1, 2, 17), f32(3, 2, 3), dilation=2),
@@ -176,32 +176,32 @@ def conv1d(
     if x.rank != 3 or weight.rank != 3:
         raise ShapeError(f"conv1d: x is [batch, channels, length], weight [out, in, kernel], found {x}, {weight}")
     rows = [t.with_shape(*t.shape[:2], 1, t.shape[2]) for t in (x, weight)]
-    for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+    for name, value, minimum in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if not isinstance(value, int):
-            raise GraphError(f"conv1d: {name} is {value!r}, wanted an integer from {least}")
-    y = conv2d.rule(rows[0], rows[1], bias, groups=groups, **_of_a_row(stride, padding, dilation))
+            raise GraphError(f"conv1d: {name} is {value!r}, wanted an integer from {minimum}")
+    y = conv2d.rule(rows[0], rows[1], bias, groups=groups, **_row_settings(stride, padding, dilation))
     assert isinstance(y, TensorType)
     return y.with_shape(y.shape[0], y.shape[1], y.shape[3])
 
 
 def _pool1d(x: Any, *, kind: str, kernel: int, stride: int | None, padding: int) -> Any:
-    return _pool2d(x[:, :, None], kind=kind, **_window_of_a_row(kernel, stride, padding))[:, :, 0]
+    return _pool2d(x[:, :, None], kind=kind, **_row_window(kernel, stride, padding))[:, :, 0]
 
 
-def _window_of_a_row(kernel: int, stride: int | None, padding: int) -> dict[str, Pair]:
-    """A window of a line, for an image of one row."""
+def _row_window(kernel: int, stride: int | None, padding: int) -> dict[str, Pair]:
+    """A 1D window for an image with one row."""
     return {"kernel": (1, kernel), "stride": (1, kernel if stride is None else stride), "padding": (0, padding)}
 
 
-def _pool1d_apart(x: Value, *, kind: str, kernel: int, stride: int | None, padding: int) -> Value:
-    """Pooling of images of one row."""
+def _decompose_pool1d(x: Value, *, kind: str, kernel: int, stride: int | None, padding: int) -> Value:
+    """Pooling of images with one row."""
     row = x.reshape(x.shape[0], x.shape[1], 1, x.shape[2])
-    y = x.graph.one("pool2d", row, kind=kind, **_window_of_a_row(kernel, stride, padding))
+    y = x.graph.one("pool2d", row, kind=kind, **_row_window(kernel, stride, padding))
     return y.reshape(y.shape[0], y.shape[1], y.shape[3])
 
 
 @op(
-    "pool1d", independent=never, reference=_pool1d, decompose=_pool1d_apart, traits=[COMPOSED], tolerance=1e-6,
+    "pool1d", independent=never, reference=_pool1d, decompose=_decompose_pool1d, traits=[COMPOSED], tolerance=1e-6,
     samples=[
         sample(f32(2, 3, 20), kind="max", kernel=2), sample(f32(1, 4, 33), kind="mean", kernel=3, stride=2, padding=1),
         sample(f32(1, 2, 17), kind="max", kernel=5, stride=1, padding=2),
@@ -212,7 +212,7 @@ def pool1d(x: TensorType, *, kind: str, kernel: int, stride: int | None = None, 
     if x.rank != 3:
         raise ShapeError(f"pool1d: x is [batch, channels, length], found {x}")
     window = {"kernel": (kernel, 1), "stride": (kernel if stride is None else stride, 1), "padding": (padding, 0)}
-    for name, (value, least) in window.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise GraphError(f"pool1d: {name} is {value!r}, wanted an integer from {least}")
-    return _pooled("pool1d", x, kind, (kernel,), (kernel if stride is None else stride,), (padding,))
+    for name, (value, minimum) in window.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise GraphError(f"pool1d: {name} is {value!r}, wanted an integer from {minimum}")
+    return _pool_type("pool1d", x, kind, (kernel,), (kernel if stride is None else stride,), (padding,))

@@ -1,7 +1,7 @@
-"""Custom functions: a graph used as one op, with derivative rules of its own.
+"""Custom functions: a graph used as one op, with custom derivative rules.
 
-`fwd_body` says what it computes. `vjp_body` and `jvp_body` say how it is differentiated: passes keep them for the
-transforms, kernels never see them, because the forward body takes the place of the op before anything else.
+`fwd_body` defines the computation. `vjp_body` and `jvp_body` define its derivatives: passes keep them for the
+transforms; kernels never see them, because the forward body replaces the op before anything else.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ def _check_graph(where: str, body: Any) -> None:
             raise GraphError(f"{where}: has the {leaf.op} {leaf.attrs['name']!r}", hint=hint)
 
 
-def _same(where: str, found: TensorType, label: str, wanted: TensorType) -> None:
-    """One type. What stands for the derivative of something that is no float has its shape, nothing else is known."""
-    if found.shape != wanted.shape:
-        raise ShapeError(f"{where} is {found}, {label} is {wanted}")
-    if found.dtype is not wanted.dtype:
-        raise DTypeError(f"{where} is {found}, {label} is {wanted}")
+def _same(where: str, actual: TensorType, label: str, wanted: TensorType) -> None:
+    """Check for equal types. The derivative of a non-float only needs the same shape; nothing else is known of it."""
+    if actual.shape != wanted.shape:
+        raise ShapeError(f"{where} is {actual}, {label} is {wanted}")
+    if actual.dtype is not wanted.dtype:
+        raise DTypeError(f"{where} is {actual}, {label} is {wanted}")
 
 
-def _like(where: str, found: TensorType, label: str, wanted: TensorType) -> None:
-    _same(where, found, label, wanted if wanted.dtype.is_float else wanted.with_dtype(found.dtype))
+def _like(where: str, actual: TensorType, label: str, wanted: TensorType) -> None:
+    _same(where, actual, label, wanted if wanted.dtype.is_float else wanted.with_dtype(actual.dtype))
 
 
-def _counted(where: str, what: str, found: int, wanted: int, why: str) -> None:
-    if found != wanted:
-        raise GraphError(f"{where}: has {found} {what}, wanted {wanted}: {why}")
+def _check_count(where: str, noun: str, count: int, wanted: int, why: str) -> None:
+    if count != wanted:
+        raise GraphError(f"{where}: has {count} {noun}, wanted {wanted}: {why}")
 
 
 def _check_forward(body: Graph, operands: Types) -> tuple[TensorType, ...]:
     where = "custom_fn: fwd_body"
     _check_graph(where, body)
-    _counted(where, "inputs", len(body.inputs), len(operands), "one for each operand")
+    _check_count(where, "inputs", len(body.inputs), len(operands), "one for each operand")
     for i, (node, operand) in enumerate(zip(body.inputs, operands, strict=True)):
         _same(f"{where}: input {node.attrs['name']!r}", node.types[0], f"operand {i}", operand)
     if not body.outputs:
@@ -62,17 +62,17 @@ def _check_forward(body: Graph, operands: Types) -> tuple[TensorType, ...]:
 def named_inputs(body: Graph, *stems: str) -> tuple[list[str], dict[tuple[str, int], str]]:
     """The inputs of a derivative body by role: names of primals in order, and (stem, number) -> name of the others.
 
-    `primal_output` stands for number 0 of its stem, `primal_output_2` for number 2.
+    `primal_output` is number 0 of its stem, `primal_output_2` is number 2.
     """
     primals: list[str] = []
     roles: dict[tuple[str, int], str] = {}
     pattern = re.compile(rf"({'|'.join(stems)})(?:_(\d+))?")
     for node in body.inputs:
         name = node.attrs["name"]
-        found = pattern.fullmatch(name)
-        if found is None:
+        match = pattern.fullmatch(name)
+        if match is None:
             primals.append(name)
-        elif (role := (found[1], int(found[2] or 0))) in roles:
+        elif (role := (match[1], int(match[2] or 0))) in roles:
             raise GraphError(
                 f"custom_fn: graph {body.name!r} has the inputs {roles[role]!r} and {name!r} for one value"
             )
@@ -84,7 +84,7 @@ def named_inputs(body: Graph, *stems: str) -> tuple[list[str], dict[tuple[str, i
 def _check_derivative(
     where: str, body: Graph, operands: Types, required: dict[str, Types], optional: dict[str, Types]
 ) -> None:
-    """The primals in order, and inputs by name: for each stem one for each of its types."""
+    """Check the primals, in order, and the other inputs by name: one per stem and type."""
     _check_graph(where, body)
     primals, roles = named_inputs(body, *required, *optional)
     expected = {(stem, i): t for stem, types in (required | optional).items() for i, t in enumerate(types)}
@@ -92,32 +92,32 @@ def _check_derivative(
     for stem, types in required.items():
         for i in range(len(types)):
             if (stem, i) not in roles:
-                name, given = _name(stem, i, types), [n.attrs["name"] for n in body.inputs]
-                raise GraphError(f"{where}: has no input called {name!r} among {given}", hint=nearest(name, given))
-    _counted(where, "inputs that stand for operands", len(primals), len(operands), f"the rest are {shown}")
+                name, names = _name(stem, i, types), [n.attrs["name"] for n in body.inputs]
+                raise GraphError(f"{where}: has no input called {name!r} among {names}", hint=nearest(name, names))
+    _check_count(where, "inputs that stand for operands", len(primals), len(operands), f"the rest are {shown}")
     for role, name in roles.items():
         if role not in expected:
             counts = " or ".join(f"{len(types)} of {stem!r}" for stem, types in (required | optional).items())
             raise GraphError(f"{where}: input {name!r} stands for nothing, there are {counts}")
-    found = {n.attrs["name"]: n.types[0] for n in body.inputs}
+    types_by_name = {n.attrs["name"]: n.types[0] for n in body.inputs}
     for i, (name, operand) in enumerate(zip(primals, operands, strict=True)):
-        _same(f"{where}: input {name!r}", found[name], f"operand {i}", operand)
+        _same(f"{where}: input {name!r}", types_by_name[name], f"operand {i}", operand)
     for role, name in roles.items():
         stem, i = role
         check = _same if stem == "primal_output" else _like
         label = f"{'operand' if stem == 'tangent' else 'result'} {i}"
-        check(f"{where}: input {name!r}", found[name], label, expected[role])
+        check(f"{where}: input {name!r}", types_by_name[name], label, expected[role])
 
 
 def _name(stem: str, i: int, types: Types) -> str:
-    """How an input is called in an error; a single output has no number."""
+    """The name of an input in errors; a single output has no number."""
     return stem if len(types) == 1 and stem != "tangent" else f"{stem}_{i}"
 
 
 def _check_vjp(body: Graph, operands: Types, results: Types) -> None:
     where = "custom_fn: vjp_body"
     _check_derivative(where, body, operands, {"primal_output": results, "d_output": results}, {})
-    _counted(where, "outputs", len(body.outputs), len(operands), "one gradient for each operand")
+    _check_count(where, "outputs", len(body.outputs), len(operands), "one gradient for each operand")
     for i, (output, operand) in enumerate(zip(body.outputs, operands, strict=True)):
         _like(f"{where}: output {i}", output.type, f"operand {i}", operand)
 
@@ -125,7 +125,7 @@ def _check_vjp(body: Graph, operands: Types, results: Types) -> None:
 def _check_jvp(body: Graph, operands: Types, results: Types) -> None:
     where = "custom_fn: jvp_body"
     _check_derivative(where, body, operands, {"tangent": operands}, {"primal_output": results})
-    _counted(where, "outputs", len(body.outputs), len(results), "one tangent for each result")
+    _check_count(where, "outputs", len(body.outputs), len(results), "one tangent for each result")
     for i, (output, result) in enumerate(zip(body.outputs, results, strict=True)):
         _like(f"{where}: output {i}", output.type, f"result {i}", result)
 
@@ -135,19 +135,19 @@ def _custom_fn(*operands: Any, fwd_body: Graph, binding: Mapping[str, int], **_:
     return tuple(run_body(fwd_body, operands, binding))
 
 
-def _inlined(*operands: Value, fwd_body: Graph, **_: Graph | None) -> tuple[Value, ...]:
+def _inline(*operands: Value, fwd_body: Graph, **_: Graph | None) -> tuple[Value, ...]:
     return inline(operands[0].graph, fwd_body, operands)
 
 
-@op("custom_fn", independent=never, reference=_custom_fn, traits=[CONTROL, COMPOSED], decompose=_inlined)
+@op("custom_fn", independent=never, reference=_custom_fn, traits=[CONTROL, COMPOSED], decompose=_inline)
 def custom_fn(
     *operands: TensorType, fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
 ) -> TensorType | tuple[TensorType, ...]:
     """A graph as one op. Its bodies read the operands in the order in which they declare inputs.
 
-    `fwd_body` gives the results. `vjp_body` also has inputs called `primal_output` and `d_output` (`primal_output_0`,
-    `d_output_0`, ... where there are several results) and gives a gradient for each operand. `jvp_body` also has inputs
-    called `tangent_0`, `tangent_1`, ..., may have `primal_output`, and gives a tangent for each result.
+    `fwd_body` computes the results. `vjp_body` also has inputs called `primal_output` and `d_output`
+    (`primal_output_0`, `d_output_0`, ... for several results) and returns one gradient per operand. `jvp_body` also has
+    inputs called `tangent_0`, `tangent_1`, ..., may have `primal_output`, and returns one tangent per result.
     """
     results = _check_forward(fwd_body, operands)
     if vjp_body is not None:

@@ -1,6 +1,6 @@
 """Elementwise ops: arithmetic, comparisons, activations, casts. Operands broadcast; types promote as in `dtypes`.
 
-Most ops are one line: their name, their NumPy meaning, the scalar operation of their loop form.
+Most ops are one line: their name, their NumPy reference, the scalar operation of their loop form.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def unary(
     samples: tuple[Sample, ...] = (sample(f32(5, 7)), sample(f32(3, 1, 65))),
     tolerance: float = 1e-6,
 ) -> OpDef:
-    """Declare an op of one operand whose result has the operand's type."""
+    """Declare an op with one operand whose result has the operand's type."""
 
     def rule(x: TensorType) -> TensorType:
         _require(name, kind, x.dtype)
@@ -89,7 +89,7 @@ def binary(
     samples: tuple[Sample, ...] = (),
     tolerance: float = 1e-6,
 ) -> OpDef:
-    """Declare an op of two operands that broadcast and promote to one type."""
+    """Declare an op with two operands that broadcast and promote to one type."""
 
     def rule(a: TensorType, b: TensorType) -> TensorType:
         common = promote(a.dtype, b.dtype)
@@ -195,7 +195,7 @@ round = unary("round", np.rint, doc="The nearest whole number; a half goes to th
 
 
 def _erf(x: Any) -> Any:
-    """Error function in NumPy alone: Python's own, element by element (a reference may be slow)."""
+    """Error function without SciPy: Python's own, element by element (a reference may be slow)."""
     return np.vectorize(math.erf, otypes=[np.float64])(x.astype(np.float64)).astype(x.dtype)
 
 
@@ -249,7 +249,7 @@ def where(condition: TensorType, a: TensorType, b: TensorType) -> TensorType:
 
 
 def cast_array(x: Any, dtype: DType) -> Any:
-    """NumPy cast with our rules: float to integer truncates, saturates and makes NaN 0; anything to bool is `!= 0`."""
+    """NumPy cast by rlx rules: float to integer truncates, saturates and maps NaN to 0; anything to bool is `!= 0`."""
     if dtype.is_integer and x.dtype.kind not in "iub":
         limits = np.iinfo(dtype.numpy)
         wide = np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf))
@@ -259,12 +259,12 @@ def cast_array(x: Any, dtype: DType) -> Any:
     if dtype.is_bool:
         return x != 0
     if dtype is BF16 and x.dtype == np.float64:
-        x = _rounded_to_odd(x)
+        x = _round_to_odd(x)
     return x.astype(dtype.numpy)
 
 
-def _rounded_to_odd(x: Any) -> Any:
-    """f64 as f32 such that one more rounding (ml_dtypes makes bf16 from f32) sees what the first has lost."""
+def _round_to_odd(x: Any) -> Any:
+    """f64 to f32, rounded to odd, so that a second rounding (ml_dtypes makes bf16 from f32) is correct."""
     near = x.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32) - (np.abs(back) > np.abs(x)).astype(np.uint32)  # toward zero
@@ -290,7 +290,7 @@ def _rounded_to_odd(x: Any) -> Any:
     ],
 )
 def cast(x: TensorType, *, dtype: DType) -> TensorType:
-    """`x` with another element type, rounded to nearest even; integers reach narrow floats by way of f32.
+    """Casts `x` to another element type, rounding to nearest even; integers reach narrow floats via f32.
 
     Float to integer truncates and saturates, NaN becomes 0; integer to integer wraps; to bool is `!= 0`.
     """

@@ -1,7 +1,7 @@
-"""Ops that passes make: elementwise regions, matmuls with epilogues, residual norms, prepacked operands.
+"""Ops created by passes: elementwise regions, matmuls with epilogues, residual norms, prepacked operands.
 
-A fused op carries what it does in an attribute: `body` is a graph of elementwise ops over inputs `x0, x1, ...` (after
-`acc0`, `acc1` for the sums of a matmul). Its reference evaluates exactly that.
+A fused op carries its computation in an attribute: `body` is a graph of elementwise ops over inputs `x0, x1, ...`
+(after `acc0`, `acc1` for the sums of a matmul). Its reference evaluates that graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlx.ir.rewrite import inline
 from rlx.operand_layouts import Layout, WeightLayout
 from rlx.ops.grouped import check_groups
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
-from rlx.ops.quant import unpacked
+from rlx.ops.quant import unpack_blocks
 from rlx.types import Size, TensorType, broadcast, require_equal
 
 
@@ -35,7 +35,7 @@ def _check_body(where: str, body: Graph, operands: tuple[TensorType, ...]) -> Te
 
 
 def _check_weights(where: str, weights: int, body: Graph) -> None:
-    """Refuse more weights than the body reads sums of, before as many types are made."""
+    """Refuse more weights than the body reads sums of, before allocating as many types."""
     if not 0 < weights <= len(body.inputs):
         hint = "the first inputs of the body are the sums, one per weight"
         raise GraphError(f"{where}: {weights} weights, and a body of {len(body.inputs)} inputs", hint=hint)
@@ -51,11 +51,11 @@ def _region(*xs: Any, body: Graph, binding: Mapping[str, int]) -> Any:
     return _run_body(body, list(xs), binding)
 
 
-def _region_apart(*xs: Value, body: Graph) -> tuple[Value, ...]:
+def _decompose_region(*xs: Value, body: Graph) -> tuple[Value, ...]:
     return inline(xs[0].graph, body, xs)
 
 
-@op("region", independent=aligned, reference=_region, traits=[FUSED], decompose=_region_apart)
+@op("region", independent=aligned, reference=_region, traits=[FUSED], decompose=_decompose_region)
 def region(*xs: TensorType, body: Graph) -> TensorType | tuple[TensorType, ...]:
     """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     result = _check_body("region", body, xs)
@@ -70,13 +70,13 @@ def _prepack(*ws: Any, layout: Layout) -> Any:
 
 
 def _by_rows_of_layout(node: Node, batched: Sequence[bool]) -> bool:
-    """A layout that packs each row by itself; the last axis is not the first."""
+    """Whether the layout packs each row by itself, and the last axis is not the first."""
     return node.attrs["layout"].by_rows and node.types[0].rank > 1
 
 
 @op("prepack", independent=_by_rows_of_layout, reference=_prepack, traits=[FUSED, TAKES_PACKED])
 def prepack(*ws: TensorType, layout: Layout) -> TensorType:
-    """Weights, or the left side of a matmul, as kernels of a target read them; the layout says how."""
+    """Weights, or the left operand of a matmul, in the layout that a target's kernels read."""
     return layout.packed_type(*ws)
 
 
@@ -84,7 +84,7 @@ def _products(x: Any, ws: Sequence[Any], weights: int, columns: int, layout: Wei
     """x times each weight."""
     if layout is not None:
         return layout.products(x, ws[0], columns, weights)
-    matrices = [unpacked(w).swapaxes(-1, -2) if dtype_of(w.dtype).is_packed else w for w in ws]
+    matrices = [unpack_blocks(w).swapaxes(-1, -2) if dtype_of(w.dtype).is_packed else w for w in ws]
     return [np.matmul(x, w.astype(x.dtype, copy=False)) for w in matrices]
 
 
@@ -97,7 +97,7 @@ def _fused_matmul(
     return _run_body(body, [*sums, *rest[used:]], binding)
 
 
-def _fused_matmul_apart(
+def _decompose_fused_matmul(
     x: Value, *rest: Value, body: Graph, weights: int, layout: WeightLayout | None, **_: Any
 ) -> tuple[Value, ...]:
     assert layout is None, "packed weights stay packed"
@@ -105,7 +105,7 @@ def _fused_matmul_apart(
 
 
 def _matrix(weight: Value, wide: DType) -> Value:
-    """The numbers [..., k, n] of a weight; quantised ones are blocks of rows [..., n, k]."""
+    """The numbers [..., k, n] of a weight; quantised weights are rows of blocks [..., n, k]."""
     if weight.dtype.is_packed:
         rows: Value = weight.dequantise()
         return rows.mT
@@ -113,12 +113,12 @@ def _matrix(weight: Value, wide: DType) -> Value:
 
 
 def _is_narrower(stored: DType, computed: DType) -> bool:
-    """Whether weights are 16-bit floats that are computed with in a wider type."""
+    """Whether weights are 16-bit floats that are computed in a wider type."""
     return stored.is_float and computed.is_float and stored.size == 2 < computed.size
 
 
 def _sums(where: str, x: TensorType, matrix: TensorType, layout: WeightLayout | None) -> DType:
-    """The type of sums over the inner sizes, which must be equal."""
+    """The accumulator type; the inner sizes must be equal."""
     k, sums = matrix.shape[-2], x.dtype
     if layout is not None:
         k, sums = layout.inner(x, matrix)
@@ -132,10 +132,10 @@ def _sums(where: str, x: TensorType, matrix: TensorType, layout: WeightLayout | 
     return sums
 
 
-def _check_stored(where: str, computed: DType, kept: DType) -> None:
-    if kept is not computed and not _is_narrower(kept, computed):
+def _check_stored(where: str, computed: DType, stored: DType) -> None:
+    if stored is not computed and not _is_narrower(stored, computed):
         hint = "weights are stored as x is, or as 16-bit floats"
-        raise DTypeError(f"{where}: x is {computed}, the weight {kept}", hint=hint)
+        raise DTypeError(f"{where}: x is {computed}, the weight {stored}", hint=hint)
 
 
 @op(
@@ -143,7 +143,7 @@ def _check_stored(where: str, computed: DType, kept: DType) -> None:
     independent=matrices,
     reference=_fused_matmul,
     traits=[FUSED, TAKES_PACKED],
-    decompose=_fused_matmul_apart,
+    decompose=_decompose_fused_matmul,
 )
 def fused_matmul(
     x: TensorType,
@@ -153,11 +153,11 @@ def fused_matmul(
     columns: Size,
     layout: WeightLayout | None = None,
 ) -> TensorType | tuple[TensorType, ...]:
-    """x times one or two weights, and elementwise work on the sums while they are in registers.
+    """x times one or two weights, with elementwise work on the sums while they are in registers.
 
-    Operands are x, the weights, then what the body reads beside the sums. `columns` is the width of each product. With
-    a `layout`, the weights are one tensor that `prepack` made, and x may have to be packed too; else they are matrices
-    [k, n], maybe of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as files have them.
+    Operands are x, the weights, then the body's other inputs. `columns` is the width of each product. With a `layout`,
+    the weights are one tensor made by `prepack`, and x may have to be packed too; otherwise they are matrices [k, n],
+    possibly of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as in files.
     """
     _check_weights("fused_matmul", weights, body)
     used = weights if layout is None else 1
@@ -184,7 +184,7 @@ def _fused_grouped(
     return _run_body(body, [*sums, *rest[used + 1 :]], binding)
 
 
-def _fused_grouped_apart(
+def _decompose_fused_grouped(
     x: Value, *rest: Value, body: Graph, weights: int, layout: WeightLayout | None, **_: Any
 ) -> tuple[Value, ...]:
     assert layout is None, "packed weights stay packed"
@@ -195,7 +195,7 @@ def _fused_grouped_apart(
 
 @op(
     "fused_grouped", independent=never, reference=_fused_grouped, traits=[FUSED, CHECKS_DATA, TAKES_PACKED],
-    decompose=_fused_grouped_apart,
+    decompose=_decompose_fused_grouped,
 )  # fmt: skip
 def fused_grouped(
     x: TensorType,
@@ -207,7 +207,7 @@ def fused_grouped(
 ) -> TensorType | tuple[TensorType, ...]:
     """`fused_matmul` in which each row of x has its own matrix, as in `grouped_matmul`.
 
-    Weights have one more axis in front, and after them comes the index into it of each row.
+    Weights have one more leading axis; after them comes the index into it of each row.
     """
     _check_weights("fused_grouped", weights, body)
     used = weights if layout is None else 1
@@ -221,14 +221,14 @@ def _residual_norm(x: Any, residual: Any, gamma: Any, beta: Any, *, kind: str, e
     return norm(total, gamma, beta, eps=eps), total
 
 
-def _residual_norm_apart(
+def _decompose_residual_norm(
     x: Value, residual: Value, gamma: Value | None, beta: Value | None, *, kind: str, eps: float
 ) -> tuple[Value, Value]:
     total = x + residual
     return x.graph.one(f"{kind}_norm", total, gamma, beta, eps=eps), total
 
 
-@op("residual_norm", independent=by_rows, reference=_residual_norm, traits=[FUSED], decompose=_residual_norm_apart)
+@op("residual_norm", independent=by_rows, reference=_residual_norm, traits=[FUSED], decompose=_decompose_residual_norm)
 def residual_norm(
     x: TensorType,
     residual: TensorType,

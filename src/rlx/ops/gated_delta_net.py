@@ -1,4 +1,4 @@
-"""The gated delta net: linear attention that corrects what a head remembers."""
+"""The gated delta net: linear attention whose update corrects each head's state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlx.ops.recurrent import (
     checked_chunks,
     count_states,
     row_by_row,
-    starts_of,
+    state_resets,
 )
 from rlx.types import TensorType
 
@@ -37,11 +37,11 @@ def _gated_delta_net_with_states(
 ) -> tuple[Any, Any, Any, Any]:
     batch, seq, heads, n = v.shape
     states, misses = np.empty((batch, heads, -(-seq // chunk), n, n), v.dtype), np.empty_like(v)
-    out, state, starts = np.empty_like(v), state.copy(), starts_of(q, segments)
+    out, state, resets = np.empty_like(v), state.copy(), state_resets(q, segments)
     for t in range(seq):
         if t % chunk == 0:
             states[:, :, t // chunk] = state
-        state[starts[:, t]] = 0
+        state[resets[:, t]] = 0
         state = state * np.exp(g[:, t])[..., None, None]
         misses[:, t] = v[:, t] - np.einsum("bhij,bhi->bhj", state, k[:, t])
         state = state + _outer(k[:, t], misses[:, t] * beta[:, t][..., None])
@@ -106,11 +106,11 @@ def gated_delta_net(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, segments: TensorType | None = None, *,
     state_size: int,
 ) -> TensorType:  # fmt: skip
-    """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+    """Linear attention with the gated delta rule; each head has a state matrix S from keys to values.
 
-    A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+    Per token, S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and the output is qᵀ S / sqrt(state_size). q, k and v are
     [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
-    `segments` [batch, seq] change from one token to the next, S starts at zero again.
+    `segments` [batch, seq] change from one token to the next, S is reset to zero.
     """
     _check_delta("gated_delta_net", q, k, v, g, beta, None, state_size, segments)
     return v
@@ -130,10 +130,10 @@ def gated_delta_net_carry(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType,
     segments: TensorType | None = None, rows: TensorType | None = None, *, state_size: int,
 ) -> tuple[TensorType, TensorType]:  # fmt: skip
-    """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+    """`gated_delta_net` from `state` [batch, heads, n, n] that also returns the state after the last token.
 
     With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-    [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
+    [rows, heads, n, n]: a token continues from the state of its row, as in `selective_scan_carry`.
     """
     _check_delta("gated_delta_net_carry", q, k, v, g, beta, state, state_size, segments, rows)
     return v, state
@@ -144,10 +144,10 @@ def gated_delta_net_with_states(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType,
     segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
-    """`gated_delta_net_carry` that also gives what its gradient needs.
+    """`gated_delta_net_carry` that also returns the values stored for its gradient.
 
-    That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
-    v - kᵀ S.
+    These are the state before each chunk of tokens, [batch, heads, chunks, n, n], and the error of each token, v - kᵀ
+    S.
     """
     where = "gated_delta_net_with_states"
     _check_delta(where, q, k, v, g, beta, state, state_size, segments)
@@ -162,13 +162,13 @@ def _gated_delta_net_backward(
     scale, seq, ds = q.dtype.type(1 / math.sqrt(state_size)), q.shape[1], d_last.copy()
     dq, dk, dv, dg, dbeta = (np.empty_like(x) for x in (q, k, misses, g, beta))
     gates, changes = np.exp(g)[..., None, None], misses * beta[..., None]
-    starts = starts_of(q, segments)
+    resets = state_resets(q, segments)
     for first in reversed(range(0, seq, chunk)):
         before, after, state = [], [], states[:, :, first // chunk]
         tokens = range(first, min(first + chunk, seq))
         for t in tokens:
             before.append(state * gates[:, t])
-            before[-1][starts[:, t]] = 0
+            before[-1][resets[:, t]] = 0
             state = before[-1] + _outer(k[:, t], changes[:, t])
             after.append(state)
         for t in reversed(tokens):
@@ -183,7 +183,7 @@ def _gated_delta_net_backward(
             ds = ds - _outer(k[:, t], dv[:, t])
             dg[:, t] = (ds * old).sum((-2, -1))
             ds = ds * gates[:, t]
-            ds[starts[:, t]] = 0
+            ds[resets[:, t]] = 0
     return dq, dk, dv, dg, dbeta, ds
 
 
@@ -194,13 +194,13 @@ def gated_delta_net_backward(
 ) -> tuple[TensorType, TensorType, TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
     """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
 
-    `states` and `misses` are what `gated_delta_net_kept` gives for the same chunk; inside a chunk the states are
-    computed again.
+    `states` and `misses` are the results of `gated_delta_net_with_states` for the same chunk; states inside a chunk are
+    recomputed.
     """
     where = "gated_delta_net_backward"
     _check_delta(where, q, k, q, g, beta, None, state_size, segments)
     batch, seq, heads, n = q.shape
-    kept, last = (batch, heads, checked_chunks(where, seq, chunk), n, n), (batch, heads, n, n)
+    stored, last = (batch, heads, checked_chunks(where, seq, chunk), n, n), (batch, heads, n, n)
     of_tokens = {"misses": (misses, q.shape), "d_out": (d_out, q.shape)}
-    check_backward(where, q, states=(states, kept), **of_tokens, d_last=(d_last, last))
+    check_backward(where, q, states=(states, stored), **of_tokens, d_last=(d_last, last))
     return q, k, misses, g, beta, d_last

@@ -1,4 +1,4 @@
-"""Linear attention with a gate, the recurrence of Mamba 2."""
+"""Gated linear attention, the recurrence of Mamba 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlx.ops.recurrent import (
     check_shape,
     count_states,
     row_by_row,
-    starts_of,
+    state_resets,
 )
 from rlx.types import TensorType
 
@@ -33,10 +33,10 @@ def _gated_linear_attention_carry(
             return _gated_linear_attention_carry(query, key, value, gate, start)
 
         return row_by_row("gated_linear_attention_carry", rows, state, [v, q, k, g], run)
-    state, out, starts = state.copy(), np.empty_like(v), starts_of(v, segments)
+    state, out, resets = state.copy(), np.empty_like(v), state_resets(v, segments)
     q, k = (np.repeat(t, v.shape[2] // t.shape[2], axis=2) for t in (q, k))
     for t in range(v.shape[1]):
-        state[starts[:, t]] = 0
+        state[resets[:, t]] = 0
         state = state * np.exp(g[:, t])[..., None, None] + k[:, t][..., :, None] * v[:, t][..., None, :]
         out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t])
     return out, state
@@ -69,15 +69,15 @@ def gated_linear_attention_carry(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, state: TensorType, segments: TensorType | None = None,
     rows: TensorType | None = None,
 ) -> tuple[TensorType, TensorType]:  # fmt: skip
-    """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+    """Gated linear attention; each head has a state matrix S from keys to values. Used by Mamba 2, among others.
 
-    A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
-    [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
-    Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
-    [batch, seq] change from one token to the next, S starts at zero again.
+    Per token, S = exp(g) S + k ⊗ v, and the output is qᵀ S. q and k are [batch, seq, groups, n], v is [batch, seq,
+    heads, m], g (the logarithm of the gate) is [batch, seq, heads]; adjacent heads share a group. Starts from `state`
+    [batch, heads, n, m] and also returns the state after the last token. Where the ids `segments` [batch, seq] change
+    from one token to the next, S is reset to zero.
 
     With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
-    [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
+    [rows, heads, n, m]: a token continues from the state of its row, as in `selective_scan_carry`.
     """
     where = "gated_linear_attention_carry"
     axes = check_rows(where, q, rows, segments)

@@ -1,4 +1,4 @@
-"""Products in which each row chooses its matrix: the experts of a mixture."""
+"""Matrix products in which each row chooses its matrix: the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlx.types import Size, TensorType, require_equal
 
 
 def check_groups(where: str, index: Any, groups: int) -> None:
-    """An error where an index is not one of the groups."""
+    """Raise if an index is not one of the groups."""
     if index.size and (index.min() < 0 or index.max() >= groups):
         raise KernelError(f"{where}: an index lies outside 0:{groups}")
 
@@ -57,11 +57,11 @@ def _grouped_matmul(x: Any, w: Any, index: Any) -> Any:
     ],
 )  # fmt: skip
 def grouped_matmul(x: TensorType, w: TensorType, index: TensorType) -> TensorType:
-    """Row i of `x` times the matrix `w[index[i]]`; no other matrix is looked at.
+    """Row i of `x` times the matrix `w[index[i]]`; other matrices are not read.
 
     `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
-    Rows that follow each other and have the same index read their matrix together: many rows are fastest in the order
-    of `group_rows`.
+    Consecutive rows with the same index share one read of their matrix, so many rows are fastest in the order of
+    `group_rows`.
     """
     if x.rank != 2 or w.rank != 3 or index.rank != 1:
         raise ShapeError(f"grouped_matmul: takes [rows, k], [groups, k, n] and [rows], found {x}, {w} and {index}")
@@ -76,8 +76,8 @@ def _group_rows(index: Any, *, groups: int) -> Any:
     order = np.argsort(index, kind="stable").astype(np.int32)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    starts = np.searchsorted(index[order], np.arange(groups + 1))
-    return order, place, starts.astype(np.int32)
+    offsets = np.searchsorted(index[order], np.arange(groups + 1))
+    return order, place, offsets.astype(np.int32)
 
 
 @op(
@@ -88,11 +88,11 @@ def _group_rows(index: Any, *, groups: int) -> Any:
     ],
 )  # fmt: skip
 def group_rows(index: TensorType, *, groups: Size) -> tuple[TensorType, TensorType, TensorType]:
-    """The order in which rows of equal index come together, where that puts each row, and where each group starts.
+    """Sorts rows by group: the order of rows, its inverse, and the offset of each group.
 
-    The first result says which row comes at each place, group by group, and in a group as they were. The second one is
-    its inverse. Rows of group g are at places `starts[g]` to `starts[g + 1]` of the third. An index outside the groups
-    is an error at run time.
+    The first result says which row comes at each place, group by group, stable within a group. The second one is its
+    inverse. Rows of group g are at places `offsets[g]` to `offsets[g + 1]`, the third result. An index outside the
+    groups is an error at run time.
     """
     if index.rank != 1:
         raise ShapeError(f"group_rows: takes one index a row, found {index}")
@@ -111,17 +111,17 @@ def _grouped_outer(x: Any, y: Any, index: Any, *, groups: int) -> Any:
     return result
 
 
-def _grouped_outer_apart(x: Value, y: Value, index: Value, *, groups: Size) -> Value:
-    order, _, starts = index.group_rows(groups=groups)
+def _decompose_grouped_outer(x: Value, y: Value, index: Value, *, groups: Size) -> Value:
+    order, _, offsets = index.group_rows(groups=groups)
     type_ = promote(x.dtype, y.dtype)
     left, right = (v.astype(type_.wide) if v.dtype is not type_.wide else v for v in (x, y))
-    made = x.graph.one("outer_of_runs", left.gather(order).mT, right.gather(order), starts)
-    return made if type_ is type_.wide else made.astype(type_)
+    product = x.graph.one("outer_of_runs", left.gather(order).mT, right.gather(order), offsets)
+    return product if type_ is type_.wide else product.astype(type_)
 
 
 @op(
     "grouped_outer", independent=never,
-    reference=_grouped_outer, decompose=_grouped_outer_apart, traits=[COMPOSED], tolerance=1e-5,
+    reference=_grouped_outer, decompose=_decompose_grouped_outer, traits=[COMPOSED], tolerance=1e-5,
     samples=[
         sample(f32(5, 4), f32(5, 6), i32(5, low=0, high=3), groups=3),
         sample(f32(19, 65), f32(19, 130), i32(19, low=0, high=4), groups=6),
@@ -129,10 +129,10 @@ def _grouped_outer_apart(x: Value, y: Value, index: Value, *, groups: Size) -> V
     ],
 )  # fmt: skip
 def grouped_outer(x: TensorType, y: TensorType, index: TensorType, *, groups: Size) -> TensorType:
-    """Of each group the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
+    """Per group, the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
 
-    `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros where a group has no
-    rows. Each row is multiplied once. An index outside the groups is an error at run time.
+    `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros for a group without rows.
+    Each row is multiplied once. An index outside the groups is an error at run time.
     """
     if x.rank != 2 or y.rank != 2 or index.rank != 1:
         raise ShapeError(f"grouped_outer: takes [rows, k], [rows, n] and [rows], found {x}, {y} and {index}")
@@ -142,12 +142,12 @@ def grouped_outer(x: TensorType, y: TensorType, index: TensorType, *, groups: Si
     return TensorType((groups, x.shape[1], y.shape[1]), promote(x.dtype, y.dtype))
 
 
-def _outer_of_runs(x: Any, y: Any, starts: Any) -> Any:
-    pieces = [x[:, a:b] @ y[a:b] for a, b in pairwise(starts)]
+def _outer_of_runs(x: Any, y: Any, offsets: Any) -> Any:
+    pieces = [x[:, a:b] @ y[a:b] for a, b in pairwise(offsets)]
     return np.stack(pieces) if pieces else np.zeros((0, x.shape[0], y.shape[1]), x.dtype)
 
 
 @op("outer_of_runs", independent=never, reference=_outer_of_runs, traits=[FUSED])
-def outer_of_runs(x: TensorType, y: TensorType, starts: TensorType) -> TensorType:
-    """x[:, s:e] @ y[s:e] from each start to the next: [k, rows] and [rows, n] give [starts - 1, k, n]."""
-    return TensorType((starts.shape[0] - 1, x.shape[0], y.shape[1]), x.dtype)
+def outer_of_runs(x: TensorType, y: TensorType, offsets: TensorType) -> TensorType:
+    """x[:, s:e] @ y[s:e] from each offset to the next: [k, rows] and [rows, n] give [offsets - 1, k, n]."""
+    return TensorType((offsets.shape[0] - 1, x.shape[0], y.shape[1]), x.dtype)

@@ -1,4 +1,4 @@
-"""Ops that read or write by data: gather rows of a table, add rows to one, write rows into one."""
+"""Ops that read or write at indices: gather rows of a table, add rows to one, write rows into one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlx.errors import DTypeError, KernelError, ShapeError
 from rlx.ir.graph import Node
 from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, boolean, f32, i32, op, sample
-from rlx.ops.quant import unpacked
+from rlx.ops.quant import unpack_blocks
 from rlx.types import TensorType, axis_index, require_equal
 
 
@@ -24,12 +24,12 @@ def _check_range(where: str, indices: Any, size: int) -> None:
 def _gather(table: Any, indices: Any, *, axis: int) -> Any:
     at = axis % table.ndim
     shape = (*table.shape[:at], *indices.shape, *table.shape[at + 1 :])
-    if 0 in shape:  # nothing is looked up, whatever the indices are
+    if 0 in shape:  # nothing is looked up, whatever the indices
         empty = np.empty(shape, table.dtype)
-        return unpacked(empty) if table.dtype.names else empty
+        return unpack_blocks(empty) if table.dtype.names else empty
     _check_range("gather", indices, table.shape[axis])
     rows = np.take(table, indices, axis=axis)
-    return unpacked(rows) if table.dtype.names else rows
+    return unpack_blocks(rows) if table.dtype.names else rows
 
 
 def _integers(where: str, indices: TensorType) -> None:
@@ -38,7 +38,7 @@ def _integers(where: str, indices: TensorType) -> None:
 
 
 def _rows_of_a_table(node: Node, batched: Sequence[bool]) -> bool:
-    """Each entry reads a table that all share."""
+    """Whether each entry reads a shared table."""
     return not batched[0] and node.attrs["axis"] == 0
 
 
@@ -52,9 +52,9 @@ def _rows_of_a_table(node: Node, batched: Sequence[bool]) -> bool:
     traits=[TAKES_PACKED, CHECKS_DATA],
 )  # fmt: skip
 def gather(table: TensorType, indices: TensorType, *, axis: int = 0) -> TensorType:
-    """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
+    """Slices of `table` along an axis, one per index, like `np.take`. An index outside it is an error at run time.
 
-    Of a packed table only rows can be taken (axis 0 of two); they come out as f32.
+    From a packed table only rows can be taken (axis 0 of two); they are returned as f32.
     """
     _integers("gather", indices)
     at = axis_index(axis, table.rank, "gather")
@@ -82,14 +82,14 @@ def _scatter_add(x: Any, indices: Any, updates: Any) -> Any:
     ],
 )  # fmt: skip
 def scatter_add(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
-    """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order.
+    """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices accumulate, in order.
 
     Takes numbers, as `add` does.
     """
     if x.dtype.is_bool:
         hint = "cast with x.astype('i32'), or write rows with scatter"
         raise DTypeError("scatter_add: takes numbers, found bool", hint=hint)
-    return _scattered("scatter_add", x, indices, updates)
+    return _scatter_type("scatter_add", x, indices, updates)
 
 
 def _scatter(x: Any, indices: Any, updates: Any) -> Any:
@@ -98,7 +98,7 @@ def _scatter(x: Any, indices: Any, updates: Any) -> Any:
         return result
     _check_range("scatter", indices, x.shape[0])
     rows = updates.reshape(indices.size, *x.shape[1:])
-    for at, row in zip(indices.reshape(-1), rows, strict=True):  # in order: of equal indices the last counts
+    for at, row in zip(indices.reshape(-1), rows, strict=True):  # in order: of equal indices the last wins
         result[at] = row
     return result
 
@@ -112,11 +112,11 @@ def _scatter(x: Any, indices: Any, updates: Any) -> Any:
     ],
 )  # fmt: skip
 def scatter(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
-    """`x` with row `updates[i]` in place of row `indices[i]` of its first axis; of equal indices the last counts."""
-    return _scattered("scatter", x, indices, updates)
+    """`x` with row `indices[i]` of its first axis replaced by row `updates[i]`; of equal indices the last wins."""
+    return _scatter_type("scatter", x, indices, updates)
 
 
-def _scattered(where: str, x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
+def _scatter_type(where: str, x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
     _integers(where, indices)
     if x.rank == 0:
         raise ShapeError(f"{where}: the table needs an axis, found {x}")

@@ -1,4 +1,4 @@
-"""Rows of 8-bit integers, each with a scale and an offset of its own: as what activations meet integer weights."""
+"""Rows of 8-bit integers with a scale and an offset per row: activations for matmuls with integer weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx.ir.independence import by_rows
 from rlx.ir.registry import FUSED, f32, op, sample
 from rlx.ops.elementwise import cast_array
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
-from rlx.ops.quant import LEAST_SCALE
+from rlx.ops.quant import MIN_SCALE
 from rlx.types import TensorType
 
 LEVELS = 255  # steps from the smallest number of a row to the largest
@@ -22,7 +22,7 @@ LEVELS = 255  # steps from the smallest number of a row to the largest
 def _quantise_rows(x: Any) -> tuple[Any, Any, Any]:
     kind = x.dtype.type
     low, high = x.min(-1, keepdims=True, initial=np.inf), x.max(-1, keepdims=True, initial=-np.inf)
-    scale = np.maximum((high - low) / kind(LEVELS), kind(LEAST_SCALE))
+    scale = np.maximum((high - low) / kind(LEVELS), kind(MIN_SCALE))
     return cast_array(np.rint((x - low) * (kind(1) / scale)), U8), scale, low
 
 
@@ -31,11 +31,11 @@ def _quantise_rows(x: Any) -> tuple[Any, Any, Any]:
     samples=[sample(f32(4, 33)), sample(f32(2, 3, 130, low=-0.2, high=5.0)), sample(f32(64)), sample(f32(3, 1))],
 )  # fmt: skip
 def quantise_rows(x: TensorType) -> tuple[TensorType, TensorType, TensorType]:
-    """x as u8, and a scale and an offset for each row of the last axis: x ≈ u8 · scale + offset.
+    """x as u8, with a scale and an offset per row of the last axis: x ≈ u8 · scale + offset.
 
-    The offset is the smallest number of the row, the scale its distance to the largest / 255, at least 1e-12.
-    (x - offset) · (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row that has a NaN or an
-    infinity is no number either; its integers are 0.
+    The offset is the smallest number of the row, the scale (largest - smallest) / 255, at least 1e-12. (x - offset) ·
+    (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row with a NaN or an infinity is not
+    finite either; its integers are 0.
     """
     if x.rank == 0:
         raise ShapeError("quantise_rows: needs an axis, found a scalar")
@@ -54,7 +54,7 @@ def _quantised_norm(
     return *rows, *([y] if keep else []), *([] if residual is None else [total])
 
 
-def _quantised_norm_apart(
+def _decompose_quantised_norm(
     x: Value, residual: Value | None, gamma: Value | None, beta: Value | None, even: Value | None, *, kind: str,
     eps: float, keep: bool,
 ) -> tuple[Value, ...]:  # fmt: skip
@@ -64,7 +64,10 @@ def _quantised_norm_apart(
     return *rows, *([y] if keep else []), *([] if residual is None else [total])
 
 
-@op("quantised_norm", independent=by_rows, reference=_quantised_norm, traits=[FUSED], decompose=_quantised_norm_apart)
+@op(
+    "quantised_norm", independent=by_rows, reference=_quantised_norm, traits=[FUSED],
+    decompose=_decompose_quantised_norm,
+)  # fmt: skip
 def quantised_norm(
     x: TensorType,
     residual: TensorType | None = None,
@@ -78,7 +81,7 @@ def quantised_norm(
 ) -> tuple[TensorType, ...]:
     """The norm (`kind` is layer or rms) of x, or of x + residual, times `even`, as rows of u8 with scales and offsets.
 
-    With `keep` the norm itself comes next, and last the sum where there is one.
+    With `keep`, the norm itself is the next result, and the sum, if there is one, the last.
     """
     check_scale("quantised_norm", x, {"gamma": gamma, "beta": beta, "even": even})
     if residual is not None and x != residual:

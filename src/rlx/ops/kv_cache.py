@@ -1,12 +1,12 @@
-"""KV caches: append keys or values of new tokens to pages, attend over the pages of a sequence.
+"""KV caches: append keys or values of new tokens to pages, and attend over the pages of a sequence.
 
-A pool has pages of every head: the axes are page, head, slot (a position inside a page) and dim, `phsd`, in the order
-that the backend wants (`Target.kv_layout`). A table [rows, blocks] has the page of each block of positions of each
-sequence, in any order. Positions are data, so sequences of a batch may be of unequal length. A cache may be a
-ring, in which position p is stored at p modulo the capacity of the table: enough for a sliding window.
+A pool has pages for every head: its axes are page, head, slot (a position inside a page) and dim, `phsd`, in the order
+of the backend (`Target.kv_layout`). A table [rows, blocks] has the page of each block of positions of each sequence, in
+any order. Positions are data, so sequences of a batch may differ in length. A cache may be a ring buffer, in which
+position p is stored at p modulo the capacity of the table: enough for a sliding window.
 
-Tokens are rectangular, [batch, seq], where batch entry b belongs to row b of the table; or ragged, [tokens], where
-`rows` has the row of each.
+Tokens are rectangular, [batch, seq], where batch entry b uses row b of the table; or ragged, [tokens], where `rows` has
+the row of each.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, f32, i32, op, packed, sample
 from rlx.ops.attention import split_mask
-from rlx.ops.quant import unpacked
+from rlx.ops.quant import unpack_blocks
 from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, require_equal
 
-PACKED = BY_NAME["q8_0"]  # the packed type that caches may have
+PACKED = BY_NAME["q8_0"]  # the packed type that caches support
 
 
 # -- reference --------------------------------------------------------------------------------------------------------
 def _present(where: str, positions: Any, rows: Any, table: Any) -> list[tuple[tuple[int, ...], int, int]]:
-    """(token, row, position) of all tokens that are no padding, in order."""
+    """(token, row, position) of all tokens that are not padding, in order."""
     present = []
     for token, position in np.ndenumerate(positions):
         row = token[0] if rows is None else int(rows[token])
@@ -42,7 +42,7 @@ def _present(where: str, positions: Any, rows: Any, table: Any) -> list[tuple[tu
 
 
 def _place(where: str, positions: Any, table: Any, pool: Any, ring: bool) -> tuple[Any, Any]:
-    """Page numbers of positions of a row, and the slots inside the pages."""
+    """Page numbers of a row's positions, and the slots inside the pages."""
     page = pool.shape[2]
     capacity = len(table) * page
     if positions.max() >= capacity and not (ring and capacity):
@@ -56,20 +56,20 @@ def _place(where: str, positions: Any, table: Any, pool: Any, ring: bool) -> tup
 
 
 def packed_rows(x: Any) -> Any:
-    """Rows of floats as q8_0, in ggml's arithmetic: all of it in f32, halves are rounded away from 0."""
+    """Quantises rows of floats to q8_0 in ggml's arithmetic: all in f32, halves rounded away from 0."""
     numbers = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, PACKED.block)
     result = np.zeros(numbers.shape[:-1], PACKED.numpy)
     with np.errstate(all="ignore"):  # inf and NaN come out as NaN
         scale = np.abs(numbers).max(axis=-1) / np.float32(127)
         scaled = numbers * np.where(scale == 0, np.float32(0), 1 / scale)[..., None]
         result["d"] = scale
-    whole = np.trunc(scaled)
-    away = whole + np.trunc(2 * (scaled - whole))
-    result["qs"] = np.where(np.isfinite(away), away, 0)
+    integer = np.trunc(scaled)
+    rounded = integer + np.trunc(2 * (scaled - integer))
+    result["qs"] = np.where(np.isfinite(rounded), rounded, 0)
     return result
 
 
-def _ordered(pool: Any, axes: str) -> Any:
+def _reorder(pool: Any, axes: str) -> Any:
     """A view of a pool as [pages, kv_heads, page, dim]."""
     return pool.transpose([axes.index(axis) for axis in POOL_AXES])
 
@@ -79,7 +79,7 @@ def _kv_append(pool: Any, new: Any, positions: Any, table: Any, rows: Any = None
         result, new = pool.copy(), packed_rows(new)
     else:
         result = pool.astype(np.result_type(pool, new))  # a copy; wide, so that new numbers are rounded once
-    pages = _ordered(result, axes)
+    pages = _reorder(result, axes)
     for token, row, position in _present("kv_append", positions, rows, table):
         at = _place("kv_append", np.array([position]), table[row], pages, ring)
         pages[at[0][0], :, at[1][0]] = new[token]
@@ -118,18 +118,19 @@ def kv_append(
     axes: str = POOL_AXES,
     ring: bool = False,
 ) -> TensorType:
-    """The pool with each new token at its position of its row, rounded to the type of the pool.
+    """Writes each new token to its position of its row in the pool, rounded to the pool's type.
 
     `axes` is the order of the axes of `pool`: p (pages), h (kv_heads), s (positions per page), d (dim). `table` is
     [rows, blocks] and holds page numbers. `new` is [batch, seq, kv_heads, dim] with `positions` [batch, seq], where
-    batch entry b belongs to row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
+    batch entry b uses row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
 
-    A negative position is padding and skipped; of equal ones of a row the last counts. A position beyond the capacity
-    (blocks · page) is an error at run time, unless the cache is a `ring`, where it takes the place of the one that was
-    there a capacity ago. So is a row or a page number that does not exist, if a token asks for it. Rows may share
-    pages as long as no token is written there.
-    The operand `pool` is consumed: on the CPU the result of appending to a state is the state itself, written in
-    place, and nothing may read it again as it was. An input, a weight or a constant is copied instead.
+    A negative position is padding and skipped; of equal positions of a row the last wins. A position beyond the
+    capacity (blocks · page) is an error at run time, unless the cache is a `ring`, where it overwrites the position one
+    capacity earlier. A row or page number that does not exist is an error too, if a token uses it. Rows may share pages
+    as long as no token is written there.
+
+    The operand `pool` is consumed: on the CPU the result of appending to a state is the state itself, written in place,
+    and its old contents must not be read again. An input, a weight or a constant is copied instead.
     """
     where = "kv_append"
     sizes = _check_pool(where, "pool", pool, axes)
@@ -152,8 +153,8 @@ def _cached_attention(
     where, window = "cached_attention", split_mask(mask_kind)[1]
     factor = q.dtype.type(scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
     if keys.dtype == PACKED.numpy:
-        keys, values = unpacked(keys), unpacked(values)
-    keys, values = _ordered(keys, key_axes), _ordered(values, value_axes)
+        keys, values = unpack_blocks(keys), unpack_blocks(values)
+    keys, values = _reorder(keys, key_axes), _reorder(values, value_axes)
     kv_heads, group = keys.shape[1], q.shape[-2] // keys.shape[1]
     capacity = table.shape[1] * keys.shape[2]
     present = _present(where, positions, rows, table)
@@ -217,18 +218,18 @@ def cached_attention(
     value_axes: str = POOL_AXES,
     ring: bool = False,
 ) -> TensorType:
-    """softmax(scale · q kᵀ, softcapped and masked) v for each head, over the keys and values of cached sequences.
+    """softmax(scale · q kᵀ, softcapped and masked) v per head, over the keys and values of cached sequences.
 
     `q` is [batch, seq, heads, head_dim] with `positions` [batch, seq], or [tokens, heads, head_dim] with `positions`
-    and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size
-    with their axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both
-    (see kv_append). A query sees the keys of its row up to and including its position, or the last w of them (mask kind
-    sliding(w)); what the pages hold at other positions does not matter. A negative position is padding and gives zeros.
-    A position beyond the capacity, a row, or a page that is seen and does not exist is an error at run time. The scale
-    is 1/√head_dim unless given.
+    and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size with their
+    axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both (see
+    kv_append). A query attends to the keys of its row up to and including its position, or to the last w of them (mask
+    kind sliding(w)); page contents at other positions do not matter. A negative position is padding and gives zeros. A
+    position beyond the capacity, a row, or a page that is needed and does not exist is an error at run time. The scale
+    defaults to 1/√head_dim.
 
-    Caches that are a `ring` go with sliding windows. From the oldest key that a query of a row sees to the newest query
-    of the row, there have to be at most as many positions as the ring holds; more are an error at run time.
+    `ring` caches require sliding windows. From the oldest key that a query of a row attends to up to the newest query
+    of the row there must be at most as many positions as the ring holds; more are an error at run time.
     """
     where = "cached_attention"
     if split_mask(mask_kind)[0] not in ("causal", "sliding"):
@@ -267,7 +268,7 @@ def cached_attention(
 
 # -- type rules -------------------------------------------------------------------------------------------------------
 def _check_pool(where: str, name: str, pool: TensorType, axes: str) -> dict[str, Size]:
-    """Checks the type of a pool; the result is the size of each axis."""
+    """Checks the type of a pool; returns the size of each axis."""
     if sorted(axes) != sorted(POOL_AXES):
         raise GraphError(f"{where}: {name}: axes are {axes!r}", hint=f"an order of {POOL_AXES!r}")
     sizes = dict(zip(axes, pool.shape, strict=False))
@@ -285,7 +286,7 @@ def _check_pool(where: str, name: str, pool: TensorType, axes: str) -> dict[str,
 def _check_tokens(
     where: str, shape: tuple[Size, ...], positions: TensorType, table: TensorType, rows: TensorType | None
 ) -> int:
-    """Checks positions, table and rows of tokens; the result is how many axes tokens have: 2, or 1 if ragged."""
+    """Checks positions, table and rows of tokens; returns the number of token axes: 2, or 1 if ragged."""
     lead = 2 if rows is None else 1
     named = {"positions": (positions, lead), "table": (table, 2)} | ({} if rows is None else {"rows": (rows, 1)})
     axes = {"positions": "batch, seq" if lead == 2 else "tokens", "table": "rows, blocks", "rows": "tokens"}

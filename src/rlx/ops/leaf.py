@@ -10,23 +10,23 @@ from rlx.types import TensorType, tensor
 
 @op("input", traits=[LEAF])
 def input_(*, name: str) -> TensorType:
-    """A tensor given at each run. Its type is part of the node."""
+    """A tensor passed to each run. Its type is part of the node."""
     return tensor(())
 
 
 @op("state", traits=[LEAF])
 def state(*, name: str) -> TensorType:
-    """Memory that the caller owns and kernels change in place, such as a KV cache. Its type is part of the node."""
+    """Memory owned by the caller and updated in place by kernels, such as a KV cache. Its type is part of the node."""
     return tensor(())
 
 
 @op("param", traits=[LEAF])
 def param(*, name: str) -> TensorType:
-    """A weight: given once, kept for all runs. Its type is part of the node."""
+    """A weight: set once and kept for all runs. Its type is part of the node."""
     return tensor(())
 
 
 @op("const", traits=[LEAF])
 def const(*, value: Any) -> TensorType:
-    """Numbers that are part of the graph."""
+    """Numbers embedded in the graph."""
     return tensor(value.data.shape, value.data.dtype)

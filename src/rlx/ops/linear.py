@@ -51,7 +51,7 @@ def _integer_matmul(a: Any, b: Any) -> Any:
 
 @op("integer_matmul", independent=matrices, reference=_integer_matmul, traits=[FUSED])
 def integer_matmul(a: TensorType, b: TensorType) -> TensorType:
-    """Matrix product of 8-bit integers, u8 by i8, summed up as i32."""
+    """Matrix product of 8-bit integers, u8 by i8, accumulated in i32."""
     if a.dtype is not U8 or b.dtype is not I8:
         raise DTypeError(f"integer_matmul: takes u8 and i8, found {a} and {b}")
     product = matmul.rule(a, b)

@@ -1,4 +1,4 @@
-"""Losses: cross-entropy from logits in one pass, and its gradient in another, with no probabilities in between."""
+"""Losses: cross-entropy from logits in one pass, and its gradient in another, without storing probabilities."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def _check(where: str, logits: TensorType, labels: TensorType) -> None:
     _rows(where, "labels", labels, logits)
 
 
-def _rows(where: str, name: str, found: TensorType, logits: TensorType) -> None:
-    wanted = f"{where}: {name} are {found}, one for each row of {logits} is wanted"
-    if found.rank != logits.rank - 1:
+def _rows(where: str, name: str, operand: TensorType, logits: TensorType) -> None:
+    wanted = f"{where}: {name} are {operand}, one for each row of {logits} is wanted"
+    if operand.rank != logits.rank - 1:
         raise ShapeError(wanted)
-    for have, want in zip(found.shape, logits.shape, strict=False):
+    for have, want in zip(operand.shape, logits.shape, strict=False):
         require_equal(have, want, wanted)
 
 
 def _parts(logits: Any, labels: Any, ignore_index: int) -> tuple[Any, Any, Any]:
-    """Which rows count, their labels, and exp(logits) relative to the largest of a row."""
+    """Which rows count, their labels, and exp(logits - largest of the row)."""
     counts = labels != ignore_index
     at = np.where(counts, labels, 0).astype(np.int64)
     if (counts & ((at < 0) | (at >= logits.shape[-1]))).any():
@@ -57,7 +57,7 @@ def _cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> Any:
     ],
 )  # fmt: skip
 def cross_entropy(logits: TensorType, labels: TensorType, *, ignore_index: int = -100) -> TensorType:
-    """logsumexp(logits) - logits[label] for each row of the last axis: minus the logarithm of the label's probability.
+    """logsumexp(logits) - logits[label] per row of the last axis: the negative log-probability of the label.
 
     A row whose label is `ignore_index` has a loss of 0; any other label outside the row is an error at run time.
     Narrow floats give f32.
@@ -69,12 +69,12 @@ def cross_entropy(logits: TensorType, labels: TensorType, *, ignore_index: int =
 def _cross_entropy_grad(logits: Any, labels: Any, dy: Any, *, ignore_index: int) -> Any:
     counts, at, shifted = _parts(logits, labels, ignore_index)
     power = np.exp(shifted)
-    made = power / power.sum(-1, keepdims=True)
+    odds = power / power.sum(-1, keepdims=True)
     hit = np.arange(logits.shape[-1]) == at
-    return (made - hit.astype(made.dtype)) * np.where(counts, dy.astype(made.dtype), 0)[..., None]
+    return (odds - hit.astype(odds.dtype)) * np.where(counts, dy.astype(odds.dtype), 0)[..., None]
 
 
-def _cross_entropy_grad_apart(logits: Value, labels: Value, dy: Value, *, ignore_index: int) -> Value:
+def _decompose_cross_entropy_grad(logits: Value, labels: Value, dy: Value, *, ignore_index: int) -> Value:
     g, classes = logits.graph, logits.shape[-1]
     wide = logits.astype(logits.dtype.wide)
     ones = g.one("expand", g.constant(1, "i64"), shape=(classes,))
@@ -87,7 +87,7 @@ def _cross_entropy_grad_apart(logits: Value, labels: Value, dy: Value, *, ignore
 
 @op(
     "cross_entropy_grad", independent=never,
-    reference=_cross_entropy_grad, decompose=_cross_entropy_grad_apart, tolerance=2e-6,
+    reference=_cross_entropy_grad, decompose=_decompose_cross_entropy_grad, tolerance=2e-6,
     traits=[CHECKS_DATA],
     samples=[
         sample(f32(4, 7), i32(4, low=0, high=7), f32(4)),
@@ -99,7 +99,7 @@ def _cross_entropy_grad_apart(logits: Value, labels: Value, dy: Value, *, ignore
 def cross_entropy_grad(
     logits: TensorType, labels: TensorType, dy: TensorType, *, ignore_index: int = -100
 ) -> TensorType:
-    """The gradient of `cross_entropy` for the logits: softmax(logits), less 1 at the label, times dy of the row."""
+    """The gradient of `cross_entropy` for the logits: softmax(logits), minus 1 at the label, times dy of the row."""
     _check("cross_entropy_grad", logits, labels)
     _rows("cross_entropy_grad", "dy", dy, logits)
     if not dy.dtype.is_float:

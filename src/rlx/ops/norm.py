@@ -1,4 +1,4 @@
-"""Normalisations over the last axis, and their gradient."""
+"""Normalisation over the last axis, and its gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlx.types import TensorType, require_equal
 
 
 def check_scale(where: str, x: TensorType, vectors: dict[str, TensorType | None]) -> None:
-    """The operands of a norm: floats, and vectors as long as the last axis."""
+    """Check the operands of a norm: floats, and vectors as long as the last axis."""
     if x.rank == 0:
         raise ShapeError(f"{where}: needs an axis, found a scalar")
     if not x.dtype.is_float:
@@ -30,25 +30,25 @@ def check_scale(where: str, x: TensorType, vectors: dict[str, TensorType | None]
         require_equal(have, want, f"{where}: {name} has {have} elements, x has {want}")
 
 
-def _scaled(y: Any, gamma: Any, beta: Any) -> Any:
+def _scale_and_shift(y: Any, gamma: Any, beta: Any) -> Any:
     y = y if gamma is None else y * gamma
     return y if beta is None else y + beta
 
 
 def _mean(x: Any) -> Any:
-    """Over the last axis; unlike np.mean it does not warn where that is empty."""
+    """Mean over the last axis; unlike np.mean it does not warn if that is empty."""
     return np.sum(x, axis=-1, keepdims=True) / x.dtype.type(x.shape[-1])
 
 
 def layer_norm_array(x: Any, gamma: Any = None, beta: Any = None, *, eps: float) -> Any:
     centred = x - _mean(x)
     variance = _mean(centred * centred)
-    return _scaled(centred / np.sqrt(variance + x.dtype.type(eps)), gamma, beta)
+    return _scale_and_shift(centred / np.sqrt(variance + x.dtype.type(eps)), gamma, beta)
 
 
 def rms_norm_array(x: Any, gamma: Any = None, beta: Any = None, *, eps: float) -> Any:
     square = _mean(x * x)
-    return _scaled(x / np.sqrt(square + x.dtype.type(eps)), gamma, beta)
+    return _scale_and_shift(x / np.sqrt(square + x.dtype.type(eps)), gamma, beta)
 
 
 _SAMPLES = [sample(f32(4, 33), f32(33), f32(33)), sample(f32(2, 3, 130), f32(130)), sample(f32(5, 64)),
@@ -83,7 +83,7 @@ def _norm_grad(x: Any, dy: Any, gamma: Any = None, *, kind: str, eps: float) -> 
     return inner * inverse, (dy * normal).sum(axis=rows), dy.sum(axis=rows)
 
 
-def _norm_grad_apart(
+def _decompose_norm_grad(
     x: Value, dy: Value, gamma: Value | None = None, *, kind: str, eps: float
 ) -> tuple[Value, Value, Value]:
     """With x̂ the normalised operand and c = dy · gamma: (c - mean(c x̂) x̂ [- mean(c)]) / deviation."""
@@ -104,7 +104,7 @@ def _norm_grad_apart(
 
 
 @op(
-    "norm_grad", independent=never, reference=_norm_grad, decompose=_norm_grad_apart, tolerance=1e-5,
+    "norm_grad", independent=never, reference=_norm_grad, decompose=_decompose_norm_grad, tolerance=1e-5,
     samples=[
         sample(f32(4, 33), f32(4, 33), f32(33), kind="layer", eps=1e-5),
         sample(f32(2, 3, 130), f32(2, 3, 130), f32(130), kind="rms", eps=1e-6),
@@ -115,9 +115,10 @@ def _norm_grad_apart(
 def norm_grad(
     x: TensorType, dy: TensorType, gamma: TensorType | None = None, *, kind: str, eps: float
 ) -> tuple[TensorType, TensorType, TensorType]:
-    """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
+    """Gradients of x, gamma and beta from `dy`, the gradient of the result of `layer_norm` or `rms_norm` (by `kind`).
 
-    x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
+    Reads x and dy once for the gradient of x, and once for the others. With narrow floats, those of gamma and beta are
+    f32.
     """
     check_scale("norm_grad", x, {"gamma": gamma})
     if kind not in ("layer", "rms"):

@@ -1,7 +1,7 @@
-"""Quantised numbers: blocks as GGUF files pack them, integers with scales, eight and four bit floats.
+"""Quantised numbers: GGUF blocks, integers with scales, 8-bit and 4-bit floats.
 
-`quantise` makes them, `dequantise` says what they stand for, `dequant_matmul` multiplies by a weight of them. Weights
-of schemes with scales of their own are [..., k, n], blocks lie along k and scales are [..., k / block, n].
+`quantise` converts to them, `dequantise` back, `dequant_matmul` multiplies by a quantised weight. Weights of schemes
+with separate scales are [..., k, n], blocks run along k and scales are [..., k / block, n].
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rlx.ops.linear import matmul
 from rlx.quant_schemes import SMALL_FLOATS, QuantScheme
 from rlx.types import Size, TensorType, axis_index, require_equal
 
-LEAST_SCALE = 1e-12  # of numbers that are all zero
+MIN_SCALE = 1e-12  # of all-zero numbers
 FP8 = {"fp8e4m3": ml_dtypes.float8_e4m3fn, "fp8e5m2": ml_dtypes.float8_e5m2}
 SMALL = FP8 | {"nvfp4": ml_dtypes.float4_e2m1fn}
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
 def numbers_shape(stored: TensorType, scheme: QuantScheme) -> tuple[Size, ...]:
-    """[..., k, n] of the bytes of a weight."""
+    """[..., k, n] from the type of a weight's bytes."""
     if stored.rank < 2 or stored.dtype is not scheme.storage:
         wanted = f"{scheme.storage}[..., k, n{' / 2' if scheme.elements_per_byte == 2 else ''}]"
         raise DTypeError(f"dequantise: {scheme} is stored as {wanted}, found {stored}")
@@ -46,11 +46,11 @@ def scale_shape(where: str, shape: tuple[Size, ...], scheme: QuantScheme) -> tup
     return (*leading, k // scheme.block, n)
 
 
-def require_shape(where: str, name: str, found: TensorType, shape: tuple[Size, ...]) -> None:
-    wanted = f"{where}: {name} is {found}, wanted [{', '.join(map(str, shape))}]"
-    if found.rank != len(shape):
+def require_shape(where: str, name: str, operand: TensorType, shape: tuple[Size, ...]) -> None:
+    wanted = f"{where}: {name} is {operand}, wanted [{', '.join(map(str, shape))}]"
+    if operand.rank != len(shape):
         raise ShapeError(wanted)
-    for have, want in zip(found.shape, shape, strict=True):
+    for have, want in zip(operand.shape, shape, strict=True):
         require_equal(have, want, wanted)
 
 
@@ -58,7 +58,7 @@ def check_scales(
     where: str, shape: tuple[Size, ...], scale: TensorType, zp: TensorType | None, axis: int | None,
     scheme: QuantScheme | None,
 ) -> None:  # fmt: skip
-    """A scale for the tensor, for each index of an axis, or for each block; zero points are laid out as scales."""
+    """Check scales, per tensor, per index of an axis or per block; zero points have the layout of scales."""
     if not scale.dtype.is_float:
         raise DTypeError(f"{where}: scale is {scale}, wanted floats")
     if zp is not None and zp.dtype.is_bool:
@@ -72,19 +72,19 @@ def check_scales(
         require_shape(where, "zp", zp, wanted)
 
 
-def _not_packed(where: str, scheme: str | None) -> QuantScheme | None:
+def _require_unpacked(where: str, scheme: str | None) -> QuantScheme | None:
     if scheme is None:
         return None
-    given = QuantScheme(scheme)
-    if given.packed is not None:
+    parsed = QuantScheme(scheme)
+    if parsed.packed is not None:
         hint = "int8/32, int8a/32, int4/32, fp8e4m3, fp8e5m2 or nvfp4/16"
-        raise GraphError(f"{where}: makes no blocks of files, found the scheme {given}", hint=hint)
-    return given
+        raise GraphError(f"{where}: makes no blocks of files, found the scheme {parsed}", hint=hint)
+    return parsed
 
 
 # -- meaning ----------------------------------------------------------------------------------------------------------
-def unpacked(x: Any) -> Any:
-    """Blocks [..., blocks] as float32 [..., elements]."""
+def unpack_blocks(x: Any) -> Any:
+    """Dequantises blocks [..., blocks] to float32 [..., elements]."""
     from rlx.formats.gguf_quants import dequantise  # decoders, which only the reference needs
 
     storage = dtype_of(x.dtype)
@@ -93,14 +93,14 @@ def unpacked(x: Any) -> Any:
 
 
 def broadcast_scales(scales: Any, rank: int, axis: int | None, scheme: QuantScheme | None) -> Any:
-    """Scales as they are broadcast to the numbers."""
+    """Scales, broadcast to the numbers."""
     if scheme is not None:
         return np.repeat(scales, scheme.block, axis=-2) if scheme.block > 1 else scales
     return scales if axis is None else scales.reshape(-1, *(1,) * (rank - 1 - axis % rank))
 
 
 def _nibbles(x: Any) -> Any:
-    """The two halves of each byte, the low one first."""
+    """The two halves of each byte, low one first."""
     return np.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
 
 
@@ -108,57 +108,57 @@ def _dequantise(
     x: Any, scale: Any = None, zp: Any = None, *, axis: int | None = None, scheme: str | None = None
 ) -> Any:
     if x.dtype.fields is not None:
-        return unpacked(x)
-    given = None if scheme is None else QuantScheme(scheme)
-    kind = "int8" if given is None else given.kind
+        return unpack_blocks(x)
+    parsed = None if scheme is None else QuantScheme(scheme)
+    kind = "int8" if parsed is None else parsed.kind
     wide = np.float64 if any(v is not None and v.dtype == np.float64 for v in (scale, zp)) else np.float32
     if kind in FP8:
         numbers = x.view(FP8[kind]).astype(wide)
         return numbers if scale is None else numbers * scale.astype(wide)
     if kind == "nvfp4":
         numbers = _nibbles(x).view(ml_dtypes.float4_e2m1fn).astype(wide)
-        numbers = numbers * broadcast_scales(scale.view(FP8["fp8e4m3"]).astype(wide), x.ndim, None, given)
+        numbers = numbers * broadcast_scales(scale.view(FP8["fp8e4m3"]).astype(wide), x.ndim, None, parsed)
         return numbers if zp is None else numbers * zp.astype(wide)
     numbers = ((_nibbles(x) ^ 8).astype(wide) - 8) if kind == "int4" else x.astype(wide)
     if zp is not None:
-        numbers = numbers - broadcast_scales(zp, x.ndim, axis, given).astype(wide)
-    return numbers * broadcast_scales(scale, x.ndim, axis, given).astype(wide)
+        numbers = numbers - broadcast_scales(zp, x.ndim, axis, parsed).astype(wide)
+    return numbers * broadcast_scales(scale, x.ndim, axis, parsed).astype(wide)
 
 
 def _small(x: Any, kind: str) -> Any:
-    """The bits of the nearest floats of few bits, ties to even, cut off at the largest."""
+    """The bits of the nearest small floats, ties to even, clipped to the largest."""
     form = SMALL_FLOATS[kind]
     with np.errstate(invalid="ignore"):
         _, exponent = np.frexp(x)
         step = np.ldexp(x.dtype.type(1), np.maximum(exponent - 1, 1 - form.bias) - form.mantissa)
         nearest = np.clip(np.rint(x / step) * step, -form.largest, form.largest)
-    nan = SMALL[kind](0 if kind == "nvfp4" else np.nan)  # NaN has no sign that means anything
+    nan = SMALL[kind](0 if kind == "nvfp4" else np.nan)  # NaN has no meaningful sign
     return np.where(np.isnan(x), nan, nearest.astype(SMALL[kind])).view(np.uint8)
 
 
 def _quantise(
     x: Any, scale: Any, zp: Any = None, *, axis: int | None = None, dtype: DType = I8, scheme: str | None = None
 ) -> Any:
-    given = None if scheme is None else QuantScheme(scheme)
-    if given is not None and given.kind == "nvfp4":
-        step = broadcast_scales(scale.view(FP8["fp8e4m3"]).astype(x.dtype), x.ndim, None, given)
+    parsed = None if scheme is None else QuantScheme(scheme)
+    if parsed is not None and parsed.kind == "nvfp4":
+        step = broadcast_scales(scale.view(FP8["fp8e4m3"]).astype(x.dtype), x.ndim, None, parsed)
         step = step if zp is None else step * zp.astype(x.dtype)
         with np.errstate(all="ignore"):
-            return _in_bytes(_small(np.where(step == 0, x.dtype.type(0), x / step), given.kind))
+            return _pack_nibbles(_small(np.where(step == 0, x.dtype.type(0), x / step), parsed.kind))
     with np.errstate(divide="ignore", invalid="ignore"):
-        q = x / broadcast_scales(scale, x.ndim, axis, given).astype(x.dtype)
-    if given is not None and given.kind in FP8:
-        return _small(q, given.kind)
+        q = x / broadcast_scales(scale, x.ndim, axis, parsed).astype(x.dtype)
+    if parsed is not None and parsed.kind in FP8:
+        return _small(q, parsed.kind)
     q = np.rint(q)
     if zp is not None:
-        q = q + broadcast_scales(zp, x.ndim, axis, given).astype(x.dtype)
-    if given is None or given.kind != "int4":
+        q = q + broadcast_scales(zp, x.ndim, axis, parsed).astype(x.dtype)
+    if parsed is None or parsed.kind != "int4":
         return cast_array(q, dtype)
-    return _in_bytes(cast_array(np.clip(q, -8, 7), I8).view(np.uint8) & 15)
+    return _pack_nibbles(cast_array(np.clip(q, -8, 7), I8).view(np.uint8) & 15)
 
 
-def _in_bytes(nibbles: Any) -> Any:
-    """Two neighbours in a byte, the first one low."""
+def _pack_nibbles(nibbles: Any) -> Any:
+    """Packs adjacent nibbles into bytes, the first one low."""
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
@@ -174,7 +174,7 @@ def signed(*shape: int) -> Spec:
 
 
 def _finite(*shape: int) -> Spec:
-    """Random bytes that are finite positive numbers as eight bit floats."""
+    """Random bytes that are finite positive 8-bit floats."""
     return Spec(shape, "u8", 0, 100)
 
 
@@ -200,13 +200,13 @@ def dequantise(
     x: TensorType, scale: TensorType | None = None, zp: TensorType | None = None, *, axis: int | None = None,
     scheme: str | None = None,
 ) -> TensorType:  # fmt: skip
-    """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+    """Converts quantised numbers to f32, or to f64 if scales are f64.
 
-    Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-    each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-    zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-    floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-    are, have eight bit floats for scales, and one f32 for all as `zp`.
+    Packed blocks contain all they need. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one per index of
+    `axis`. With a scheme, `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and zero points
+    [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], low nibble first. 8-bit floats (E4M3 has NaN but
+    no infinities, and ends at 448) may have one scale per column. Blocks of NVFP4, packed like int4, have 8-bit floats
+    as scales, and one f32 for all as `zp`.
     """
     if x.dtype.is_packed:
         if any(v is not None for v in (scale, zp, axis, scheme)):
@@ -219,11 +219,11 @@ def dequantise(
             raise GraphError(f"dequantise: {x} has no scale", hint="dequantise(x, scale=...)")
         check_scales("dequantise", x.shape, scale, zp, axis, None)
         return TensorType(x.shape, _width(scale, zp))
-    given = QuantScheme(scheme)
-    if given.packed is not None:
-        raise DTypeError(f"dequantise: {given} is stored as {given.packed}[..., k], found {x}")
-    shape = numbers_shape(x, given)
-    _check_scheme("dequantise", shape, scale, zp, axis, given)
+    parsed = QuantScheme(scheme)
+    if parsed.packed is not None:
+        raise DTypeError(f"dequantise: {parsed} is stored as {parsed.packed}[..., k], found {x}")
+    shape = numbers_shape(x, parsed)
+    _check_scheme("dequantise", shape, scale, zp, axis, parsed)
     return TensorType(shape, _width(scale, zp))
 
 
@@ -235,7 +235,7 @@ def _check_scheme(
     where: str, shape: tuple[Size, ...], scale: TensorType | None, zp: TensorType | None, axis: int | None,
     scheme: QuantScheme,
 ) -> None:  # fmt: skip
-    """Scales and zero points of numbers [..., k, n] under a scheme."""
+    """Check scales and zero points of numbers [..., k, n] under a scheme."""
     if axis is not None:
         raise GraphError(f"{where}: {scheme} has its own axis, found axis={axis}")
     if scheme.kind == "nvfp4":
@@ -278,71 +278,71 @@ def quantise(
     x: TensorType, scale: TensorType, zp: TensorType | None = None, *, axis: int | None = None, dtype: DType = I8,
     scheme: str | None = None,
 ) -> TensorType:  # fmt: skip
-    """x / scale rounded to the nearest integer, ties to even, plus zp, kept within i8 or u8. NaN becomes 0.
+    """x / scale rounded to the nearest integer, ties to even, plus zp, clipped to i8 or u8. NaN becomes 0.
 
-    Scales and zero points (whole numbers) are those of `dequantise`: of the tensor, of an axis, or of blocks along k
-    with one of the schemes int8, int8a and int4. With fp8e4m3, fp8e5m2 and nvfp4 the result is the nearest float of few
-    bits, ties to even; what is larger than the largest becomes that, infinities too, and NaN stays NaN where there is
-    one. Without a scale one is found, so that the result is (q, scale), and (q, scale, zp) of nvfp4.
+    Scales and zero points (integers) are those of `dequantise`: per tensor, per index of an axis, or per block along k
+    with one of the schemes int8, int8a and int4. With fp8e4m3, fp8e5m2 and nvfp4 the result is the nearest small float,
+    ties to even; numbers beyond the largest, including infinities, are clipped to it, and NaN stays NaN if the format
+    has one. Without a scale, one is computed and the result is (q, scale), or (q, scale, zp) for nvfp4.
     """
-    given = _not_packed("quantise", scheme)
+    parsed = _require_unpacked("quantise", scheme)
     if not x.dtype.is_float or dtype not in (I8, U8):
         raise DTypeError(f"quantise: makes i8 or u8 of floats, found {dtype} of {x}")
-    if given is None:
+    if parsed is None:
         check_scales("quantise", x.shape, scale, zp, axis, None)
         return x.with_dtype(dtype)
     if x.rank < 2 or dtype is not I8:
-        raise ShapeError(f"quantise: {given} takes [..., k, n] and has a type of its own, found {x} and {dtype}")
-    _check_scheme("quantise", x.shape, scale, zp, axis, given)
+        raise ShapeError(f"quantise: {parsed} takes [..., k, n] and has a type of its own, found {x} and {dtype}")
+    _check_scheme("quantise", x.shape, scale, zp, axis, parsed)
     *rows, n = x.shape
-    if given.elements_per_byte == 2 and (not isinstance(n, int) or n % 2):
-        raise ShapeError(f"quantise: n is {n}, two numbers of {given} share a byte")
-    return TensorType((*rows, n // given.elements_per_byte), given.storage)
+    if parsed.elements_per_byte == 2 and (not isinstance(n, int) or n % 2):
+        raise ShapeError(f"quantise: n is {n}, two numbers of {parsed} share a byte")
+    return TensorType((*rows, n // parsed.elements_per_byte), parsed.storage)
 
 
 def _levels(scheme: QuantScheme | None) -> float:
-    """The largest number of a type; its negative is used too, of integers the one below is not."""
+    """The largest number of a type; the range is symmetric, so the lowest integer is unused."""
     if scheme is not None and scheme.kind in SMALL:
         return SMALL_FLOATS[scheme.kind].largest
     return 7 if scheme is not None and scheme.kind == "int4" else 127
 
 
 def scale_axes(rank: int, axis: int | None, scheme: QuantScheme | None) -> tuple[int, ...]:
-    """The axes whose largest magnitude makes a scale, where these are not blocks."""
+    """The axes over which the largest magnitude determines a scale, for scales that are not per block."""
     own = rank - 1 if scheme is not None else axis
     return tuple(a for a in range(rank) if own is None or a != own % rank)
 
 
 def _quant_scale(x: Any, *, axis: int | None = None, scheme: str | None = None) -> Any:
-    given = None if scheme is None else QuantScheme(scheme)
+    parsed = None if scheme is None else QuantScheme(scheme)
     size = np.abs(x)
-    if given is not None and given.block > 1:
+    if parsed is not None and parsed.block > 1:
         *leading, k, n = x.shape
-        size = size.reshape(*leading, k // given.block, given.block, n).max(-2)
+        size = size.reshape(*leading, k // parsed.block, parsed.block, n).max(-2)
     else:
-        size = size.max(scale_axes(x.ndim, axis, given), initial=0)
-    return np.maximum(size / x.dtype.type(_levels(given)), x.dtype.type(LEAST_SCALE))
+        size = size.max(scale_axes(x.ndim, axis, parsed), initial=0)
+    return np.maximum(size / x.dtype.type(_levels(parsed)), x.dtype.type(MIN_SCALE))
 
 
-def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Value:
-    given = None if scheme is None else QuantScheme(scheme)
+def _decompose_quant_scale(x: Value, *, axis: int | None, scheme: str | None) -> Value:
+    parsed = None if scheme is None else QuantScheme(scheme)
     size = abs(x.astype(x.dtype.wide))
-    if given is not None and given.block > 1:
+    if parsed is not None and parsed.block > 1:
         *leading, k, n = x.shape
-        size = size.reshape(*leading, k // given.block, given.block, n)
+        size = size.reshape(*leading, k // parsed.block, parsed.block, n)
         largest = x.graph.one("max", size, axis=(size.rank - 2,))
     else:
-        others = scale_axes(x.rank, axis, given)
-        if any(x.shape[a] == 0 for a in others):  # nothing has a largest, but a scale nevertheless
+        others = scale_axes(x.rank, axis, parsed)
+        if any(x.shape[a] == 0 for a in others):  # an empty axis has no maximum, but still a scale
             shape = tuple(d for a, d in enumerate(x.shape) if a not in others)
-            return x.graph.one("expand", x.graph.constant(LEAST_SCALE, x.dtype.wide), shape=shape)
+            return x.graph.one("expand", x.graph.constant(MIN_SCALE, x.dtype.wide), shape=shape)
         largest = x.graph.one("max", size, axis=others)
-    return (largest / _levels(given)).maximum(LEAST_SCALE)
+    return (largest / _levels(parsed)).maximum(MIN_SCALE)
 
 
 @op(
     "quant_scale", independent=never,
-    reference=_quant_scale, decompose=_quant_scale_apart, traits=[COMPOSED], tolerance=1e-6,
+    reference=_quant_scale, decompose=_decompose_quant_scale, traits=[COMPOSED], tolerance=1e-6,
     samples=[
         sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1), sample(f32(9), axis=-1), sample(f32(32, 6), scheme="int8/8"),
         sample(f32(2, 6, 4), scheme="int4/2"), sample(f32(2, 6, 5), scheme="fp8e5m2"),
@@ -350,32 +350,32 @@ def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Val
     ],
 )  # fmt: skip
 def quant_scale(x: TensorType, *, axis: int | None = None, scheme: str | None = None) -> TensorType:
-    """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+    """The smallest scale with which `quantise` clips nothing: the largest magnitude / 127 (int4: 7).
 
-    Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
-    bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+    Per tensor, per index of `axis`, or per block along k with a scheme. Zeros have a scale of 1e-12. 8-bit floats have
+    scales per column (the largest magnitude / 448 or 57344); NVFP4 divides by 6.
     """
-    given = _not_packed("quant_scale", scheme)
+    parsed = _require_unpacked("quant_scale", scheme)
     if not x.dtype.is_float:
         raise DTypeError(f"quant_scale: takes floats, found {x}")
     shape: tuple[Size, ...]
-    if given is None:
+    if parsed is None:
         shape = () if axis is None else (x.shape[axis_index(axis, x.rank, "quant_scale")],)
     elif x.rank < 2 or axis is not None:
-        raise ShapeError(f"quant_scale: {given} takes [..., k, n] and no axis, found {x} and axis={axis}")
+        raise ShapeError(f"quant_scale: {parsed} takes [..., k, n] and no axis, found {x} and axis={axis}")
     else:
-        shape = scale_shape("quant_scale", x.shape, given)
+        shape = scale_shape("quant_scale", x.shape, parsed)
     return TensorType(shape, x.dtype.wide)
 
 
 def _dequant_matmul(x: Any, w: Any, scale: Any = None, zp: Any = None, *, scheme: str) -> Any:
     packed_ = QuantScheme(scheme).packed is not None
-    numbers = unpacked(w).swapaxes(-1, -2) if packed_ else _dequantise(w, scale, zp, scheme=scheme)
+    numbers = unpack_blocks(w).swapaxes(-1, -2) if packed_ else _dequantise(w, scale, zp, scheme=scheme)
     wide = np.promote_types(x.dtype, numbers.dtype)
     return np.matmul(x.astype(wide), numbers.astype(wide))
 
 
-def _dequant_matmul_apart(x: Value, w: Value, scale: Value | None, zp: Value | None, *, scheme: str) -> Value:
+def _decompose_dequant_matmul(x: Value, w: Value, scale: Value | None, zp: Value | None, *, scheme: str) -> Value:
     if QuantScheme(scheme).packed is not None:
         return x @ w.graph.one("dequantise", w).mT
     return x @ w.graph.one("dequantise", w, scale, zp, scheme=scheme)
@@ -383,7 +383,7 @@ def _dequant_matmul_apart(x: Value, w: Value, scale: Value | None, zp: Value | N
 
 @op(
     "dequant_matmul", independent=never,
-    reference=_dequant_matmul, decompose=_dequant_matmul_apart, traits=[COMPOSED, TAKES_PACKED],
+    reference=_dequant_matmul, decompose=_decompose_dequant_matmul, traits=[COMPOSED, TAKES_PACKED],
     tolerance=1e-5,
     samples=[
         sample(f32(3, 64), packed("q8_0", 5, 64), scheme="gguf_q8_0"),
@@ -400,21 +400,21 @@ def dequant_matmul(
 ) -> TensorType:
     """x times a quantised weight: [..., m, k] by numbers [k, n].
 
-    GGUF weights are packed rows [n, k], as files have them, and the matmul unpacks them on the way; a param that is
-    declared plain ([n, k], [k, n], or u8 for the bytes) becomes one. Other schemes are stored as `dequantise` says.
+    GGUF weights are packed rows [n, k], as in files, which the matmul unpacks on the fly; a param declared as plain
+    ([n, k], [k, n], or u8 for the bytes) is converted to them. Other schemes are stored as in `dequantise`.
     """
-    given = QuantScheme(scheme)
+    parsed = QuantScheme(scheme)
     if not x.dtype.is_float:
         raise DTypeError(f"dequant_matmul: x is {x}, wanted floats")
-    if given.packed is None:
-        found = dequantise.rule(w, scale, zp, scheme=scheme)
+    if parsed.packed is None:
+        matrix = dequantise.rule(w, scale, zp, scheme=scheme)
     else:
         if scale is not None or zp is not None:
-            raise GraphError(f"dequant_matmul: {given} keeps its scales inside, found scale {scale} and zp {zp}")
-        if w.dtype is not given.packed or w.rank != 2:
-            raise DTypeError(f"dequant_matmul: {given} is stored as {given.packed}[n, k], found {w}")
-        found = TensorType((w.shape[1], w.shape[0]), F32)
-    assert isinstance(found, TensorType)
-    product = matmul.rule(x, found)
+            raise GraphError(f"dequant_matmul: {parsed} keeps its scales inside, found scale {scale} and zp {zp}")
+        if w.dtype is not parsed.packed or w.rank != 2:
+            raise DTypeError(f"dequant_matmul: {parsed} is stored as {parsed.packed}[n, k], found {w}")
+        matrix = TensorType((w.shape[1], w.shape[0]), F32)
+    assert isinstance(matrix, TensorType)
+    product = matmul.rule(x, matrix)
     assert isinstance(product, TensorType)
     return product

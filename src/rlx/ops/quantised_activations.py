@@ -1,4 +1,4 @@
-"""Left sides of matmuls in 8 bits, with one scale per block of numbers: `round_blocks` says what is lost, in f32."""
+"""Activations quantised to 8 bits with one scale per block; `round_blocks` is the round trip, in f32."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlx.ir.registry import f32, op, sample
 from rlx.types import TensorType
 
 LARGEST = 127
-BLOCKS = (32, 256)  # how many numbers share a scale: as many as in a block of weights
-LEAST = 2.0**-100  # a block whose largest number is below is zeros: inverses of scales would overflow
-# Packed types whose weights are codes times scales, so that kernels multiply them by 8-bit activations as they are.
-WHOLE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")
+BLOCKS = (32, 256)  # numbers per scale: as many as in a block of weights
+MIN_LARGEST = 2.0**-100  # blocks with a smaller maximum are zeros, since the inverse of the scale would overflow
+# Packed types whose weights are codes times scales, so that kernels can multiply the codes by 8-bit activations.
+INT8_DOT_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")
 
 
 def check_blocks(where: str, x: TensorType, block: int) -> int:
-    """The size of the last axis, which must be whole blocks of floats."""
+    """Checks that x is floats in full blocks; returns the size of the last axis."""
     if not x.dtype.is_float:
         raise DTypeError(f"{where}: takes floats, found {x}")
     if block not in BLOCKS:
@@ -31,19 +31,19 @@ def check_blocks(where: str, x: TensorType, block: int) -> int:
     return k
 
 
-def rounded(x: Any, block: int) -> tuple[Any, Any]:
-    """Codes [..., blocks, block] and their scales [..., blocks, 1], in the type that arithmetic has."""
+def quantise_blocks(x: Any, block: int) -> tuple[Any, Any]:
+    """Codes [..., blocks, block] and their scales [..., blocks, 1], in the arithmetic type."""
     parts = x.astype(dtype_of(x.dtype).wide.numpy).reshape(*x.shape[:-1], -1, block)
     kind = parts.dtype.type
     largest = np.abs(parts).max(axis=-1, keepdims=True)
     with np.errstate(all="ignore"):
-        inverse = np.where(largest < LEAST, kind(0), kind(LARGEST) / largest)
-        scale = np.where(largest < LEAST, kind(0), largest / kind(LARGEST))
+        inverse = np.where(largest < MIN_LARGEST, kind(0), kind(LARGEST) / largest)
+        scale = np.where(largest < MIN_LARGEST, kind(0), largest / kind(LARGEST))
         return np.rint(parts * inverse), scale
 
 
 def _round_blocks(x: Any, *, block: int) -> Any:
-    codes, scale = rounded(x, block)
+    codes, scale = quantise_blocks(x, block)
     return (codes * scale).astype(x.dtype).reshape(x.shape)
 
 
@@ -54,6 +54,6 @@ def _round_blocks(x: Any, *, block: int) -> Any:
     samples=[sample(f32(3, 64), block=32), sample(f32(2, 2, 256), block=256)],
 )
 def round_blocks(x: TensorType, *, block: int) -> TensorType:
-    """x as 8-bit numbers with one scale for each `block` of them along the last axis: what that keeps of it."""
+    """x rounded to 8-bit numbers with one scale per `block` of them along the last axis, and back."""
     check_blocks("round_blocks", x, block)
     return x

@@ -1,4 +1,4 @@
-"""Random numbers: Philox 4x32 with ten rounds (Salmon et al. 2011). A key and an element's index decide its bits."""
+"""Random numbers: Philox 4x32-10 (Salmon et al. 2011). A key and an element's index determine its bits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rlx.types import Size, TensorType, as_shape
 Sizes = tuple[Size, ...]
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # what a round adds to the key
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key per round
 WORD = 0xFFFFFFFF
 
 
 def philox(counter: list[Any], key: list[Any]) -> list[Any]:
-    """Four words of 32 bits for a counter of four and a key of two, as arrays of u64."""
+    """Four 32-bit words from a counter of four words and a key of two, as arrays of u64."""
     c, k = list(counter), list(key)
     for number in range(ROUNDS):
         if number:
@@ -58,7 +58,7 @@ _KEY = Spec((2,), "u32", 0, 2**31)
     ],
 )  # fmt: skip
 def random_bits(key: TensorType, *, shape: Sizes) -> TensorType:
-    """Random words of 32 bits. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape."""
+    """Random 32-bit words. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape."""
     _check_key("random_bits", key)
     return TensorType(as_shape(shape), U32)
 
@@ -83,7 +83,7 @@ def _random_normal(key: Any, *, shape: Any) -> Any:
     return (radius * np.cos(2 * math.pi * pairs[..., 1])).astype(np.float32)
 
 
-def _random_normal_apart(key: Value, *, shape: Sizes) -> Value:
+def _decompose_random_normal(key: Value, *, shape: Sizes) -> Value:
     pairs = key.graph.one("random_uniform", key, shape=(*shape, 2))
     radius = ((1.0 - pairs[..., 0]).log() * -2.0).sqrt()  # 1 - u is exact, and never 0
     normal: Value = radius * (pairs[..., 1] * (2 * math.pi)).cos()
@@ -92,13 +92,13 @@ def _random_normal_apart(key: Value, *, shape: Sizes) -> Value:
 
 @op(
     "random_normal", independent=never,
-    reference=_random_normal, decompose=_random_normal_apart, traits=[COMPOSED], tolerance=1e-6,
+    reference=_random_normal, decompose=_decompose_random_normal, traits=[COMPOSED], tolerance=1e-6,
     samples=[sample(_KEY, shape=(3, 50)), sample(_KEY, shape=()), sample(_KEY, shape=(0, 3))],
 )  # fmt: skip
 def random_normal(key: TensorType, *, shape: Sizes) -> TensorType:
-    """Random f32 numbers of the standard normal distribution (Box and Muller 1958).
+    """Random f32 numbers from the standard normal distribution (Box and Muller 1958).
 
-    Of the numbers u of `random_uniform`, element i takes two: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
+    Element i uses two numbers u of `random_uniform`: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
     """
     _check_key("random_normal", key)
     return TensorType(as_shape(shape), F32)

@@ -1,12 +1,12 @@
-"""What recurrent ops share: checks of their operands, chunks of tokens, and segments.
+"""Shared by recurrent ops: operand checks, chunks of tokens, ragged tokens and segments.
 
-A recurrent op has a form that takes the state of earlier tokens and gives the one after the last (its name ends in
-`_carry`), so that a sequence may come in pieces. States start at zero where none is given. A state that the runtime
-owns is consumed, as a cache is: it is updated in place, and nothing may read it again as it was.
+A recurrent op has a form that takes the state of earlier tokens and returns the state after the last (its name ends in
+`_carry`), so that a sequence can be processed in pieces. States start at zero by default. A state that the runtime owns
+is consumed like a cache: it is updated in place, and its old contents must not be read again.
 
-Tokens are rectangular, [batch, seq, ...], where batch entry b belongs to row b of the state; or ragged, [tokens, ...],
-where `rows` has the row of each. Tokens of a row are in order, those of different rows may interleave. A negative row
-is padding: it changes no state and gives zeros.
+Tokens are rectangular, [batch, seq, ...], where batch entry b uses row b of the state; or ragged, [tokens, ...], where
+`rows` has the row of each. Tokens of a row are in order, those of different rows may interleave. A negative row is
+padding: it changes no state and gives zeros.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.graph import Value
 from rlx.types import Size, TensorType, require_equal
 
-CHUNK = 32  # tokens between the states that a gradient starts from; those of a gated delta net are computed together
-TOKEN_AXES = {2: "batch, seq", 1: "tokens"}  # how the axes of tokens are called, by how many there are
+CHUNK = 32  # tokens between stored states for gradients; a gated delta net computes the tokens of a chunk together
+TOKEN_AXES = {2: "batch, seq", 1: "tokens"}  # names of the token axes, by number
 
 
 def check_floats(where: str, *operands: TensorType | None) -> None:
-    """Floats of one type: sums of unlike precision would be a surprise."""
-    given = [t for t in operands if t is not None]
-    if any(t.dtype is not given[0].dtype or not t.dtype.is_float for t in given):
-        raise DTypeError(f"{where}: takes floats of one type, found {', '.join(str(t.dtype) for t in given)}")
+    """Check for floats of one type: mixed precision in sums would be a surprise."""
+    present = [t for t in operands if t is not None]
+    if any(t.dtype is not present[0].dtype or not t.dtype.is_float for t in present):
+        raise DTypeError(f"{where}: takes floats of one type, found {', '.join(str(t.dtype) for t in present)}")
 
 
 def check_shape(where: str, name: str, operand: TensorType | None, *shape: Size) -> None:
@@ -47,19 +47,19 @@ def check_state_size(where: str, n: Any) -> None:
 
 
 def chunks_of(seq: Size, chunk: int) -> Size:
-    """How many chunks a sequence has, the last one perhaps a part of one."""
+    """Number of chunks per sequence, including a partial last one."""
     return (seq + (chunk - 1)) // chunk
 
 
 def checked_chunks(where: str, seq: Size, chunk: Any) -> Size:
-    """The same, of a chunk that may be no size at all."""
+    """`chunks_of` for an unchecked chunk size."""
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ShapeError(f"{where}: chunk is {chunk!r}, wanted an integer from 1")
     return chunks_of(seq, chunk)
 
 
 def check_backward(where: str, x: TensorType, **operands: tuple[TensorType, Sequence[Size]]) -> None:
-    """What a gradient takes besides the operands of the op: floats of the type of `x`, of these shapes."""
+    """Check the additional operands of a gradient: floats of the type of `x`, of these shapes."""
     for name, (operand, shape) in operands.items():
         check_shape(where, name, operand, *shape)
     check_floats(where, x, *(operand for operand, _ in operands.values()))
@@ -67,7 +67,7 @@ def check_backward(where: str, x: TensorType, **operands: tuple[TensorType, Sequ
 
 # -- ragged tokens -----------------------------------------------------------------------------------------------------
 def check_rows(where: str, tokens: TensorType, rows: TensorType | None, segments: TensorType | None = None) -> int:
-    """Checks the rows of tokens; the result is how many axes tokens have: 2, or 1 if they are ragged."""
+    """Checks the rows of tokens; returns the number of token axes: 2, or 1 if ragged."""
     if rows is None:
         return 2
     if segments is not None:
@@ -79,14 +79,14 @@ def check_rows(where: str, tokens: TensorType, rows: TensorType | None, segments
 
 
 def count_states(state: TensorType | None, lead: Sequence[Size]) -> Size:
-    """How many states there should be: one per batch entry, or, of ragged tokens, as many as there are."""
+    """Expected number of states: one per batch entry or, for ragged tokens, as many as are passed."""
     return state.shape[0] if state is not None and state.rank and len(lead) == 1 else lead[0]
 
 
 def row_by_row(
     where: str, rows: Any, state: Any, tokens: Sequence[Any], run: Callable[[Sequence[Any], Any], tuple[Any, Any]]
 ) -> tuple[Any, Any]:
-    """The NumPy reference of ragged tokens: `run`, on rectangular tokens and their state, for each row by itself.
+    """The NumPy reference for ragged tokens: `run`, on rectangular tokens and their state, per row.
 
     The first result is as large as the first of the tokens.
     """
@@ -96,8 +96,8 @@ def row_by_row(
     out, after = np.zeros_like(tokens[0]), state.copy()
     for row in np.unique(rows[rows >= 0]):
         own = rows == row
-        found, last = run([x[own][None] for x in tokens], state[row][None])
-        out[own], after[row] = found[0], last[0]
+        outputs, last = run([x[own][None] for x in tokens], state[row][None])
+        out[own], after[row] = outputs[0], last[0]
     return out, after
 
 
@@ -108,27 +108,27 @@ def check_segments(where: str, lead: Sequence[Size], segments: TensorType | None
     check_shape(where, "segments", segments, *lead)
 
 
-def starts_of(tokens: Any, segments: Any) -> Any:
-    """[batch, seq], NumPy: whether the state is reset before a token, because its id is not that of the one before."""
+def state_resets(tokens: Any, segments: Any) -> Any:
+    """[batch, seq], NumPy: whether the state is reset before a token, where the segment id changes."""
     if segments is None:
         return np.zeros(tokens.shape[:2], bool)
     return np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
 
 
-def earlier(x: Value, before: Value, by: int) -> Value:
-    """[batch, seq, ...] `by` tokens earlier, with tokens `before` the first."""
-    whole = x.graph.one("concatenate", before, x, axis=1)
+def shift_tokens(x: Value, before: Value, by: int) -> Value:
+    """Shifts [batch, seq, ...] by `by` tokens, with tokens `before` in front of the first."""
+    joined = x.graph.one("concatenate", before, x, axis=1)
     at = before.shape[1] - by
-    return whole[:, at : x.shape[1] + at]
+    return joined[:, at : x.shape[1] + at]
 
 
-def repeated(x: Value, times: int) -> Value:
-    """The first token of [batch, seq] so many times; `seq` may be 0."""
+def repeat_first(x: Value, times: int) -> Value:
+    """Repeats the first token of [batch, seq] `times` times; `seq` may be 0."""
     if x.shape[1] == 0:
         return x.graph.one("expand", x.graph.constant(0, x.dtype), shape=(x.shape[0], times))
     return x.graph.one("expand", x[:, 0:1], shape=(x.shape[0], times))
 
 
-def starts_apart(segments: Value) -> Value:
-    """The same as a value of a graph."""
-    return segments.not_equal(earlier(segments, repeated(segments, 1), 1))
+def state_reset_values(segments: Value) -> Value:
+    """`state_resets` as a graph value."""
+    return segments.not_equal(shift_tokens(segments, repeat_first(segments, 1), 1))

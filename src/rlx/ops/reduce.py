@@ -1,4 +1,4 @@
-"""Reductions, running sums, largest elements. Axes may be negative; `keepdims` leaves size-1 axes."""
+"""Reductions, cumulative sums, largest elements. Axes may be negative; `keepdims` leaves size-1 axes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Axes = int | tuple[int, ...] | None
 
 def normal_axes(axis: Axes, rank: int, where: str) -> tuple[int, ...]:
     """Sorted, non-negative axes; None means all."""
-    given = tuple(range(rank)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    found = sorted(axis_index(a, rank, where) for a in given)
-    if len(set(found)) != len(found):
-        raise ShapeError(f"{where}: axis given twice in {given}")
-    return tuple(found)
+    axes = tuple(range(rank)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    normal = sorted(axis_index(a, rank, where) for a in axes)
+    if len(set(normal)) != len(normal):
+        raise ShapeError(f"{where}: axis given twice in {axes}")
+    return tuple(normal)
 
 
-def _reduced(x: TensorType, axis: Axes, keepdims: bool, where: str) -> tuple[Size, ...]:
+def _reduced_shape(x: TensorType, axis: Axes, keepdims: bool, where: str) -> tuple[Size, ...]:
     axes = normal_axes(axis, x.rank, where)
     return tuple(1 if i in axes else d for i, d in enumerate(x.shape) if keepdims or i not in axes)
 
@@ -62,7 +62,7 @@ def _reduces_others(node: Node, batched: Sequence[bool]) -> bool:
 def sum_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Sum over axes, in the element type of `x`."""
     _number(x, "sum")
-    return x.with_shape(*_reduced(x, axis, keepdims, "sum"))
+    return x.with_shape(*_reduced_shape(x, axis, keepdims, "sum"))
 
 
 def _prod(x: Any, *, axis: Axes, keepdims: bool) -> Any:
@@ -73,7 +73,7 @@ def _prod(x: Any, *, axis: Axes, keepdims: bool) -> Any:
 def prod(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Product over axes."""
     _number(x, "prod")
-    return x.with_shape(*_reduced(x, axis, keepdims, "prod"))
+    return x.with_shape(*_reduced_shape(x, axis, keepdims, "prod"))
 
 
 def _mean(x: Any, *, axis: Axes, keepdims: bool) -> Any:
@@ -84,20 +84,20 @@ def _mean(x: Any, *, axis: Axes, keepdims: bool) -> Any:
 
 @op("mean", independent=_reduces_others, reference=_mean, samples=_FLOATS)
 def mean(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
-    """Mean over axes, of floats; NaN over none."""
+    """Mean over axes, of floats; NaN over an empty axis."""
     if not x.dtype.is_float:
         raise DTypeError(f"mean: takes floats, found {x.dtype}", hint="cast with x.astype('f32')")
-    return x.with_shape(*_reduced(x, axis, keepdims, "mean"))
+    return x.with_shape(*_reduced_shape(x, axis, keepdims, "mean"))
 
 
 def _extreme(x: TensorType, axis: Axes, keepdims: bool, where: str) -> TensorType:
     _number(x, where)
     if any(x.shape[a] == 0 for a in normal_axes(axis, x.rank, where)):
         raise ShapeError(f"{where}: axis of size 0 in {x} has no {where}")
-    return x.with_shape(*_reduced(x, axis, keepdims, where))
+    return x.with_shape(*_reduced_shape(x, axis, keepdims, where))
 
 
-def _least(dtype: np.dtype[Any]) -> Any:
+def _smallest(dtype: np.dtype[Any]) -> Any:
     return np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf
 
 
@@ -106,7 +106,7 @@ def _largest(dtype: np.dtype[Any]) -> Any:
 
 
 def _max(x: Any, *, axis: Axes, keepdims: bool) -> Any:
-    return np.max(x, axis=axis, keepdims=keepdims, initial=_least(x.dtype))
+    return np.max(x, axis=axis, keepdims=keepdims, initial=_smallest(x.dtype))
 
 
 def _min(x: Any, *, axis: Axes, keepdims: bool) -> Any:
@@ -117,7 +117,7 @@ def _min(x: Any, *, axis: Axes, keepdims: bool) -> Any:
 def max_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Largest element over axes; NaN if there is one.
 
-    Over an axis that run time finds empty it is the least number of the type.
+    Over an axis that is empty at run time it is the smallest number of the type.
     """
     return _extreme(x, axis, keepdims, "max")
 
@@ -126,7 +126,7 @@ def max_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorT
 def min_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Smallest element over axes; NaN if there is one.
 
-    Over an axis that run time finds empty it is the largest number of the type.
+    Over an axis that is empty at run time it is the largest number of the type.
     """
     return _extreme(x, axis, keepdims, "min")
 
@@ -146,7 +146,7 @@ def _argmax(x: Any, *, axis: int, keepdims: bool) -> Any:
 def argmax(x: TensorType, *, axis: int = -1, keepdims: bool = False) -> TensorType:
     """Index of the largest element along an axis, as i32; the first of equals; a NaN counts as largest.
 
-    Along an axis that run time finds empty it is 0.
+    Along an axis that is empty at run time it is 0.
     """
     if x.dtype is BOOL:
         raise DTypeError("argmax: takes numbers, found bool")
@@ -156,7 +156,7 @@ def argmax(x: TensorType, *, axis: int = -1, keepdims: bool = False) -> TensorTy
 def _topk(x: Any, *, k: int) -> Any:
     if k > x.shape[-1]:
         raise BindError(f"topk: k is {k}, the last axis has {x.shape[-1]} elements")
-    # A stable sort of the reversed order puts the first of equals first; NaN counts as largest.
+    # A stable sort of the reversed order puts the first of ties first; NaN counts as largest.
     if x.dtype.kind in "iu":
         keys: tuple[Any, ...] = (~x.astype(np.int64),)  # unlike -x it cannot overflow
     else:
@@ -206,7 +206,7 @@ def _cumsum(x: Any, *, axis: int, exclusive: bool) -> Any:
     ],
 )
 def cumsum(x: TensorType, *, axis: int = -1, exclusive: bool = False) -> TensorType:
-    """Running sum along an axis; `exclusive` leaves the element itself out. Summed in index order."""
+    """Cumulative sum along an axis; `exclusive` leaves out the element itself. Summed in index order."""
     _number(x, "cumsum")
     axis_index(axis, x.rank, "cumsum")
     return x

@@ -1,4 +1,4 @@
-"""What keeps a computation from being joined with an equal one: values computed again, to save memory, need it."""
+"""A barrier against CSE, for values that are recomputed to save memory."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from rlx.types import TensorType
 
 @op("barrier", independent=never, reference=lambda x: x, traits=[FUSED, VIEW])
 def barrier(x: TensorType) -> TensorType:
-    """`x`, which passes do not know to be `x`: what is computed from one is not taken for the other."""
+    """Identity that blocks CSE: passes do not merge computations across it (JAX: `optimization_barrier`)."""
     return x

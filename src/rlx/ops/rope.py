@@ -22,21 +22,21 @@ def _rope(x: Any, cos: Any, sin: Any, positions: Any, *, style: str) -> Any:
     if 2 * half > x.shape[-1]:
         raise BindError(f"rope: tables turn {2 * half} elements, a head has {x.shape[-1]}")
     c, s = cos[positions][:, :, None, :], sin[positions][:, :, None, :]  # [batch, seq, 1, half]
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     if style == "halves":
-        a, b = turned[..., :half], turned[..., half:]
-        turned = np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+        a, b = rotated[..., :half], rotated[..., half:]
+        rotated = np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
     else:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = np.stack([a * c - b * s, b * c + a * s], axis=-1).reshape(turned.shape)
-    return np.concatenate([turned, rest], axis=-1)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = np.stack([a * c - b * s, b * c + a * s], axis=-1).reshape(rotated.shape)
+    return np.concatenate([rotated, rest], axis=-1)
 
 
 _TABLE = (f32(11, 4), f32(11, 4), i32(2, 3, low=0, high=11))
 
 
 def _of_heads(node: Node, batched: Sequence[bool]) -> bool:
-    """The tables are shared."""
+    """Whether x and positions are batched; the tables are shared."""
     return batched[0] and not any(batched[1:3])
 
 
@@ -53,8 +53,8 @@ def rope(
     """Rotate pairs of each head by the angle of its position.
 
     `x` is [batch, seq, heads, head_dim], `cos` and `sin` are [positions, n] tables, `positions` is [batch, seq]. The
-    first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1) in
-    style `pairs`.
+    first 2n elements of a head are rotated, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1)
+    in style `pairs`.
     """
     if style not in STYLES:
         raise GraphError(f"rope: style {style!r} is not one of {', '.join(STYLES)}")

@@ -1,7 +1,7 @@
-"""Sampling: from the logits of a row to its next token.
+"""Sampling: the next token per row of logits.
 
 Bias and penalties come first, then temperature, top-k, top-p and min-p, in the order of Hugging Face.
-`rlx/sampling.py` says what that means on NumPy arrays.
+`rlx/sampling.py` defines it on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _sample_tokens(
             continue
         tokens[row] = adjusted.argmax()
         if temperature[row] > 0:
-            found, weights = candidates(
+            choices, weights = candidates(
                 adjusted, temperature=float(temperature[row]), top_k=int(top_k[row]), top_p=float(top_p[row]),
                 min_p=float(min_p[row]),
             )  # fmt: skip
             at = place(weights, float(uniform[row]))
-            tokens[row] = at if found is None else found[at]
+            tokens[row] = at if choices is None else choices[at]
         if scored is not None and not scored[row]:
             continue
         with np.errstate(invalid="ignore"):
@@ -56,16 +56,16 @@ def _sample_tokens(
 
 
 def _bits(words: Any, count: int) -> Array:
-    """Bit i of the words, for i below `count`, the lowest bit of each word first; behind the last word all are set."""
+    """Bit i of the words, for i below `count`, lowest bit of each word first; bits beyond the last word are set."""
     size = 8 * words.dtype.itemsize
-    found = np.ones(count, bool)
+    bits = np.ones(count, bool)
     at = np.arange(min(count, len(words) * size))
-    found[at] = (words[at // size].astype(np.int64) >> at % size & 1).astype(bool)
-    return found
+    bits[at] = (words[at // size].astype(np.int64) >> at % size & 1).astype(bool)
+    return bits
 
 
 def _occurrences(history: Any, prompt_length: int, vocab: int) -> tuple[Array, Array]:
-    """The distinct tokens of a history, and how often each occurs behind the prompt."""
+    """The distinct tokens of a history, and how often each occurs after the prompt."""
     picked = np.arange(len(history)) >= prompt_length
     valid = (history >= 0) & (history < vocab)
     distinct, places = np.unique(history[valid].astype(np.int64), return_inverse=True)
@@ -115,21 +115,21 @@ def sample_tokens(
     bias: TensorType | None = None,
     scored: TensorType | None = None,
 ) -> tuple[TensorType, TensorType]:
-    """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
+    """The next token per row of logits `[rows, vocab]`, and its log-probability under the unmodified logits.
 
-    Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
-    where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the total. Kept are the
-    `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
-    weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
-    the same on every device; `uniform` and `top_p` are best f64.
+    Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among ties; otherwise the token
+    is where the cumulative sum of weights, in order of ids, passes `uniform` (in [0, 1)) of the total. Candidates are
+    the `top_k` highest (0: all; ties of the last stay), of these the smallest set that weighs `top_p`, of these those
+    that weigh at least `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are
+    exact and tokens are the same on every device; `uniform` and `top_p` are best f64.
 
-    `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
-    number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
-    added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
-    `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
-    the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
-    left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
-    nothing.
+    `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; other tokens are never picked. If
+    the number of words is a symbol, tokens beyond the last word are allowed too, so no words allow all. `bias` is added
+    to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, in any order, of which the first
+    `prompt_length` of a row are the prompt's. The repetition penalty counts all of them, frequency and presence only
+    those after the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has
+    no token left, gives token
+    -1 and NaN. If the integer `scored` of a row is 0, its log-probability is NaN and costs nothing.
     """
     if logits.rank != 2 or logits.shape[1] == 0:
         raise ShapeError(f"sample_tokens: logits are [rows, vocab], found {logits}")
@@ -153,8 +153,8 @@ def sample_tokens(
     }  # fmt: skip
     for name, penalty in penalties.items():
         if (penalty is None) != (history is None):
-            missing, there = (name, "history") if penalty is None else ("history", name)
-            raise GraphError(f"sample_tokens: {there} is given, {missing} is not", hint="history comes with penalties")
+            missing, other = (name, "history") if penalty is None else ("history", name)
+            raise GraphError(f"sample_tokens: {other} is given, {missing} is not", hint="history comes with penalties")
         if penalty is not None:
             _check(name, penalty, (rows,), integers=name == "prompt_length")
     if scored is not None:
@@ -172,11 +172,11 @@ def sample_tokens(
     return TensorType((rows,), I32), TensorType((rows,), F32)
 
 
-def _check(name: str, found: TensorType, shape: tuple[Size, ...], *, integers: bool) -> None:
-    if not (found.dtype.is_integer if integers else found.dtype.is_float):
-        raise DTypeError(f"sample_tokens: {name} takes {'integers' if integers else 'floats'}, found {found}")
-    message = f"sample_tokens: {name} {found} should have shape [{', '.join(map(str, shape))}]"
-    if found.rank != len(shape):
+def _check(name: str, operand: TensorType, shape: tuple[Size, ...], *, integers: bool) -> None:
+    if not (operand.dtype.is_integer if integers else operand.dtype.is_float):
+        raise DTypeError(f"sample_tokens: {name} takes {'integers' if integers else 'floats'}, found {operand}")
+    message = f"sample_tokens: {name} {operand} should have shape [{', '.join(map(str, shape))}]"
+    if operand.rank != len(shape):
         raise ShapeError(message)
-    for have, want in zip(found.shape, shape, strict=True):
+    for have, want in zip(operand.shape, shape, strict=True):
         require_equal(have, want, message)

@@ -1,4 +1,4 @@
-"""The selective scan of Mamba: each channel has a state of a few numbers."""
+"""The selective scan of Mamba: each channel has a small state vector."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlx.ops.recurrent import (
     checked_chunks,
     count_states,
     row_by_row,
-    starts_of,
+    state_resets,
 )
 from rlx.types import TensorType
 
@@ -32,11 +32,11 @@ def _selective_scan_with_states(
 ) -> tuple[Any, Any, Any]:
     batch, seq, channels = x.shape
     y, states = np.empty_like(x), np.empty((batch, -(-seq // chunk), state_size, channels), x.dtype)
-    state, starts = state.copy(), starts_of(x, segments)
+    state, resets = state.copy(), state_resets(x, segments)
     for t in range(seq):
         if t % chunk == 0:
             states[:, t // chunk] = state.swapaxes(1, 2)
-        state[starts[:, t]] = 0
+        state[resets[:, t]] = 0
         step = delta[:, t, :, None]  # [batch, channels, 1]
         state = np.exp(step * a) * state + step * b[:, t, None, :] * x[:, t, :, None]
         y[:, t] = (state * c[:, t, None, :]).sum(-1)
@@ -107,8 +107,8 @@ def selective_scan(
 ) -> TensorType:  # fmt: skip
     """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
 
-    x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
-    Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
+    x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (optional) is [channels].
+    Where the ids `segments` [batch, seq] change from one token to the next, h is reset to zero.
     """
     _check_selective("selective_scan", x, delta, a, b, c, None, d, state_size, segments)
     return x
@@ -128,12 +128,12 @@ def selective_scan_carry(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
     d: TensorType | None = None, segments: TensorType | None = None, rows: TensorType | None = None, *, state_size: int,
 ) -> tuple[TensorType, TensorType]:  # fmt: skip
-    """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+    """`selective_scan` from `state` [batch, channels, n] that also returns the state after the last token.
 
-    With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
-    [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
-    a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
-    gives zeros; a row that does not exist is an error at run time.
+    With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is [rows, channels,
+    n]: a token continues from the state of its row, and a row without tokens keeps its state. Tokens of a row are in
+    order, those of different rows may interleave. A negative row is padding, which changes no state and gives zeros; a
+    row that does not exist is an error at run time.
     """
     _check_selective("selective_scan_carry", x, delta, a, b, c, state, d, state_size, segments, rows)
     return x, state
@@ -144,7 +144,7 @@ def selective_scan_with_states(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
     segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType]:  # fmt: skip
-    """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels]."""
+    """`selective_scan_carry` without d that also returns the state before each chunk, [batch, chunks, n, channels]."""
     where = "selective_scan_with_states"
     _check_selective(where, x, delta, a, b, c, state, None, state_size, segments)
     batch, seq, channels = x.shape
@@ -157,17 +157,17 @@ def _selective_scan_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     dx, ddelta, da, db, dc = (np.zeros_like(v) for v in (x, delta, a, b, c))
     ds, steps = d_last.copy(), delta[..., None]  # [batch, seq, channels, 1]
-    drives, resets = steps * x[..., None], starts_of(x, segments)
+    drives, resets = steps * x[..., None], state_resets(x, segments)
     for first in reversed(range(0, x.shape[1], chunk)):
-        state, kept = states[:, first // chunk].swapaxes(1, 2), []
+        state, carried = states[:, first // chunk].swapaxes(1, 2), []
         tokens = range(first, min(first + chunk, x.shape[1]))
         for t in tokens:
-            kept.append(np.exp(steps[:, t] * a) * state)
-            kept[-1][resets[:, t]] = 0
-            state = kept[-1] + drives[:, t] * b[:, t, None]
+            carried.append(np.exp(steps[:, t] * a) * state)
+            carried[-1][resets[:, t]] = 0
+            state = carried[-1] + drives[:, t] * b[:, t, None]
         for t in reversed(tokens):
             ds = ds + d_out[:, t, :, None] * c[:, t, None]
-            after, growth = kept[t - first] + drives[:, t] * b[:, t, None], ds * kept[t - first]
+            after, growth = carried[t - first] + drives[:, t] * b[:, t, None], ds * carried[t - first]
             dc[:, t], db[:, t] = (after * d_out[:, t, :, None]).sum(1), (ds * drives[:, t]).sum(1)
             drive = (ds * b[:, t, None]).sum(-1)
             dx[:, t], ddelta[:, t] = drive * delta[:, t], drive * x[:, t] + (growth * a).sum(-1)
@@ -184,12 +184,12 @@ def selective_scan_backward(
 ) -> tuple[TensorType, TensorType, TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
     """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
 
-    `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+    `states` is the result of `selective_scan_with_states` for the same chunk; states inside a chunk are recomputed.
     """
     where = "selective_scan_backward"
     _check_selective(where, x, delta, a, b, c, None, None, state_size, segments)
     batch, seq, channels = x.shape
-    kept = batch, checked_chunks(where, seq, chunk), state_size, channels
+    stored = batch, checked_chunks(where, seq, chunk), state_size, channels
     last = batch, channels, state_size
-    check_backward(where, x, states=(states, kept), d_out=(d_out, x.shape), d_last=(d_last, last))
+    check_backward(where, x, states=(states, stored), d_out=(d_out, x.shape), d_last=(d_last, last))
     return x, delta, a, b, c, d_last

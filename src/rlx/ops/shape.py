@@ -37,7 +37,7 @@ def _keeps_first(node: Node, batched: Sequence[bool]) -> bool:
     samples=[sample(f32(4, 6), axes=(1, 0)), sample(f32(2, 3, 4), axes=(2, 0, 1)),
              sample(i32(2, 3, 4, 5), axes=(0, 2, 1, 3))])  # fmt: skip
 def transpose(x: TensorType, *, axes: tuple[int, ...]) -> TensorType:
-    """Axes in another order: axis i of the result is axis `axes[i]` of `x`."""
+    """Permutes axes: axis i of the result is axis `axes[i]` of `x`."""
     if sorted(axes) != list(range(x.rank)):
         raise ShapeError(f"transpose: axes {axes} do not permute the {x.rank} axes")
     return x.with_shape(*(x.shape[a] for a in axes))
@@ -51,13 +51,13 @@ def _slice(x: Any, *, start: Any, stop: Any, step: Any) -> Any:
 
 
 def _exceeds(a: Size, b: Size) -> bool:
-    """Whether a > b for sure."""
+    """Whether a > b for every binding."""
     gap = b - a
     return isinstance(gap, int) and gap < 0
 
 
 def _all_of_first(node: Node, batched: Sequence[bool]) -> bool:
-    """Along the first axis from its start, step by step; it is as long as before, so that is all of it."""
+    """Whether a slice keeps the first axis: it starts at 0 with step 1 and has the same size."""
     return bool(node.attrs["start"][0] == 0 and node.attrs["step"][0] == 1)
 
 
@@ -66,7 +66,7 @@ def _all_of_first(node: Node, batched: Sequence[bool]) -> bool:
              sample(f32(9), start=(4,), stop=(4,), step=(1,)),
              sample(i32(3, 40), start=(0, 5), stop=(3, 38), step=(2, 3))])  # fmt: skip
 def slice_(x: TensorType, *, start: Sizes, stop: Sizes, step: tuple[int, ...]) -> TensorType:
-    """Elements start, start + step, ... below stop on each axis; bounds lie inside the axis, which run time checks."""
+    """Elements start, start + step, ... below stop on each axis; run time checks that bounds lie inside the axis."""
     if not len(start) == len(stop) == len(step) == x.rank:
         raise ShapeError(f"slice: {len(start)} starts, {len(stop)} stops, {len(step)} steps for rank {x.rank}")
     sizes = []
@@ -108,7 +108,7 @@ def _assume_equal(x: Any, *, shape: Any) -> Any:
     samples=[sample(f32(2, 3), shape=(2, 3))],
 )
 def assume_equal(x: TensorType, *, shape: Sizes) -> TensorType:
-    """`x` under a shape that only run time can show to be equal, axis by axis; it is checked at each run."""
+    """`x` with a shape that is equal to its own, axis by axis, which is checked at each run."""
     if len(shape) != x.rank:
         raise ShapeError(f"assume_equal: {x} has {x.rank} axes, the shape {len(shape)}")
     for have, want in zip(x.shape, shape, strict=True):
@@ -153,7 +153,7 @@ def _pad(x: Any, *, low: Any, high: Any, value: float) -> Any:
 
 
 def _has(dtype: DType, value: float) -> bool:
-    """Whether an integer or boolean type has a number."""
+    """Whether an integer or boolean type can represent a number."""
     if dtype.is_bool:
         return value in (0, 1)
     limits = np.iinfo(dtype.numpy)

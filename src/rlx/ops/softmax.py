@@ -30,7 +30,7 @@ def _off_the_batch(node: Node, batched: Sequence[bool]) -> bool:
     samples=[sample(f32(4, 5)), sample(f32(3, 130)), sample(f32(2, 17, 5), axis=1), sample(f32(6, 3), axis=0)],
 )
 def softmax(x: TensorType, *, axis: int = -1) -> TensorType:
-    """exp(x) over its sum along an axis. A row of -inf alone gives NaN."""
+    """exp(x) divided by its sum along an axis. A row of only -inf gives NaN."""
     if not x.dtype.is_float:
         raise DTypeError(f"softmax: takes floats, found {x.dtype}")
     axis_index(axis, x.rank, "softmax")

@@ -1,7 +1,7 @@
-"""Steps of optimisers, and what a compiled training step is made of: memory that is changed in place, in order.
+"""Optimiser steps, and the ops that a compiled training step uses to update memory in place, in order.
 
 The first operands of these ops are consumed: on the CPU, the result for a state is the state itself, written in place,
-and nothing may read it again as it was. An input, a weight or a constant is copied instead.
+and its old contents must not be read again. An input, a weight or a constant is copied instead.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from rlx.types import TensorType, require_equal
 
 
 def _check_tensors(where: str, p: TensorType, **others: TensorType | None) -> None:
-    """Parameter, moments and gradient: floats of one type and shape."""
+    """Check parameter, moments and gradient: floats of one type and shape."""
     if not p.dtype.is_float:
         raise DTypeError(f"{where}: takes floats, found {p}")
-    for name, found in others.items():
-        if found is not None:
-            _check_like(where, name, found, "the parameter", p)
+    for name, tensor in others.items():
+        if tensor is not None:
+            _check_like(where, name, tensor, "the parameter", p)
 
 
-def _check_like(where: str, name: str, found: TensorType, other: str, wanted: TensorType) -> None:
-    message = f"{where}: {name} is {found}, {other} {wanted}"
-    if found.rank != wanted.rank:
+def _check_like(where: str, name: str, tensor: TensorType, other: str, wanted: TensorType) -> None:
+    message = f"{where}: {name} is {tensor}, {other} {wanted}"
+    if tensor.rank != wanted.rank:
         raise ShapeError(message)
-    for have, want in zip(found.shape, wanted.shape, strict=True):
+    for have, want in zip(tensor.shape, wanted.shape, strict=True):
         require_equal(have, want, message)
-    if found.dtype is not wanted.dtype:
+    if tensor.dtype is not wanted.dtype:
         raise DTypeError(message, hint="cast with x.astype(...)")
 
 
 def _check_numbers(where: str, **numbers: TensorType | None) -> None:
-    for name, found in numbers.items():
-        if found is not None and (found.rank or not found.dtype.is_float):
-            raise ShapeError(f"{where}: {name} is {found}, wanted one float")
+    for name, number in numbers.items():
+        if number is not None and (number.rank or not number.dtype.is_float):
+            raise ShapeError(f"{where}: {name} is {number}, wanted one float")
 
 
 def _check_share(where: str, name: str, value: Any) -> None:
@@ -58,7 +58,7 @@ def _check_size(where: str, name: str, value: Any) -> None:
     samples=[sample(f32(5, 7), f32(5, 7)), sample(f32(), f32()), sample(i32(9), i32(9))],
 )  # fmt: skip
 def assign(x: TensorType, value: TensorType) -> TensorType:
-    """`value`, in the memory of `x`: how a state gets its next contents."""
+    """`value`, in the memory of `x`: sets the next contents of a state."""
     _check_like("assign", "the value", value, "the state", x)
     return x
 
@@ -74,7 +74,7 @@ def _adamw(
     return p * decay - rate * (m / (np.sqrt(v) / root + eps)), m, v
 
 
-def _adamw_apart(
+def _decompose_adamw(
     p: Value, m: Value, v: Value, grad: Value, rate: Value, decay: Value, root: Value, scale: Value | None, *,
     beta1: float, beta2: float, eps: float,
 ) -> tuple[Value, ...]:  # fmt: skip
@@ -91,12 +91,12 @@ _POSITIVE = f32(low=0.5, high=1.0)
 
 
 def _adamw_operands(*shape: int) -> tuple[Spec, ...]:
-    """A second moment is a mean of squares; one near zero would make noise of any difference."""
+    """The second moment is a mean of squares; one near zero would amplify any difference."""
     return f32(*shape), f32(*shape), f32(*shape, low=0.5, high=3.0), f32(*shape), _POSITIVE, _POSITIVE, _POSITIVE
 
 
 @op(
-    "adamw_update", independent=never, reference=_adamw, decompose=_adamw_apart, tolerance=2e-6,
+    "adamw_update", independent=never, reference=_adamw, decompose=_decompose_adamw, tolerance=2e-6,
     samples=[
         sample(*_adamw_operands(3, 70), beta1=0.9, beta2=0.999, eps=1e-8),
         sample(*_adamw_operands(5), f32(low=0.1, high=1.0), beta1=0.5, beta2=0.75, eps=0.1),
@@ -107,7 +107,7 @@ def adamw_update(
     p: TensorType, m: TensorType, v: TensorType, grad: TensorType, rate: TensorType, decay: TensorType,
     root: TensorType, scale: TensorType | None = None, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
 ) -> tuple[TensorType, TensorType, TensorType]:  # fmt: skip
-    """One step of AdamW: parameter, mean of gradients and mean of their squares after it, each written in place.
+    """One step of AdamW: the new parameter, first moment and second moment, each written in place.
 
     m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², with g = scale · grad; then
     p = decay · p - rate · m / (sqrt(v) / root + eps). For step t of a learning rate lr, the numbers are
@@ -135,7 +135,7 @@ def _sgd(
     return p - rate * (g + velocity * momentum if nesterov else velocity), velocity
 
 
-def _sgd_apart(
+def _decompose_sgd(
     p: Value, grad: Value, rate: Value, velocity: Value | None, scale: Value | None, *, momentum: float,
     nesterov: bool, weight_decay: float,
 ) -> tuple[Value, ...]:  # fmt: skip
@@ -150,7 +150,7 @@ def _sgd_apart(
 
 
 @op(
-    "sgd_update", independent=never, reference=_sgd, decompose=_sgd_apart, tolerance=2e-6,
+    "sgd_update", independent=never, reference=_sgd, decompose=_decompose_sgd, tolerance=2e-6,
     samples=[
         sample(f32(3, 70), f32(3, 70), _POSITIVE, weight_decay=0.1),
         sample(f32(3, 70), f32(3, 70), _POSITIVE, f32(3, 70), momentum=0.9),
@@ -161,10 +161,10 @@ def sgd_update(
     p: TensorType, grad: TensorType, rate: TensorType, velocity: TensorType | None = None,
     scale: TensorType | None = None, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0,
 ) -> tuple[TensorType, ...]:  # fmt: skip
-    """One step of gradient descent: the parameter after it, and the velocity if there is one, written in place.
+    """One step of gradient descent: the new parameter, and the new velocity if there is one, written in place.
 
-    g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g takes the place
-    of g in the last step, or g + momentum · u where it is `nesterov`.
+    g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g replaces g in the
+    last step, or g + momentum · u if `nesterov`.
     """
     where = "sgd_update"
     _check_tensors(where, p, grad=grad, velocity=velocity)
@@ -179,11 +179,11 @@ def sgd_update(
 # -- order ------------------------------------------------------------------------------------------------------------
 @op("settled", independent=never, reference=lambda x: x, traits=[FUSED])
 def settled(x: TensorType) -> TensorType:
-    """`x` in memory that is no state: what is read after a state has changed may be computed from it before."""
+    """A copy of `x` outside states, so that a value computed before a state's update can be read after it."""
     return x
 
 
 @op("after", independent=never, reference=lambda x, *done: x, traits=[FUSED])
 def after(x: TensorType, *done: TensorType) -> TensorType:
-    """`x`, once all of `done` is there: what changes states is needed even where nobody reads the result."""
+    """`x`, computed after all of `done`: keeps state updates alive whose results nobody reads."""
     return x

@@ -145,7 +145,7 @@ def search(graph: Graph, leaves: Mapping[str, Array], sizes: Mapping[str, int]) 
         operands = [None if o is None else values[o] for o in node.operands]
         finite = not any(o in bad for o in node.operands)
         inner: list[Culprit] = []
-        with evaluate.watched(functools.partial(_record_first, inner)):
+        with evaluate.observe_nodes(functools.partial(_record_first, inner)):
             results = evaluate.results_of(node, operands, leaves, sizes)
         values |= zip(node.results, results, strict=True)
         failures = {v: b for v, b in zip(node.results, map(NonFinite.of, results), strict=True) if b}

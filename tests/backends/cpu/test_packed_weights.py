@@ -31,7 +31,7 @@ from rlx.formats import TensorFile, open_tensors
 from rlx.ir.registry import packed
 from rlx.lir.loops import INTEGER_DOTS
 from rlx.operand_layouts import Layout, WeightLayout, parse_layout
-from rlx.ops.quantised_activations import WHOLE
+from rlx.ops.quantised_activations import INT8_DOT_TYPES
 from rlx.profile import CompileProfile, Precision
 from rlx.types import parse_type
 
@@ -39,7 +39,7 @@ EIGHT_BITS = CompileProfile(precision=Precision(activations="int8"))
 
 
 def test_kernels_know_the_types_that_passes_round_for() -> None:
-    assert set(CODES) == set(WHOLE)
+    assert set(CODES) == set(INT8_DOT_TYPES)
 
 
 def test_a_product_needs_no_other_op_to_know_every_type() -> None:

@@ -19,8 +19,8 @@ from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.state import MAIN_ROPE, DecodeBindings, FlowValue
-from rlx.hir.layers import rotated_heads
-from rlx.hir.lower import counted
+from rlx.hir.layers import rotate_heads
+from rlx.hir.lower import default_positions
 from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind, parse_mask
 from rlx.types import Size, known_equal
@@ -97,7 +97,7 @@ class SelfAttention:
 
     def apply_rope(self, ctx: FlowCtx, x: Value) -> Value:
         """Rotate queries or keys by their positions, which follow those of the past."""
-        return x if self.rope is None else rotated_heads(x, *self.rotation(ctx, x))
+        return x if self.rope is None else rotate_heads(x, *self.rotation(ctx, x))
 
     def rotation(self, ctx: FlowCtx, x: Value) -> Rotation:
         """Like `tables`, but also for a decode step after a past."""
@@ -109,7 +109,7 @@ class SelfAttention:
         if step is not None:
             cos, sin = (self.check_step_rows(table, seq) for table in step)
             step_style = past.style if self.rope == MAIN_ROPE else None
-            return cos, sin, counted(ctx.hir(), batch, seq), None, step_style or ctx.state.style_of(self.rope)
+            return cos, sin, default_positions(ctx.hir(), batch, seq), None, step_style or ctx.state.style_of(self.rope)
         if rope_tables_of(ctx, self.stage, self.rope)[2] is not None:
             raise GraphError(
                 f"stage {self.stage}: RoPE tables {self.rope!r} depend on the length of the sequence, which is not"
@@ -120,7 +120,7 @@ class SelfAttention:
         cos, sin, _, positions, style = self.tables(ctx, x, before)
         if positions is not None:
             return cos, sin, None, positions, style
-        return cos, sin, counted(ctx.hir(), batch, seq) + size_of(ctx.hir(), before), None, style
+        return cos, sin, default_positions(ctx.hir(), batch, seq) + size_of(ctx.hir(), before), None, style
 
     def tables(self, ctx: FlowCtx, x: Value, before: Size = 0) -> Rotation:
         """Return the RoPE tables and how tokens index them; see `Rotation`."""
@@ -242,9 +242,9 @@ def seen_keys(q: Value, k: Value, kind: str, keep: Value | None = None) -> Value
     shape = parse_mask(kind)
     if shape.takes_operand:
         raise GraphError(f"a custom mask cannot be combined with mask kind {kind!r}, which takes an operand of its own")
-    at = counted(graph, 1, keys)  # queries and keys end at the same position
+    at = default_positions(graph, 1, keys)  # queries and keys end at the same position
     before = size_of(graph, keys - seq + shape.ahead)
-    back = (counted(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
+    back = (default_positions(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
     if shape.limited:
         keep = back >= 0 if keep is None else keep.logical_and(back >= 0)
     if shape.window:

@@ -13,7 +13,7 @@ from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_style, check_tables
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
-from rlx.hir.lower import picked
+from rlx.hir.lower import take_rows
 from rlx.ir.graph import Value
 from rlx.types import Size, known_equal
 
@@ -124,7 +124,7 @@ class GatherLastToken(FlowStage):
             raise ShapeError(f"stage GatherLastToken: batch is {self.batch}, the value is {x.type}")
         if batch != self.batch:  # symbolic: checked at run time
             x = x.assume_equal(shape=(self.batch, seq, hidden))
-        return ctx.wrap(picked(x, ctx.input(self.input_name, (self.batch,), "i32")))
+        return ctx.wrap(take_rows(x, ctx.input(self.input_name, (self.batch,), "i32")))
 
 
 @dataclass(frozen=True)

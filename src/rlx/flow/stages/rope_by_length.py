@@ -16,7 +16,7 @@ from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_rows, check_style, check_tables, has_positions, kept_tokens, token_positions
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import MAIN_ROPE, FlowValue
-from rlx.hir.lower import counted
+from rlx.hir.lower import default_positions
 from rlx.ir.graph import Value
 from rlx.types import sym
 
@@ -88,7 +88,7 @@ class RopeGrowth(FlowStage):
         frequencies = table.gather((lengths - self.limit).maximum(0))  # a length without a row is a run-time error
         positions = token_positions(ctx, x).maximum(0).astype("f32").reshape(batch, seq, 1)
         angles = (positions * frequencies.reshape(batch, 1, half)).reshape(batch * seq, half)
-        each = counted(ctx.hir(), 1, batch * seq).reshape(batch, seq)  # one table row per token
+        each = default_positions(ctx.hir(), 1, batch * seq).reshape(batch, seq)  # one table row per token
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         ctx.state.bind_rope(cos, sin, self.style, f"{self.name}.cos", f"{self.name}.sin", each)
         return value

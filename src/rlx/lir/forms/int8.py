@@ -12,7 +12,7 @@ from rlx.lir.loops import Expr, Index, Let, Reduce, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.ops.int8 import LEVELS
-from rlx.ops.quant import LEAST_SCALE
+from rlx.ops.quant import MIN_SCALE
 from rlx.types import product
 
 
@@ -28,7 +28,7 @@ def _quantise(rows: Rows, value: Expr, first: int) -> list[Stmt]:
     return [
         Let("low", Reduce("min", "q", rows.extent(), value)),
         Let("high", Reduce("max", "q", rows.extent(), value)),
-        Let("step", ((high - low) / LEVELS).max(LEAST_SCALE)),
+        Let("step", ((high - low) / LEVELS).max(MIN_SCALE)),
         Let("inverse", 1 / step),
         Store(first + 1, rows.place(first + 1), step),
         Store(first + 2, rows.place(first + 2), low),

@@ -9,7 +9,7 @@ from rlx.ir.graph import Node
 from rlx.lir.loops import Arg, Expr, For, Index, Let, Reduce, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
-from rlx.ops.quantised_activations import LARGEST, LEAST
+from rlx.ops.quantised_activations import LARGEST, MIN_LARGEST
 from rlx.types import product
 
 BLOCK = Ref("block", I64)  # of all rows
@@ -36,7 +36,7 @@ def scales(builder: LoopBuilder, block: int) -> list[Stmt]:
     """Define `largest`, `scale` and `inverse` of the block."""
     x = builder.load(0, ((BLOCK, block), (Index("i"), 1)))
     largest = Ref("largest", x.dtype)
-    tiny = largest < LEAST  # false if there is a NaN
+    tiny = largest < MIN_LARGEST  # false if there is a NaN
     return [
         Let("largest", Reduce("max", "i", block, abs(x))),
         Let("scale", tiny.select(0.0, largest / LARGEST)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlx.ir.graph import Graph, Value
-from rlx.ops.recurrent import chunks_of, starts_apart
+from rlx.ops.recurrent import chunks_of, state_reset_values
 from rlx.transforms.build import declare, move_axis, slice_axis
 from rlx.transforms.rule_tables import Vmapped, no_derivative_with
 from rlx.transforms.vmap import by_scan, fold_batch
@@ -39,7 +39,7 @@ def join_chunks(ys: Value, seq: Size) -> Value:
 
 def segment_begins(segments: Value | None) -> list[Value]:
     """Return flags [batch, seq], 1 for tokens that begin a segment, as a list; empty without segments."""
-    return [] if segments is None else [starts_apart(segments).astype("i32")]
+    return [] if segments is None else [state_reset_values(segments).astype("i32")]
 
 
 def reset(state: Value, begins: Value | None) -> Value:

@@ -10,7 +10,7 @@ from rlx.backends.cpu.packing.quantised_activations import ActivationWords
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I8, I32, U8, DType
 from rlx.operand_layouts import Layout, WeightLayout
-from rlx.ops.quantised_activations import WHOLE
+from rlx.ops.quantised_activations import INT8_DOT_TYPES
 from rlx.types import TensorType
 
 LAYOUTS: Mapping[str, type[Layout]] = {kind.name: kind for kind in (Panels, Quads, Interleaved, ActivationWords)}
@@ -20,7 +20,7 @@ def weight_layout(target: CpuTarget, x: DType, w: TensorType, rounded: bool) -> 
     """See `Target.layout`."""
     if w.dtype.is_packed:
         width, lanes = target.panel(F32.size), target.lanes(F32.size)
-        integer = rounded and w.dtype.name in WHOLE
+        integer = rounded and w.dtype.name in INT8_DOT_TYPES
         return Interleaved(w.dtype, width, lanes, integer) if has_panels(w.dtype) else None
     if w.dtype is I8:
         k = w.shape[-2]

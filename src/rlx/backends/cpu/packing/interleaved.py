@@ -20,7 +20,7 @@ from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit
 from rlx.lir.views import View
 from rlx.operand_layouts import Layout
-from rlx.ops.quant import unpacked
+from rlx.ops.quant import unpack_blocks
 from rlx.types import Size, TensorType, product
 
 
@@ -218,7 +218,7 @@ def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, 
     part = vectors * lanes // weights
     split = rows.reshape(count, weights, part, blocks * units)
     packed = [np.ascontiguousarray(split[:, i]).reshape(count * part, -1)[:columns] for i in range(weights)]
-    return [unpacked(p.view(storage.numpy)).T for p in packed]
+    return [unpack_blocks(p.view(storage.numpy)).T for p in packed]
 
 
 def _moved(word: Expr, bits: Bits) -> Expr:

@@ -15,7 +15,7 @@ from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, Place, Reduce
 from rlx.lir.schedule import LoopBuilder, Scheduler
 from rlx.lir.views import View
 from rlx.operand_layouts import Layout
-from rlx.ops.quantised_activations import check_blocks, rounded
+from rlx.ops.quantised_activations import check_blocks, quantise_blocks
 from rlx.types import TensorType
 
 
@@ -73,7 +73,7 @@ class ActivationWords(Layout):
 def activation_words(x: Any, *, block: int) -> Any:
     """x as words, in NumPy."""
     form = activations_for(block)
-    codes, scale = rounded(x, block)
+    codes, scale = quantise_blocks(x, block)
     codes = np.nan_to_num(codes).astype(np.int8)
     words = np.zeros((*codes.shape[:-1], form.words), np.int32)
     numbers, signed = words.view(np.float32), words.view(np.int8)
