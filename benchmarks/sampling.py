@@ -142,7 +142,7 @@ def requests(rng: np.random.Generator, vocab: int, history: int) -> Iterator[Arr
 
 def compare(cases: int, threads: int) -> list[dict[str, int]]:
     """How many draws of each size there were, and how many tokens differ from those of the NumPy sampler."""
-    found = []
+    comparisons = []
     for vocab, history, share in DRAWS:
         ours, numpy = rlx.compile(graph(vocab), threads=threads), rlx.compile(graph(vocab), "reference")
         calls = -(-round(cases * share) // DRAWN_ROWS)
@@ -150,8 +150,8 @@ def compare(cases: int, threads: int) -> list[dict[str, int]]:
         for request in islice(requests(np.random.default_rng(vocab + history), vocab, history), calls):
             differing += int(np.count_nonzero(ours.run(request)[0] != numpy.run(request)[0]))
         print(f"{calls * DRAWN_ROWS} draws from {vocab} tokens, {differing} differ", file=sys.stderr, flush=True)
-        found.append({"vocab": vocab, "history": history, "draws": calls * DRAWN_ROWS, "differences": differing})
-    return found
+        comparisons.append({"vocab": vocab, "history": history, "draws": calls * DRAWN_ROWS, "differences": differing})
+    return comparisons
 
 
 def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
     step, best = float("inf"), dict.fromkeys(SETTINGS, float("inf"))
     for _ in range(4):  # alternately, so that both have quiet moments
         step = min(step, step_seconds(model, clock, max(rounds // 12, 1)))
-        found = costs(logits, history, clock, threads, max(rounds // 4, 1))
-        best = {name: min(best[name], seconds) for name, seconds in found.items()}
+        seconds_by_setting = costs(logits, history, clock, threads, max(rounds // 4, 1))
+        best = {name: min(best[name], seconds) for name, seconds in seconds_by_setting.items()}
     others = _others(before, time.process_time() - own)
     valid = threads == 1 or others <= QUIET
     print(f"{name}: {len(PROMPTS)} rows of {logits.shape[1]} tokens, {threads} thread{'s' * (threads > 1)}")

@@ -41,8 +41,8 @@ def mean_loss(emit, logits):
 
 def batch(data, size, context, rng):
     """Random pieces of the text, and the same pieces one character further on."""
-    starts = rng.integers(0, len(data) - context, size)
-    rows = data[starts[:, None] + np.arange(context + 1)]
+    offsets = rng.integers(0, len(data) - context, size)
+    rows = data[offsets[:, None] + np.arange(context + 1)]
     return {"tokens": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
 
 

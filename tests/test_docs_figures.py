@@ -28,8 +28,8 @@ def medians(results: str, model: str | None, case: str) -> tuple[dict[str, Any],
     """The machine, and the median seconds of each library."""
     runs = json.loads((RESULTS / f"{results}.json").read_text())["runs"]
     (run,) = (r for r in runs if r["threads"] == THREADS and r.get("model") == model)
-    (found,) = (c for c in run["cases"] if c["name"] == case)
-    return run["machine"], {n: library["median"] for n, library in found["libraries"].items() if "median" in library}
+    (result,) = (c for c in run["cases"] if c["name"] == case)
+    return run["machine"], {n: library["median"] for n, library in result["libraries"].items() if "median" in library}
 
 
 def figures() -> str:

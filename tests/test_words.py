@@ -15,7 +15,7 @@ VARIABLES = {"found", "made", "given", "whole", "kept", "there"}
 # Words that engineers do not use for these things: transposed, prepare, snapshots, sidecar, sequence, prefill.
 API = {"turned", "arrive", "arrives", "starts", "beside", "growing"}
 # `feed` is a word of its own only in feed-forward.
-FEED = "feed"
+ALONE = "feed"
 
 
 def names(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
@@ -33,7 +33,7 @@ def names(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
 
 def is_banned(name: str) -> bool:
     words = name.strip("_").lower().split("_")
-    feeds = any(a == FEED and b != "forward" for a, b in zip(words, [*words[1:], ""], strict=True))
+    feeds = any(a == ALONE and b != "forward" for a, b in zip(words, [*words[1:], ""], strict=True))
     return name.strip("_").lower() in VARIABLES or bool(API & set(words)) or feeds
 
 

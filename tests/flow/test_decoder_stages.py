@@ -94,10 +94,10 @@ class Case:
         keys = self.new + (PAST if self.past else 0)
         back = (np.arange(self.new)[:, None] + keys - self.new) - np.arange(keys)
         seen = (back >= 0) & (back < (self.window or keys))
-        return seen & (KEPT[:, :keys] > 0.5)[:, None] if self.masked else np.repeat(seen[None], BATCH, 0)
+        return seen & (UNMASKED[:, :keys] > 0.5)[:, None] if self.masked else np.repeat(seen[None], BATCH, 0)
 
 
-KEPT = np.array([[1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1]], np.float32)
+UNMASKED = np.array([[1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1]], np.float32)
 
 
 def cases() -> dict[str, Case]:
@@ -153,7 +153,7 @@ def flow_of(case: Case, policy: str, stage: FlowStage | None = None) -> tuple[Mo
         feeds |= {"rope_cos": COS[rows], "rope_sin": SIN[rows]}
         if case.masked:
             flow = flow.input("mask", ("batch", "keys"))
-            feeds["mask"] = KEPT[:, : PAST + case.new]
+            feeds["mask"] = UNMASKED[:, : PAST + case.new]
         flow = flow.stage(BindDecodeInputs(2, case.masked))
     else:
         flow = flow.stage(RopeTables(COS, SIN))

@@ -29,8 +29,8 @@ def is_packed(sample: Sample) -> bool:
 
 def refused_operand(op: OpDef, sample: Sample) -> bool:
     """Whether a sample has an operand that nothing is differentiated beside."""
-    given = zip(op.schema.operands, sample.operands, strict=False)
-    return any(o is not None and name in rule_tables.NO_DERIVATIVE_WITH.get(op.name, ()) for name, o in given)
+    operands = zip(op.schema.operands, sample.operands, strict=False)
+    return any(o is not None and name in rule_tables.NO_DERIVATIVE_WITH.get(op.name, ()) for name, o in operands)
 
 
 def smooth_samples(op: OpDef) -> Iterator[tuple[int, Sample]]:

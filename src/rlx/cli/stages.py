@@ -63,7 +63,7 @@ class Record:
 
     result: Value | None = None
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)  # read from the source
-    made: dict[str, tuple[int, ...]] = field(default_factory=dict)  # params that the stage computes
+    computed: dict[str, tuple[int, ...]] = field(default_factory=dict)  # params that the stage computes
     read: dict[str, TensorType] = field(default_factory=dict)  # inputs that the flow has to declare
     declared: dict[str, TensorType] = field(default_factory=dict)  # inputs that the stage declares
     states: dict[str, TensorType] = field(default_factory=dict)
@@ -80,9 +80,9 @@ class _Inputs(FlowCtx):
         return self.asked[name]
 
     def flow_input(self, name: str) -> FlowValue:
-        found = super().flow_input(name)
-        self.asked[name] = found.id
-        return found
+        value = super().flow_input(name)
+        self.asked[name] = value.id
+        return value
 
 
 @cache
@@ -140,11 +140,11 @@ CALLED = re.compile(r"\bself\.(\w+)\(")
 
 def _comments(stage: type) -> dict[str, str]:
     """The comments behind the fields of a class, its bases' included."""
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     for base in reversed(stage.__mro__):
         if base.__module__.startswith("rlx."):
-            found |= {m["name"]: m["text"].strip() for m in FIELD.finditer(inspect.getsource(base))}
-    return found
+            comments |= {m["name"]: m["text"].strip() for m in FIELD.finditer(inspect.getsource(base))}
+    return comments
 
 
 def _signature(function: Any) -> str:
@@ -174,7 +174,7 @@ def flow_methods() -> dict[str, tuple[str, ...]]:
             return tuple(_used(LAYERS[name].stage))
         return appended[name] or next((through(m) for m in CALLED.findall(methods[name]) if m in methods), ())
 
-    return {name: found for name in methods if name not in ("build", "edit") and (found := through(name))}
+    return {name: stages for name in methods if name not in ("build", "edit") and (stages := through(name))}
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -200,10 +200,10 @@ ORDER = (
 
 def _groups() -> dict[str, list[type[FlowStage]]]:
     """Stages by the file that declares them, in its order."""
-    found: dict[str, list[type[FlowStage]]] = {name: [] for name in ORDER}
+    groups: dict[str, list[type[FlowStage]]] = {name: [] for name in ORDER}
     for stage in all_stages().values():
-        found[stage.__module__.rpartition(".")[2]].append(stage)
-    return {group: sorted(members, key=lambda s: inspect.getsourcelines(s)[1]) for group, members in found.items()}
+        groups[stage.__module__.rpartition(".")[2]].append(stage)
+    return {group: sorted(members, key=lambda s: inspect.getsourcelines(s)[1]) for group, members in groups.items()}
 
 
 def markdown() -> str:
@@ -244,14 +244,14 @@ def _entry(stage: type[FlowStage], heading: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _facts(found: Record, example: Example) -> Iterator[str]:
+def _facts(record: Record, example: Example) -> Iterator[str]:
     names = example.names
     before = "nothing" if example.value is None else f"`{example.dtype}{_shape(example.value, names)}`"
-    after = "nothing" if found.result is None else f"`{_type(found.result.type, names)}`"
+    after = "nothing" if record.result is None else f"`{_type(record.result.type, names)}`"
     yield f"- value: {before} to {after}"
-    for label, shapes in {"weights": found.weights, "params": found.made}.items():
+    for label, shapes in {"weights": record.weights, "params": record.computed}.items():
         yield from _listed(label, {name: _shape(shape, names) for name, shape in shapes.items()})
-    typed = {"reads": found.read, "declares": found.declared, "states": found.states, "side outputs": found.side}
+    typed = {"reads": record.read, "declares": record.declared, "states": record.states, "side outputs": record.side}
     for label, types in typed.items():
         yield from _listed(label, {name: _type(type_, names) for name, type_ in types.items()})
 

@@ -342,8 +342,8 @@ class SnapshotCheckpoint:
         self.path = path
         self.facts = facts
         self.digest = digest  # of the weights
-        kept = file.section("tokenizer"), file.arrays(TABLES), str(file.path)
-        self.tokenizer = None if described is None else Tokenizer.restore(described, *kept)
+        parts = file.section("tokenizer"), file.arrays(TABLES), str(file.path)
+        self.tokenizer = None if described is None else Tokenizer.restore(described, *parts)
         self.maps = maps  # more when the files are opened
         self._lock = Lock()
         self._opened: Checkpoint | None = None

@@ -287,8 +287,8 @@ class ModelFlow(StageList):
         (first, shape, kind), *others = self.inputs
         batched = [name for name, other, _ in others if sym.BATCH in other or sym.SEQ in other]
         if shape != (sym.BATCH, sym.SEQ) or batched:
-            name, found = (batched[0], "a batch") if batched else (first, f"shape {shape}")
-            raise GraphError(f"flow {self.name!r}: input {name!r} has {found}, expected tokens [batch, seq] alone")
+            name, actual = (batched[0], "a batch") if batched else (first, f"shape {shape}")
+            raise GraphError(f"flow {self.name!r}: input {name!r} has {actual}, expected tokens [batch, seq] alone")
         tokens = (dim("tokens"),)
         inputs = ((first, tokens, kind), ("rows", tokens, "i32"), *others)
         return replace(self, inputs=inputs, is_ragged=True)
