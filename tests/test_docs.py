@@ -117,10 +117,10 @@ def test_weights_and_inputs_are_those_of_a_build() -> None:
     """Against what the published models store, for a few stages."""
     bert = stages.record(stages.EXAMPLES["BertEncoderLayer"])
     assert bert.weights["encoder.layer.0.attention.self.query.weight"] == (48, 24) and len(bert.weights) == 16
-    assert list(bert.declared) == ["attention_mask"] and not bert.read and not bert.made
+    assert list(bert.declared) == ["attention_mask"] and not bert.read and not bert.computed
     step = stages.record(stages.EXAMPLES["BindDecodeInputs"])
     assert set(step.read) == {"rope_cos", "rope_sin", "past_k_0", "past_v_0", "mask"} and not step.declared
-    assert set(stages.record(stages.EXAMPLES["RopeTables"]).made) == {"rope.cos", "rope.sin"}
+    assert set(stages.record(stages.EXAMPLES["RopeTables"]).computed) == {"rope.cos", "rope.sin"}
     assert set(stages.record(stages.EXAMPLES["LlamaKvTap"]).side) == {"model.layers.0.k", "model.layers.0.v"}
     assert set(stages.record(stages.EXAMPLES["DecoderLayer"]).states) == {"keys.0", "values.0"}
 
