@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.garbage import paused
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from rlx import debug as debug

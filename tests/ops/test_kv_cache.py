@@ -485,7 +485,7 @@ def test_a_state_cannot_be_read_again_as_it_was() -> None:
     graph = append_graph("values")
     state = graph.named("cache")
     graph.set_outputs([graph.outputs[0], state.sum()])
-    with pytest.raises(LowerError, match="state 'cache' is read again"):
+    with pytest.raises(LowerError, match="the old value of state 'cache' is read later"):
         rlx.compile(graph)
     graph = append_graph("values")
     before = graph.named("cache").sum() * 1.0  # of a state that nothing appends to, or before that, anyone may read
