@@ -140,3 +140,10 @@ def test_stages_match_by_parts() -> None:
     assert matches(None, "")
     assert not matches("layers.1", "layers.12.attn")
     assert not matches("layers.1.attn", "layers.1")
+
+
+@needs_stories
+@pytest.mark.parametrize("phase", ("prefill", "decode"))
+def test_a_decoder_is_timed_with_its_sampler(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = inspect(capsys, STORIES, "--level", "lir", "--phase", phase, "--past", "8", "--seq", "1", "--time")
+    assert "launches take" in out and "sample_tokens" in out

@@ -26,6 +26,7 @@ from rlx.cli.loading import load as load_model
 from rlx.engine.build import build_checkpoint
 from rlx.engine.kv_cache import ring_blocks
 from rlx.engine.load_settings import CONTEXT
+from rlx.engine.sampler import SYMBOLS as SAMPLER_SYMBOLS
 from rlx.errors import FormatError, NotFoundError, shortened
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
@@ -86,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = _sizes(arguments, graph, context)
     report = None
     if arguments.time:
+        if context is not None:
+            sizes |= dict.fromkeys(SAMPLER_SYMBOLS, 0)  # the graph that runs has a sampler: no masks, history or bias
         report, graph, profile = _profile(arguments, graph, sizes, _tokens(arguments, context)[1])
     if arguments.html is not None:
         page = graph_page(graph, machine, profile=profile, assembly=arguments.level == "asm", report=report)

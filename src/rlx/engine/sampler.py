@@ -210,6 +210,7 @@ OPERANDS: dict[str, tuple[str, str | None]] = {
     "prompt_length": ("i32", None), "repetition_penalty": ("f32", None), "frequency_penalty": ("f32", None),
     "presence_penalty": ("f32", None), "bias_tokens": ("i32", "bias"), "bias": ("f32", "bias"), "scored": ("i32", None),
 }  # fmt: skip
+SYMBOLS = tuple(dict.fromkeys(f"sampling_{width}" for _, width in OPERANDS.values() if width is not None))
 GREEDY = Sampling()
 ALL_BITS = -1  # a word of a bitmask that allows its tokens
 HISTORY_STEP = 256  # a history grows by so many tokens at once: another width is another shape to bind

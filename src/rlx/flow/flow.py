@@ -343,14 +343,14 @@ class ModelFlow(StageList):
 
     # -- building --
     def build(
-        self, weights: WeightSource | Mapping[str, Any] | None = None, capture: Sequence[str] = (), *,
+        self, weights: WeightSource | Mapping[str, Any] | None = None, capture: str | Sequence[str] = (), *,
         strict: bool | None = None,
     ) -> BuiltModel:  # fmt: skip
         """Build the graph of this flow with these weights.
 
         Unused weights are logged as a warning, an error with `strict=True` and ignored with `strict=False`. `capture`
-        has patterns of stage paths such as `layers.*.attn`; the values of matching stages become outputs too. `*`
-        matches anything but a dot, `**` anything.
+        is a pattern of stage paths, or several, such as `layers.*.attn`; the values of matching stages become outputs
+        too. `*` matches anything but a dot, `**` anything.
         """
         if not self.inputs:
             raise GraphError(f"flow {self.name!r}: has no input")
@@ -376,7 +376,8 @@ class ModelFlow(StageList):
         main = ctx.need(value, self.name)
         outputs = [(self.output_name, main), *self._extra(ctx, main)]
         _distinct([name for name, _ in outputs])
-        captured = _captured(graph, capture, dict(outputs))
+        patterns = (capture,) if isinstance(capture, str) else capture
+        captured = _captured(graph, patterns, dict(outputs))
         if captured.get(self.output_name, main) is not main:
             raise RequestError(
                 f"capture: {self.output_name!r} is a stage of {self.name!r} and the name of its main output",
