@@ -10,14 +10,8 @@ import numpy as np
 
 from rlx.dtypes import dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
-from rlx.functional.elementwise import (
-    equal,
-    iota,
-    less,
-    negative,
-    where,
-    zeros,
-)
+from rlx.functional.creation import iota, zeros
+from rlx.functional.elementwise import equal, less, negative, where
 from rlx.functional.operands import as_value, asarray, astype, traced
 from rlx.functional.shapes import broadcast_to, expand_dims, moveaxis, ravel, reshape, transpose
 from rlx.functional.tracers import Traced, current, type_of

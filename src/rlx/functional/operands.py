@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import dtype, weak
+from rlx.dtypes import F32, dtype, promote, weak
 from rlx.functional.tracers import Traced, as_array, current, held_value, is_weak, type_of, weak_type
 from rlx.functional.tracing import apply
 from rlx.ir import registry
@@ -73,6 +73,13 @@ def floats(x: Any) -> Any:
         return float(x)
     cast = astype(x, "f32")
     return Traced(cast.trace, cast.value, is_weak(x)) if isinstance(cast, Traced) else cast
+
+
+def float_operands(*xs: Any) -> list[Any]:
+    """Convert operands to arrays of one float dtype: that of the floats among them, else f32."""
+    dtypes = [type_of(x).dtype for x in xs if not is_weak(x) and is_float(x)]
+    common = promote(*dtypes) if dtypes else F32
+    return [astype(x, common) for x in xs]
 
 
 def operand(x: Any) -> Any:

@@ -1,0 +1,287 @@
+"""Kernels that factor narrow panels of matrices: one unit per matrix of the batch, vectorised along rows.
+
+Panels are copied to scratch memory with their columns contiguous, since the steps work column by column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.dtypes import BOOL, I32, I64, DType
+from rlx.lir.forms.linear import Strided
+from rlx.lir.loops import Arg, Assign, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Var, fma
+from rlx.lir.schedule import Scheduler, decode_unit
+from rlx.lir.views import View
+from rlx.types import Size, product
+
+COLUMNS = 64  # right-hand sides per unit of a triangular solve
+SWAPPED_COLUMNS = 512  # per unit of a row exchange
+
+
+class Panel(Strided):
+    """A kernel under construction with one unit per matrix: operands are addressed by row and column."""
+
+    def __init__(self, s: Scheduler, name: str, lead: Sequence[Size]) -> None:
+        super().__init__(s, name)
+        self.scheduler = s
+        self.lead = tuple(lead)
+        self.names = [f"batch{axis}" for axis in range(len(lead))]
+
+    @property
+    def batch(self) -> list[Expr]:
+        return [Ref(name, I64) for name in self.names]
+
+    def get(self, param: int, *indices: Expr) -> Expr:
+        return self.load(param, *self.batch, *indices)
+
+    def put(self, param: int, value: Expr, *indices: Expr) -> Stmt:
+        return self.store(param, value, *self.batch, *indices)
+
+    def size(self, name: str, size: Size) -> Arg:
+        return self.builder.arg(name, size)
+
+    def run(self, *body: Stmt, flops: Size = 0, chunks: Size = 1) -> None:
+        """Launch the kernel; with `chunks`, each matrix is that many units, whose number is `chunk`."""
+        sizes, names = ([*self.lead, chunks], [*self.names, "chunk"]) if chunks != 1 else (self.lead, self.names)
+        lets: list[Stmt] = [*decode_unit(self.builder, sizes, names)] if sizes else []
+        if chunks == 1:
+            lets.append(Let("chunk", Const(0, I64)))
+        units = product([*self.lead, chunks])
+        root = For("u", self.size("units", units), (*lets, *body))
+        self.builder.launch(self.scheduler, root, units, split="matrices", flops=flops)
+
+
+def each(index: str, extent: Size | Arg | Ref, *body: Stmt, vector: bool = False) -> For:
+    assert isinstance(extent, int | Arg | Ref)
+    return For(index, extent, body, vector)
+
+
+def lanes(index: str, extent: Arg | Ref, *body: Stmt) -> For:
+    return For(index, extent, body, True)
+
+
+ROW, STEP, TERM, COLUMN = Index("i"), Index("j"), Index("k"), Index("c")
+REST = Ref("rest", I64)
+
+
+# -- cholesky ---------------------------------------------------------------------------------------------------------
+def factor_definite(s: Scheduler, block: View, lower: View, upper: View, inverse: View | None) -> None:
+    """Cholesky factor of a block into `lower`; `upper` is scratch, in which its transpose has contiguous rows.
+
+    `inverse` gets the inverse of the factor.
+    """
+    *lead, size, _ = block.shape
+    t = Panel(s, "cholesky", lead)
+    x, out, u = t.read(block), t.write(lower), t.write(upper)
+    n, kind = t.size("n", size), block.dtype
+    total = Ref("total", kind)
+    row = [
+        Let("rest", n - STEP),
+        lanes(
+            "c", REST,
+            Var("total", t.get(x, STEP + COLUMN, STEP)),
+            each("k", Ref("j_", I64), Assign("total", fma(-t.get(u, TERM, STEP), t.get(u, TERM, STEP + COLUMN), total))),
+            t.put(u, total, STEP, STEP + COLUMN),
+        ),
+        Let("scale", 1.0 / t.get(u, STEP, STEP).sqrt()),
+        lanes("c", REST, t.put(u, t.get(u, STEP, STEP + COLUMN) * Ref("scale", kind), STEP, STEP + COLUMN)),
+    ]  # fmt: skip
+    body: list[Stmt] = [
+        each("j", n, Let("j_", STEP), *row),
+        each("i", n, lanes("c", n, t.put(out, (COLUMN <= ROW).choose(t.get(u, COLUMN, ROW), 0.0), ROW, COLUMN))),
+    ]
+    if inverse is not None:
+        y = t.write(inverse)
+        body.append(
+            each(
+                "i", n,
+                Let("scale", 1.0 / t.get(u, ROW, ROW)), Let("i_", ROW),
+                lanes(
+                    "c", n,
+                    Var("total", COLUMN.eq(ROW).select(Const(1.0, kind), 0.0)),
+                    each("k", Ref("i_", I64), Assign("total", fma(-t.get(u, TERM, ROW), t.get(y, TERM, COLUMN), total))),
+                    t.put(y, total * Ref("scale", kind), ROW, COLUMN),
+                ),
+            )
+        )  # fmt: skip
+    t.run(*body, flops=product(block.shape) * size)
+
+
+# -- triangular systems -----------------------------------------------------------------------------------------------
+def solve_triangle(s: Scheduler, a: View, x: View, *, lower: bool, unit_diagonal: bool) -> None:
+    """Solve with a triangle in place, row by row; a unit is a run of columns of x."""
+    *lead, size, columns = x.shape
+    t = Panel(s, "solve_triangle", lead)
+    matrix, out = t.read(a), t.write(x)
+    n, kind = t.size("n", size), x.dtype
+    first = Ref("chunk", I64) * COLUMNS
+    total, row = Ref("total", kind), Ref("row", I64)
+    known = TERM if lower else n - 1 - TERM
+    result: Expr = total if unit_diagonal else total / Ref("pivot", kind)
+    t.run(
+        Let("first", first),
+        Let("width", (t.size("m", columns) - Ref("first", I64)).min(COLUMNS)),
+        each(
+            "i", n,
+            Let("row", ROW if lower else n - 1 - ROW), Let("i_", ROW),
+            *([] if unit_diagonal else [Let("pivot", t.get(matrix, row, row))]),
+            lanes(
+                "c", Ref("width", I64),
+                Var("total", t.get(out, row, Ref("first", I64) + COLUMN)),
+                each(
+                    "k", Ref("i_", I64),
+                    Assign("total", fma(-t.get(matrix, row, known), t.get(out, known, Ref("first", I64) + COLUMN), total)),
+                ),
+                t.put(out, result, row, Ref("first", I64) + COLUMN),
+            ),
+        ),
+        chunks=(columns + (COLUMNS - 1)) // COLUMNS, flops=product(x.shape) * size,
+    )  # fmt: skip
+
+
+# -- lu ---------------------------------------------------------------------------------------------------------------
+def factor_panel(s: Scheduler, panel: View, pivots: View, columns: View, first: Size) -> None:
+    """LU with row exchanges of a tall panel, in place. `columns` is scratch, `first` the number of its first row."""
+    *lead, height, width = panel.shape
+    t = Panel(s, "lu_panel", lead)
+    a, p, y = t.write(panel), t.write(columns), t.write(pivots)
+    m, n, kind = t.size("m", height), t.size("n", width), panel.dtype
+    largest, at, scale = Ref("largest", kind), Ref("at", I64), Ref("scale", kind)
+    magnitude = abs(t.get(p, STEP, STEP + ROW))
+    candidate = (magnitude >= largest).select(ROW, m)
+    steps: list[Stmt] = [
+        Let("below", m - STEP),
+        Let("largest", Reduce("max", "i", Ref("below", I64), magnitude)),
+        Let("place", Reduce("min", "i", Ref("below", I64), candidate)),
+        Let("at", STEP + (Ref("place", I64) < Ref("below", I64)).select(Ref("place", I64), Const(0, I64))),
+        t.put(y, (at + t.size("first", first)).cast(I32), STEP),
+        each(
+            "c", n,
+            Let("upper", t.get(p, COLUMN, STEP)), Let("other", t.get(p, COLUMN, at)),
+            t.put(p, Ref("other", kind), COLUMN, STEP), t.put(p, Ref("upper", kind), COLUMN, at),
+        ),
+        Let("pivot", t.get(p, STEP, STEP)),
+        Let("scale", Ref("pivot", kind).eq(0.0).select(Const(0.0, kind), 1.0 / Ref("pivot", kind))),
+        Let("rest", m - 1 - STEP),
+        lanes("i", REST, t.put(p, t.get(p, STEP, STEP + 1 + ROW) * scale, STEP, STEP + 1 + ROW)),
+        Let("later", n - 1 - STEP),
+        each(
+            "c", Ref("later", I64),
+            Let("factor", -t.get(p, STEP + 1 + COLUMN, STEP)),
+            lanes(
+                "i", REST,
+                t.put(p, fma(Ref("factor", kind), t.get(p, STEP, STEP + 1 + ROW), t.get(p, STEP + 1 + COLUMN, STEP + 1 + ROW)),
+                      STEP + 1 + COLUMN, STEP + 1 + ROW),
+            ),
+        ),
+    ]  # fmt: skip
+    t.run(
+        each("i", m, lanes("c", n, t.put(p, t.get(a, ROW, COLUMN), COLUMN, ROW))),
+        each("j", n, *steps),
+        each("i", m, lanes("c", n, t.put(a, t.get(p, COLUMN, ROW), ROW, COLUMN))),
+        flops=product(panel.shape) * width,
+    )
+
+
+def swap_rows(s: Scheduler, x: View, pivots: View, first: Size) -> None:
+    """Exchange rows in the order of the pivots, which are numbers of rows of x; the first one is of row `first`."""
+    *lead, _, columns = x.shape
+    t = Panel(s, "swap_rows", lead)
+    source, a = t.read(pivots), t.write(x)
+    start, kind = Ref("start", I64), x.dtype
+    upper, at = t.size("first", first) + TERM, Ref("at", I64)
+    t.run(
+        Let("start", Ref("chunk", I64) * SWAPPED_COLUMNS),
+        Let("width", (t.size("m", columns) - start).min(SWAPPED_COLUMNS)),
+        each(
+            "k", t.size("n", pivots.shape[-1]),
+            Let("at", t.get(source, TERM).cast(I64)),
+            lanes(
+                "c", Ref("width", I64),
+                Let("one", t.get(a, upper, start + COLUMN)), Let("other", t.get(a, at, start + COLUMN)),
+                t.put(a, Ref("other", kind), upper, start + COLUMN), t.put(a, Ref("one", kind), at, start + COLUMN),
+            ),
+        ),
+        chunks=(columns + (SWAPPED_COLUMNS - 1)) // SWAPPED_COLUMNS,
+    )  # fmt: skip
+
+
+def order_rows(s: Scheduler, pivots: View, order: View) -> None:
+    """The order of the rows after all exchanges."""
+    *lead, size = pivots.shape
+    t = Panel(s, "order_rows", lead)
+    source, out = t.read(pivots), t.write(order)
+    n = t.size("n", size)
+    t.run(
+        lanes("c", n, t.put(out, COLUMN.cast(I32), COLUMN)),
+        each(
+            "k", n,
+            Let("at", t.get(source, TERM).cast(I64)),
+            Let("one", t.get(out, TERM)), Let("other", t.get(out, Ref("at", I64))),
+            t.put(out, Ref("other", I32), TERM), t.put(out, Ref("one", I32), Ref("at", I64)),
+        ),
+    )  # fmt: skip
+
+
+# -- qr ---------------------------------------------------------------------------------------------------------------
+def reflector(kind: DType, alpha: Expr) -> list[Stmt]:
+    """Householder's `beta`, `tau` and `scale`, from the first element and the `squares` of the others."""
+    first, squares, norm, beta = (Ref(name, kind) for name in ("alpha", "squares", "norm", "beta"))
+    is_trivial = Ref("trivial", BOOL)
+    return [
+        Let("alpha", alpha), Let("trivial", squares.eq(0.0)), Let("norm", fma(first, first, squares).sqrt()),
+        Let("beta", is_trivial.select(first, (first >= 0.0).select(-norm, norm))),
+        Let("tau", is_trivial.select(Const(0.0, kind), (beta - first) / beta)),
+        Let("scale", is_trivial.select(Const(0.0, kind), 1.0 / (first - beta))),
+    ]  # fmt: skip
+
+
+def reflect_panel(s: Scheduler, panel: View, vectors: View, factor: View) -> None:
+    """Householder QR of a tall panel: its upper triangle becomes R.
+
+    `vectors` gets the reflectors as rows V, and `factor` the upper triangular T with Q = ROW - Vᵀ T V.
+    """
+    *lead, height, width = panel.shape
+    t = Panel(s, "qr_panel", lead)
+    a, v, f = t.write(panel), t.write(vectors), t.write(factor)
+    m, n, kind = t.size("m", height), t.size("n", width), panel.dtype
+    zero = Const(0.0, kind)
+    beta, tau, scale = (Ref(name, kind) for name in ("beta", "tau", "scale"))
+    at = Ref("at", I64)
+
+    def dot(row: Expr) -> Reduce:
+        return Reduce("sum", "i", Ref("span", I64), t.get(v, STEP, STEP + ROW) * t.get(v, row, STEP + ROW))
+
+    steps: list[Stmt] = [
+        Let("at", STEP), Let("rest", m - 1 - STEP), Let("span", m - STEP), Let("later", n - 1 - STEP),
+        Let("squares", Reduce("sum", "i", REST, t.get(v, STEP, STEP + 1 + ROW) * t.get(v, STEP, STEP + 1 + ROW))),
+        *reflector(kind, t.get(v, STEP, STEP)),
+        lanes("i", REST, t.put(v, t.get(v, STEP, STEP + 1 + ROW) * scale, STEP, STEP + 1 + ROW)),
+        lanes("i", at, t.put(a, t.get(v, STEP, ROW), ROW, STEP)),
+        t.put(a, beta, STEP, STEP),
+        lanes("i", at, t.put(v, zero, STEP, ROW)),
+        t.put(v, Const(1.0, kind), STEP, STEP),
+        each(
+            "c", Ref("later", I64),
+            Let("row", STEP + 1 + COLUMN),
+            Let("part", -(tau * dot(Ref("row", I64)))),
+            lanes(
+                "i", Ref("span", I64),
+                t.put(v, fma(Ref("part", kind), t.get(v, STEP, STEP + ROW), t.get(v, Ref("row", I64), STEP + ROW)),
+                      Ref("row", I64), STEP + ROW),
+            ),
+        ),
+        each("c", at, t.put(f, -(tau * dot(COLUMN)), COLUMN, STEP)),
+        each(
+            "c", at,
+            Let("above", at - COLUMN),
+            t.put(f, Reduce("sum", "i", Ref("above", I64), t.get(f, COLUMN, COLUMN + ROW) * t.get(f, COLUMN + ROW, STEP)), COLUMN, STEP),
+        ),
+        t.put(f, tau, STEP, STEP),
+    ]  # fmt: skip
+    t.run(
+        each("i", m, lanes("c", n, t.put(v, t.get(a, ROW, COLUMN), COLUMN, ROW))),
+        each("i", n, lanes("c", n, t.put(f, zero, ROW, COLUMN))),
+        each("j", n, *steps),
+        flops=product(panel.shape) * (2 * width),
+    )
