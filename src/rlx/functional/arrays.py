@@ -31,5 +31,9 @@ PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "T": lambda x: transpose(x), "mT": lambda x: swapaxes(x, -1, -2), "at": At,
 }  # fmt: skip
 # Methods of traced arrays, as NumPy's arrays have them.
-METHODS = {name: name for name in ["sum", "prod", "mean", "max", "min", "var", "std", "any", "all", "argmax", "argmin", "cumsum", "cumprod", "reshape", "ravel", "transpose", "swapaxes", "squeeze", "round", "astype", "clip", "repeat", "take", "sort", "argsort", "dot", "diagonal", "trace", "copy", "nonzero", "searchsorted"]}  # fmt: skip
+_METHODS = (
+    "all any argmax argmin argsort astype clip copy cumprod cumsum diagonal dot max mean min nonzero prod ravel repeat "
+    "reshape round searchsorted sort squeeze std sum swapaxes take trace transpose var"
+)
+METHODS = {name: name for name in _METHODS.split()}
 METHODS |= {"flatten": "ravel"}

@@ -225,3 +225,5 @@ from rlx.functional.ufuncs import signbit as signbit
 from rlx.functional.ufuncs import sinc as sinc
 from rlx.functional.ufuncs import sinh as sinh
 from rlx.functional.ufuncs import trunc as trunc
+
+absolute, concat, permute_dims, pow, remainder, true_divide = abs, concatenate, transpose, power, mod, divide

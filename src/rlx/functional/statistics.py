@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx.errors import GraphError, ShapeError
 from rlx.functional.creation import full
-from rlx.functional.elementwise import clip, divide, floor, isnan, logical_not, minimum, round, sqrt, where
+from rlx.functional.elementwise import clip, floor, isnan, logical_not, minimum, round, sqrt, where
 from rlx.functional.indexing import sort, take_along_axis
 from rlx.functional.operands import Axis, asarray, astype, floats, is_float, is_traced
 from rlx.functional.products import matmul
@@ -47,12 +47,12 @@ def nanquantile(x: Any, q: Any, axis: Axis = None, method: str = "linear", keepd
 
 def percentile(x: Any, q: Any, axis: Axis = None, method: str = "linear", keepdims: bool = False) -> Any:
     """The q-th percentile, with q in [0, 100]."""
-    return quantile(x, divide(q, 100.0), axis, method, keepdims)
+    return quantile(x, _hundredth(q), axis, method, keepdims)
 
 
 def nanpercentile(x: Any, q: Any, axis: Axis = None, method: str = "linear", keepdims: bool = False) -> Any:
     """The q-th percentile of the elements that are not NaN."""
-    return nanquantile(x, divide(q, 100.0), axis, method, keepdims)
+    return nanquantile(x, _hundredth(q), axis, method, keepdims)
 
 
 def median(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
@@ -63,6 +63,10 @@ def median(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
 def nanmedian(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """The median of the elements that are not NaN."""
     return nanquantile(x, 0.5, axis, keepdims=keepdims)
+
+
+def _hundredth(q: Any) -> Any:
+    return q / 100 if is_traced(q) else np.asarray(q, np.float64) / 100
 
 
 def _quantile(x: Any, q: Any, axis: Axis, method: str, keepdims: bool, *, ignore_nan: bool) -> Any:

@@ -194,7 +194,7 @@ def fabs(x: Any) -> Any:
 def signbit(x: Any) -> Any:
     """Whether x is negative, or -0.0."""
     x = asarray(x)
-    return less(where(equal(x, 0), 1 / floats(x), floats(x)), 0)
+    return less(where(equal(x, 0), divide(1.0, floats(x)), floats(x)), 0)
 
 
 @eager

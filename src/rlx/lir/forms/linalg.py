@@ -187,7 +187,7 @@ def _slice(pivots: View, first: int, last: int) -> View:
 # -- qr ---------------------------------------------------------------------------------------------------------------
 @loop_form("qr")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """Panels of reflections, each applied to the columns on its right; then to the identity, from the last to the first."""
+    """Panels of reflections, applied to the columns on their right; then to the identity, the last one first."""
     x = s.view(node.operands[0])
     q, r = s.result(node, 0), s.result(node, 1)
     rows, columns = x.shape[-2:]

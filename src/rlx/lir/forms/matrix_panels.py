@@ -60,7 +60,7 @@ def lanes(index: str, extent: Arg | Ref, *body: Stmt) -> For:
     return For(index, extent, body, True)
 
 
-ROW, STEP, TERM, COLUMN = Index("i"), Index("j"), Index("k"), Index("c")
+i, j, k, c = Index("i"), Index("j"), Index("k"), Index("c")
 REST = Ref("rest", I64)
 
 
@@ -76,31 +76,31 @@ def factor_definite(s: Scheduler, block: View, lower: View, upper: View, inverse
     n, kind = t.size("n", size), block.dtype
     total = Ref("total", kind)
     row = [
-        Let("rest", n - STEP),
+        Let("rest", n - j),
         lanes(
             "c", REST,
-            Var("total", t.get(x, STEP + COLUMN, STEP)),
-            each("k", Ref("j_", I64), Assign("total", fma(-t.get(u, TERM, STEP), t.get(u, TERM, STEP + COLUMN), total))),
-            t.put(u, total, STEP, STEP + COLUMN),
+            Var("total", t.get(x, j + c, j)),
+            each("k", Ref("j_", I64), Assign("total", fma(-t.get(u, k, j), t.get(u, k, j + c), total))),
+            t.put(u, total, j, j + c),
         ),
-        Let("scale", 1.0 / t.get(u, STEP, STEP).sqrt()),
-        lanes("c", REST, t.put(u, t.get(u, STEP, STEP + COLUMN) * Ref("scale", kind), STEP, STEP + COLUMN)),
+        Let("scale", 1.0 / t.get(u, j, j).sqrt()),
+        lanes("c", REST, t.put(u, t.get(u, j, j + c) * Ref("scale", kind), j, j + c)),
     ]  # fmt: skip
     body: list[Stmt] = [
-        each("j", n, Let("j_", STEP), *row),
-        each("i", n, lanes("c", n, t.put(out, (COLUMN <= ROW).choose(t.get(u, COLUMN, ROW), 0.0), ROW, COLUMN))),
+        each("j", n, Let("j_", j), *row),
+        each("i", n, lanes("c", n, t.put(out, (c <= i).choose(t.get(u, c, i), 0.0), i, c))),
     ]
     if inverse is not None:
         y = t.write(inverse)
         body.append(
             each(
                 "i", n,
-                Let("scale", 1.0 / t.get(u, ROW, ROW)), Let("i_", ROW),
+                Let("scale", 1.0 / t.get(u, i, i)), Let("i_", i),
                 lanes(
                     "c", n,
-                    Var("total", COLUMN.eq(ROW).select(Const(1.0, kind), 0.0)),
-                    each("k", Ref("i_", I64), Assign("total", fma(-t.get(u, TERM, ROW), t.get(y, TERM, COLUMN), total))),
-                    t.put(y, total * Ref("scale", kind), ROW, COLUMN),
+                    Var("total", c.eq(i).select(Const(1.0, kind), 0.0)),
+                    each("k", Ref("i_", I64), Assign("total", fma(-t.get(u, k, i), t.get(y, k, c), total))),
+                    t.put(y, total * Ref("scale", kind), i, c),
                 ),
             )
         )  # fmt: skip
@@ -116,23 +116,23 @@ def solve_triangle(s: Scheduler, a: View, x: View, *, lower: bool, unit_diagonal
     n, kind = t.size("n", size), x.dtype
     first = Ref("chunk", I64) * COLUMNS
     total, row = Ref("total", kind), Ref("row", I64)
-    known = TERM if lower else n - 1 - TERM
+    known = k if lower else n - 1 - k
     result: Expr = total if unit_diagonal else total / Ref("pivot", kind)
     t.run(
         Let("first", first),
         Let("width", (t.size("m", columns) - Ref("first", I64)).min(COLUMNS)),
         each(
             "i", n,
-            Let("row", ROW if lower else n - 1 - ROW), Let("i_", ROW),
+            Let("row", i if lower else n - 1 - i), Let("i_", i),
             *([] if unit_diagonal else [Let("pivot", t.get(matrix, row, row))]),
             lanes(
                 "c", Ref("width", I64),
-                Var("total", t.get(out, row, Ref("first", I64) + COLUMN)),
+                Var("total", t.get(out, row, Ref("first", I64) + c)),
                 each(
                     "k", Ref("i_", I64),
-                    Assign("total", fma(-t.get(matrix, row, known), t.get(out, known, Ref("first", I64) + COLUMN), total)),
+                    Assign("total", fma(-t.get(matrix, row, known), t.get(out, known, Ref("first", I64) + c), total)),
                 ),
-                t.put(out, result, row, Ref("first", I64) + COLUMN),
+                t.put(out, result, row, Ref("first", I64) + c),
             ),
         ),
         chunks=(columns + (COLUMNS - 1)) // COLUMNS, flops=product(x.shape) * size,
@@ -147,38 +147,38 @@ def factor_panel(s: Scheduler, panel: View, pivots: View, columns: View, first: 
     a, p, y = t.write(panel), t.write(columns), t.write(pivots)
     m, n, kind = t.size("m", height), t.size("n", width), panel.dtype
     largest, at, scale = Ref("largest", kind), Ref("at", I64), Ref("scale", kind)
-    magnitude = abs(t.get(p, STEP, STEP + ROW))
-    candidate = (magnitude >= largest).select(ROW, m)
+    magnitude = abs(t.get(p, j, j + i))
+    candidate = (magnitude >= largest).select(i, m)
     steps: list[Stmt] = [
-        Let("below", m - STEP),
+        Let("below", m - j),
         Let("largest", Reduce("max", "i", Ref("below", I64), magnitude)),
         Let("place", Reduce("min", "i", Ref("below", I64), candidate)),
-        Let("at", STEP + (Ref("place", I64) < Ref("below", I64)).select(Ref("place", I64), Const(0, I64))),
-        t.put(y, (at + t.size("first", first)).cast(I32), STEP),
+        Let("at", j + (Ref("place", I64) < Ref("below", I64)).select(Ref("place", I64), Const(0, I64))),
+        t.put(y, (at + t.size("first", first)).cast(I32), j),
         each(
             "c", n,
-            Let("upper", t.get(p, COLUMN, STEP)), Let("other", t.get(p, COLUMN, at)),
-            t.put(p, Ref("other", kind), COLUMN, STEP), t.put(p, Ref("upper", kind), COLUMN, at),
+            Let("upper", t.get(p, c, j)), Let("other", t.get(p, c, at)),
+            t.put(p, Ref("other", kind), c, j), t.put(p, Ref("upper", kind), c, at),
         ),
-        Let("pivot", t.get(p, STEP, STEP)),
+        Let("pivot", t.get(p, j, j)),
         Let("scale", Ref("pivot", kind).eq(0.0).select(Const(0.0, kind), 1.0 / Ref("pivot", kind))),
-        Let("rest", m - 1 - STEP),
-        lanes("i", REST, t.put(p, t.get(p, STEP, STEP + 1 + ROW) * scale, STEP, STEP + 1 + ROW)),
-        Let("later", n - 1 - STEP),
+        Let("rest", m - 1 - j),
+        lanes("i", REST, t.put(p, t.get(p, j, j + 1 + i) * scale, j, j + 1 + i)),
+        Let("later", n - 1 - j),
         each(
             "c", Ref("later", I64),
-            Let("factor", -t.get(p, STEP + 1 + COLUMN, STEP)),
+            Let("factor", -t.get(p, j + 1 + c, j)),
             lanes(
                 "i", REST,
-                t.put(p, fma(Ref("factor", kind), t.get(p, STEP, STEP + 1 + ROW), t.get(p, STEP + 1 + COLUMN, STEP + 1 + ROW)),
-                      STEP + 1 + COLUMN, STEP + 1 + ROW),
+                t.put(p, fma(Ref("factor", kind), t.get(p, j, j + 1 + i), t.get(p, j + 1 + c, j + 1 + i)),
+                      j + 1 + c, j + 1 + i),
             ),
         ),
     ]  # fmt: skip
     t.run(
-        each("i", m, lanes("c", n, t.put(p, t.get(a, ROW, COLUMN), COLUMN, ROW))),
+        each("i", m, lanes("c", n, t.put(p, t.get(a, i, c), c, i))),
         each("j", n, *steps),
-        each("i", m, lanes("c", n, t.put(a, t.get(p, COLUMN, ROW), ROW, COLUMN))),
+        each("i", m, lanes("c", n, t.put(a, t.get(p, c, i), i, c))),
         flops=product(panel.shape) * width,
     )
 
@@ -189,17 +189,17 @@ def swap_rows(s: Scheduler, x: View, pivots: View, first: Size) -> None:
     t = Panel(s, "swap_rows", lead)
     source, a = t.read(pivots), t.write(x)
     start, kind = Ref("start", I64), x.dtype
-    upper, at = t.size("first", first) + TERM, Ref("at", I64)
+    upper, at = t.size("first", first) + k, Ref("at", I64)
     t.run(
         Let("start", Ref("chunk", I64) * SWAPPED_COLUMNS),
         Let("width", (t.size("m", columns) - start).min(SWAPPED_COLUMNS)),
         each(
             "k", t.size("n", pivots.shape[-1]),
-            Let("at", t.get(source, TERM).cast(I64)),
+            Let("at", t.get(source, k).cast(I64)),
             lanes(
                 "c", Ref("width", I64),
-                Let("one", t.get(a, upper, start + COLUMN)), Let("other", t.get(a, at, start + COLUMN)),
-                t.put(a, Ref("other", kind), upper, start + COLUMN), t.put(a, Ref("one", kind), at, start + COLUMN),
+                Let("one", t.get(a, upper, start + c)), Let("other", t.get(a, at, start + c)),
+                t.put(a, Ref("other", kind), upper, start + c), t.put(a, Ref("one", kind), at, start + c),
             ),
         ),
         chunks=(columns + (SWAPPED_COLUMNS - 1)) // SWAPPED_COLUMNS,
@@ -213,12 +213,12 @@ def order_rows(s: Scheduler, pivots: View, order: View) -> None:
     source, out = t.read(pivots), t.write(order)
     n = t.size("n", size)
     t.run(
-        lanes("c", n, t.put(out, COLUMN.cast(I32), COLUMN)),
+        lanes("c", n, t.put(out, c.cast(I32), c)),
         each(
             "k", n,
-            Let("at", t.get(source, TERM).cast(I64)),
-            Let("one", t.get(out, TERM)), Let("other", t.get(out, Ref("at", I64))),
-            t.put(out, Ref("other", I32), TERM), t.put(out, Ref("one", I32), Ref("at", I64)),
+            Let("at", t.get(source, k).cast(I64)),
+            Let("one", t.get(out, k)), Let("other", t.get(out, Ref("at", I64))),
+            t.put(out, Ref("other", I32), k), t.put(out, Ref("one", I32), Ref("at", I64)),
         ),
     )  # fmt: skip
 
@@ -239,7 +239,7 @@ def reflector(kind: DType, alpha: Expr) -> list[Stmt]:
 def reflect_panel(s: Scheduler, panel: View, vectors: View, factor: View) -> None:
     """Householder QR of a tall panel: its upper triangle becomes R.
 
-    `vectors` gets the reflectors as rows V, and `factor` the upper triangular T with Q = ROW - Vᵀ T V.
+    `vectors` gets the reflectors as rows V, and `factor` the upper triangular T with Q = i - Vᵀ T V.
     """
     *lead, height, width = panel.shape
     t = Panel(s, "qr_panel", lead)
@@ -250,38 +250,38 @@ def reflect_panel(s: Scheduler, panel: View, vectors: View, factor: View) -> Non
     at = Ref("at", I64)
 
     def dot(row: Expr) -> Reduce:
-        return Reduce("sum", "i", Ref("span", I64), t.get(v, STEP, STEP + ROW) * t.get(v, row, STEP + ROW))
+        return Reduce("sum", "i", Ref("span", I64), t.get(v, j, j + i) * t.get(v, row, j + i))
 
     steps: list[Stmt] = [
-        Let("at", STEP), Let("rest", m - 1 - STEP), Let("span", m - STEP), Let("later", n - 1 - STEP),
-        Let("squares", Reduce("sum", "i", REST, t.get(v, STEP, STEP + 1 + ROW) * t.get(v, STEP, STEP + 1 + ROW))),
-        *reflector(kind, t.get(v, STEP, STEP)),
-        lanes("i", REST, t.put(v, t.get(v, STEP, STEP + 1 + ROW) * scale, STEP, STEP + 1 + ROW)),
-        lanes("i", at, t.put(a, t.get(v, STEP, ROW), ROW, STEP)),
-        t.put(a, beta, STEP, STEP),
-        lanes("i", at, t.put(v, zero, STEP, ROW)),
-        t.put(v, Const(1.0, kind), STEP, STEP),
+        Let("at", j), Let("rest", m - 1 - j), Let("span", m - j), Let("later", n - 1 - j),
+        Let("squares", Reduce("sum", "i", REST, t.get(v, j, j + 1 + i) * t.get(v, j, j + 1 + i))),
+        *reflector(kind, t.get(v, j, j)),
+        lanes("i", REST, t.put(v, t.get(v, j, j + 1 + i) * scale, j, j + 1 + i)),
+        lanes("i", at, t.put(a, t.get(v, j, i), i, j)),
+        t.put(a, beta, j, j),
+        lanes("i", at, t.put(v, zero, j, i)),
+        t.put(v, Const(1.0, kind), j, j),
         each(
             "c", Ref("later", I64),
-            Let("row", STEP + 1 + COLUMN),
+            Let("row", j + 1 + c),
             Let("part", -(tau * dot(Ref("row", I64)))),
             lanes(
                 "i", Ref("span", I64),
-                t.put(v, fma(Ref("part", kind), t.get(v, STEP, STEP + ROW), t.get(v, Ref("row", I64), STEP + ROW)),
-                      Ref("row", I64), STEP + ROW),
+                t.put(v, fma(Ref("part", kind), t.get(v, j, j + i), t.get(v, Ref("row", I64), j + i)),
+                      Ref("row", I64), j + i),
             ),
         ),
-        each("c", at, t.put(f, -(tau * dot(COLUMN)), COLUMN, STEP)),
+        each("c", at, t.put(f, -(tau * dot(c)), c, j)),
         each(
             "c", at,
-            Let("above", at - COLUMN),
-            t.put(f, Reduce("sum", "i", Ref("above", I64), t.get(f, COLUMN, COLUMN + ROW) * t.get(f, COLUMN + ROW, STEP)), COLUMN, STEP),
+            Let("above", at - c),
+            t.put(f, Reduce("sum", "i", Ref("above", I64), t.get(f, c, c + i) * t.get(f, c + i, j)), c, j),
         ),
-        t.put(f, tau, STEP, STEP),
+        t.put(f, tau, j, j),
     ]  # fmt: skip
     t.run(
-        each("i", m, lanes("c", n, t.put(v, t.get(a, ROW, COLUMN), COLUMN, ROW))),
-        each("i", n, lanes("c", n, t.put(f, zero, ROW, COLUMN))),
+        each("i", m, lanes("c", n, t.put(v, t.get(a, i, c), c, i))),
+        each("i", n, lanes("c", n, t.put(f, zero, i, c))),
         each("j", n, *steps),
         flops=product(panel.shape) * (2 * width),
     )

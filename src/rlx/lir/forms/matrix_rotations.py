@@ -18,7 +18,7 @@ from rlx.types import TensorType, product
 QL_STEPS = 40  # per eigenvalue; two are usual
 SWEEPS = 30  # of Jacobi rotations; six are usual
 
-COLUMN, ROW, STEP, TERM = (Index(name) for name in "cijk")
+c, i, j, k = (Index(name) for name in "cijk")
 
 
 def _epsilon(kind: DType) -> float:
@@ -27,9 +27,9 @@ def _epsilon(kind: DType) -> float:
 
 def _rank(t: Panel, keys: int, n: Arg, sign: int) -> Let:
     """The place of row i among all when they are sorted by their keys; NaN is last or first."""
-    mine, other = t.get(keys, ROW).order(), t.get(keys, STEP).order()
+    mine, other = t.get(keys, i).order(), t.get(keys, j).order()
     before = other < mine if sign > 0 else other > mine
-    return Let("rank", Reduce("sum", "j", n, (before | (other.eq(mine) & (STEP < ROW))).cast(I64)))
+    return Let("rank", Reduce("sum", "j", n, (before | (other.eq(mine) & (j < i))).cast(I64)))
 
 
 # -- symmetric eigenvalues --------------------------------------------------------------------------------------------
@@ -50,16 +50,16 @@ def diagonalise(s: Scheduler, x: View, values: View, vectors: View) -> None:
         each("k", Ref("last", I64), *_tridiagonal_step(t, a, d, e, taus, p, n, kind)),
         t.put(d, t.get(a, n - 1, n - 1), n - 1),
         t.put(e, Const(0.0, kind), n - 1),
-        each("i", n, lanes("c", n, t.put(z, COLUMN.eq(ROW).select(Const(1.0, kind), 0.0), ROW, COLUMN))),
+        each("i", n, lanes("c", n, t.put(z, c.eq(i).select(Const(1.0, kind), 0.0), i, c))),
         each("k", Ref("last", I64), *_accumulated(t, a, z, taus, n, kind)),
         each("l", n, each("trial", QL_STEPS, *_ql_step(t, d, e, z, n, kind))),
         each(
             "i", n,
             _rank(t, d, n, 1),
-            Let("total", Reduce("sum", "c", n, t.get(z, ROW, COLUMN))),
+            Let("total", Reduce("sum", "c", n, t.get(z, i, c))),
             Let("sign", (Ref("total", kind) < 0.0).select(Const(-1.0, kind), 1.0)),
-            t.put(out_values, t.get(d, ROW) * unscale, result),
-            lanes("c", n, t.put(out_vectors, t.get(z, ROW, COLUMN) * Ref("sign", kind), COLUMN, result)),
+            t.put(out_values, t.get(d, i) * unscale, result),
+            lanes("c", n, t.put(out_vectors, t.get(z, i, c) * Ref("sign", kind), c, result)),
         ),
         flops=product(x.shape) * size * 9,
     )  # fmt: skip
@@ -73,13 +73,13 @@ def _scaled(t: Panel, source: int, a: int, n: Arg, kind: DType) -> list[Stmt]:
         Var("top", Const(0.0, kind)),
         each(
             "i", n,
-            lanes("c", n, t.put(a, (COLUMN <= ROW).choose(t.get(source, ROW, COLUMN), t.get(source, COLUMN, ROW)), ROW, COLUMN)),
-            Let("of_row", Reduce("max", "c", n, abs(t.get(a, ROW, COLUMN)))),
+            lanes("c", n, t.put(a, (c <= i).choose(t.get(source, i, c), t.get(source, c, i)), i, c)),
+            Let("of_row", Reduce("max", "c", n, abs(t.get(a, i, c)))),
             Assign("top", top.max(Ref("of_row", kind))),
         ),
         Let("unscale", usual.select(top, Const(1.0, kind))),
         Let("inverse", 1.0 / Ref("unscale", kind)),
-        each("i", n, lanes("c", n, t.put(a, t.get(a, ROW, COLUMN) * Ref("inverse", kind), ROW, COLUMN))),
+        each("i", n, lanes("c", n, t.put(a, t.get(a, i, c) * Ref("inverse", kind), i, c))),
     ]  # fmt: skip
 
 
@@ -88,38 +88,38 @@ def _tridiagonal_step(t: Panel, a: int, d: int, e: int, taus: int, p: int, n: Ar
     tau, scale, half = Ref("tau", kind), Ref("scale", kind), Ref("half", kind)
     rest, row = Ref("rest", I64), Ref("row", I64)
     v, w = Ref("v", kind), Ref("w", kind)
-    first = TERM + 1
-    product_ = t.get(a, row, first + STEP) * t.get(a, TERM, first + STEP)
-    update = fma(-v, t.get(p, STEP), fma(-w, t.get(a, TERM, first + STEP), t.get(a, row, first + STEP)))
+    first = k + 1
+    product_ = t.get(a, row, first + j) * t.get(a, k, first + j)
+    update = fma(-v, t.get(p, j), fma(-w, t.get(a, k, first + j), t.get(a, row, first + j)))
     return [
         Let("rest", n - first), Let("others", rest - 1),
-        Let("squares", Reduce("sum", "j", Ref("others", I64), t.get(a, TERM, TERM + 2 + STEP) * t.get(a, TERM, TERM + 2 + STEP))),
-        *reflector(kind, t.get(a, TERM, first)),
-        t.put(d, t.get(a, TERM, TERM), TERM), t.put(e, Ref("beta", kind), TERM), t.put(taus, tau, TERM),
-        lanes("j", Ref("others", I64), t.put(a, t.get(a, TERM, TERM + 2 + STEP) * scale, TERM, TERM + 2 + STEP)),
-        t.put(a, Const(1.0, kind), TERM, first),
-        each("i", rest, Let("row", first + ROW), t.put(p, tau * Reduce("sum", "j", rest, product_), ROW)),
-        Let("half", tau * 0.5 * Reduce("sum", "j", rest, t.get(p, STEP) * t.get(a, TERM, first + STEP))),
-        lanes("j", rest, t.put(p, fma(-half, t.get(a, TERM, first + STEP), t.get(p, STEP)), STEP)),
+        Let("squares", Reduce("sum", "j", Ref("others", I64), t.get(a, k, k + 2 + j) * t.get(a, k, k + 2 + j))),
+        *reflector(kind, t.get(a, k, first)),
+        t.put(d, t.get(a, k, k), k), t.put(e, Ref("beta", kind), k), t.put(taus, tau, k),
+        lanes("j", Ref("others", I64), t.put(a, t.get(a, k, k + 2 + j) * scale, k, k + 2 + j)),
+        t.put(a, Const(1.0, kind), k, first),
+        each("i", rest, Let("row", first + i), t.put(p, tau * Reduce("sum", "j", rest, product_), i)),
+        Let("half", tau * 0.5 * Reduce("sum", "j", rest, t.get(p, j) * t.get(a, k, first + j))),
+        lanes("j", rest, t.put(p, fma(-half, t.get(a, k, first + j), t.get(p, j)), j)),
         each(
             "i", rest,
-            Let("row", first + ROW), Let("v", t.get(a, TERM, first + ROW)), Let("w", t.get(p, ROW)),
-            lanes("j", rest, t.put(a, update, row, first + STEP)),
+            Let("row", first + i), Let("v", t.get(a, k, first + i)), Let("w", t.get(p, i)),
+            lanes("j", rest, t.put(a, update, row, first + j)),
         ),
     ]  # fmt: skip
 
 
 def _accumulated(t: Panel, a: int, z: int, taus: int, n: Arg, kind: DType) -> list[Stmt]:
     """Apply a reflector, from the last to the first, to the eigenvectors of the tridiagonal matrix."""
-    k, rest, row = Ref("at", I64), Ref("rest", I64), Ref("row", I64)
-    dot = Reduce("sum", "j", rest, t.get(a, k, k + 1 + STEP) * t.get(z, row, k + 1 + STEP))
+    own, rest, row = Ref("own", I64), Ref("rest", I64), Ref("row", I64)
+    dot = Reduce("sum", "j", rest, t.get(a, own, own + 1 + j) * t.get(z, row, own + 1 + j))
     return [
-        Let("at", n - 2 - TERM), Let("rest", n - 1 - k), Let("tau", t.get(taus, k)),
+        Let("own", n - 2 - k), Let("rest", n - 1 - own), Let("tau", t.get(taus, own)),
         each(
             "i", rest,
-            Let("row", k + 1 + ROW), Let("part", -(Ref("tau", kind) * dot)),
-            lanes("j", rest, t.put(z, fma(Ref("part", kind), t.get(a, k, k + 1 + STEP), t.get(z, row, k + 1 + STEP)),
-                                   row, k + 1 + STEP)),
+            Let("row", own + 1 + i), Let("part", -(Ref("tau", kind) * dot)),
+            lanes("j", rest, t.put(z, fma(Ref("part", kind), t.get(a, own, own + 1 + j), t.get(z, row, own + 1 + j)),
+                                   row, own + 1 + j)),
         ),
     ]  # fmt: skip
 
@@ -134,8 +134,8 @@ def _ql_step(t: Panel, d: int, e: int, z: int, n: Arg, kind: DType) -> list[Stmt
     row, f, b, r = Ref("row", I64), Ref("f", kind), Ref("b", kind), Ref("r", kind)
     sine, cosine, shift, g = (Ref(name, kind) for name in ("sine", "cosine", "shift", "g"))
     new_sine, new_cosine, gap, root = (Ref(name, kind) for name in ("new_sine", "new_cosine", "gap", "root"))
-    limit = (abs(t.get(d, at + ROW)) + abs(t.get(d, at + ROW + 1))) * epsilon + epsilon * epsilon
-    negligible = (abs(t.get(e, at + ROW)) <= limit).select(ROW, n)
+    limit = (abs(t.get(d, at + i)) + abs(t.get(d, at + i + 1))) * epsilon + epsilon * epsilon
+    negligible = (abs(t.get(e, at + i)) <= limit).select(i, n)
     ratio, length = Ref("ratio", kind), Ref("length", kind)
     wilkinson = t.get(d, end) - t.get(d, at) + t.get(e, at) / (ratio + (ratio >= 0.0).select(length, -length))
     upper, lower = Ref("upper", kind), Ref("lower", kind)
@@ -162,9 +162,9 @@ def _ql_step(t: Panel, d: int, e: int, z: int, n: Arg, kind: DType) -> list[Stmt
             Assign("g", fma(new_cosine, root, -b)),
             lanes(
                 "c", n,
-                Let("upper", t.get(z, row + 1, COLUMN)), Let("lower", t.get(z, row, COLUMN)),
-                t.put(z, fma(new_sine, lower, new_cosine * upper), row + 1, COLUMN),
-                t.put(z, fma(new_cosine, lower, -(new_sine * upper)), row, COLUMN),
+                Let("upper", t.get(z, row + 1, c)), Let("lower", t.get(z, row, c)),
+                t.put(z, fma(new_sine, lower, new_cosine * upper), row + 1, c),
+                t.put(z, fma(new_cosine, lower, -(new_sine * upper)), row, c),
             ),
         ),
         Let("some", steps.min(1)),
@@ -187,33 +187,33 @@ def orthogonalise(s: Scheduler, rows: View, companions: View, results: Sequence[
     w, v = t.write(rows), t.write(companions)
     out_w, out_v, out_norms = (t.write(view) for view in results)
     norms = t.write(s.temporary(TensorType((*lead, size), kind)))
-    n, m, k = t.size("n", size), t.size("m", width), t.size("k", companions.shape[-1])
+    n, m, length = t.size("n", size), t.size("m", width), t.size("length", companions.shape[-1])
     first, second = Index("p"), Ref("second", I64)
     alpha, beta, gamma, zeta, slope = (Ref(name, kind) for name in ("alpha", "beta", "gamma", "zeta", "slope"))
     cosine, sine, one, other = (Ref(name, kind) for name in ("cosine", "sine", "one", "other"))
     active, turns = Ref("active", I64), Ref("turns", I64)
 
     def dot(a: Expr, b: Expr) -> Reduce:
-        return Reduce("sum", "i", m, t.get(w, a, ROW) * t.get(w, b, ROW))
+        return Reduce("sum", "i", m, t.get(w, a, i) * t.get(w, b, i))
 
     def rotated(param: int, extent: str) -> Stmt:
         return lanes(
             "i", Ref(extent, I64),
-            Let("one", t.get(param, first, ROW)), Let("other", t.get(param, second, ROW)),
-            t.put(param, fma(cosine, one, -(sine * other)), first, ROW),
-            t.put(param, fma(sine, one, cosine * other), second, ROW),
+            Let("one", t.get(param, first, i)), Let("other", t.get(param, second, i)),
+            t.put(param, fma(cosine, one, -(sine * other)), first, i),
+            t.put(param, fma(sine, one, cosine * other), second, i),
         )  # fmt: skip
 
     limit = alpha.sqrt() * beta.sqrt() * (_epsilon(kind) * 8)
     pair = [
-        Let("second", first + 1 + STEP),
+        Let("second", first + 1 + j),
         Let("alpha", dot(first, first)), Let("beta", dot(second, second)), Let("gamma", dot(first, second)),
         Let("turns", (abs(gamma) > limit).cast(I64)),
         Let("zeta", (beta - alpha) / (gamma * 2.0)),
         Let("size", abs(zeta) + fma(zeta, zeta, Const(1.0, kind)).sqrt()),
         Let("slope", (zeta >= 0.0).select(Const(1.0, kind), -1.0) / Ref("size", kind)),
         Let("cosine", 1.0 / fma(slope, slope, Const(1.0, kind)).sqrt()), Let("sine", cosine * slope),
-        Let("span_w", turns * m), Let("span_v", turns * k),
+        Let("span_w", turns * m), Let("span_v", turns * length),
         rotated(w, "span_w"), rotated(v, "span_v"),
         Assign("active", active + turns),
     ]  # fmt: skip
@@ -226,13 +226,13 @@ def orthogonalise(s: Scheduler, rows: View, companions: View, results: Sequence[
             Assign("active", Const(0, I64)),
             each("p", Ref("pairs", I64), Let("later", n - 1 - first), each("j", Ref("later", I64), *pair)),
         ),
-        each("i", n, t.put(norms, Reduce("sum", "j", m, t.get(w, ROW, STEP) * t.get(w, ROW, STEP)).sqrt(), ROW)),
+        each("i", n, t.put(norms, Reduce("sum", "j", m, t.get(w, i, j) * t.get(w, i, j)).sqrt(), i)),
         each(
             "i", n,
             _rank(t, norms, n, -1),
-            t.put(out_norms, t.get(norms, ROW), rank),
-            lanes("c", m, t.put(out_w, t.get(w, ROW, COLUMN), rank, COLUMN)),
-            lanes("c", k, t.put(out_v, t.get(v, ROW, COLUMN), rank, COLUMN)),
+            t.put(out_norms, t.get(norms, i), rank),
+            lanes("c", m, t.put(out_w, t.get(w, i, c), rank, c)),
+            lanes("c", length, t.put(out_v, t.get(v, i, c), rank, c)),
         ),
         flops=product(rows.shape) * size * 30,
     )  # fmt: skip
