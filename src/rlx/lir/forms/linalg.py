@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Graph, Node
+from rlx.lir.forms import small_matrices
 from rlx.lir.forms.matrix_panels import (
     factor_definite,
     factor_panel,
@@ -86,6 +87,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     size = x.shape[-1]
     if _is_empty(out):
         return [out]
+    if small_matrices.are_small(x):
+        small_matrices.cholesky(s, x, out)
+        return [out]
     if not isinstance(size, int) or size <= BLOCK:
         factor_definite(s, x, out, scratch(s, x, size, size), None)
         return [out]
@@ -115,8 +119,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out, lower = s.result(node), node.attrs["lower"]
     if node.attrs["transpose"]:
         a, lower = transposed(a), not lower
-    if not _is_empty(out):
-        solve_by_blocks(s, a, b, out, lower=lower, unit_diagonal=node.attrs["unit_diagonal"])
+    settings = {"lower": lower, "unit_diagonal": node.attrs["unit_diagonal"]}
+    if all(small_matrices.are_small(view, small_matrices.LARGEST_SYSTEM) for view in (a, b)):
+        small_matrices.solve(s, a, b, out, **settings)
+    elif not _is_empty(out):
+        solve_by_blocks(s, a, b, out, **settings)
     return [out]
 
 
@@ -145,6 +152,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     x = s.view(node.operands[0])
     out, pivots, order = (s.result(node, i) for i in range(3))
     if _is_empty(out):
+        return [out, pivots, order]
+    if small_matrices.are_small(x):
+        small_matrices.lu(s, x, out, pivots)
+        order_rows(s, pivots, order)
         return [out, pivots, order]
     s.copy_into(x, out)
     size = x.shape[-1]
@@ -195,6 +206,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     if _is_empty(x):
         if not _is_empty(q):
             fill(s, q, "identity")
+        return [q, r]
+    if small_matrices.are_small(x):
+        small_matrices.qr(s, x, q, r)
         return [q, r]
     work = s.copied(x)
     panels: list[tuple[int, View, View]] = []

@@ -5,7 +5,7 @@ Panels are copied to scratch memory with their columns contiguous, since the ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I32, I64, DType
 from rlx.lir.forms.linear import Strided
@@ -62,6 +62,31 @@ def lanes(index: str, extent: Arg | Ref, *body: Stmt) -> For:
 
 i, j, k, c = Index("i"), Index("j"), Index("k"), Index("c")
 REST = Ref("rest", I64)
+CHAINS = 4  # partial sums of a product of a row and a column, so that one does not wait for the other
+
+
+def chains(count: Expr) -> list[Stmt]:
+    """Lets of how often all partial sums take a product, and how many products are left."""
+    return [Let("rounds", count.quot(CHAINS)), Let("left", count - Ref("rounds", I64) * CHAINS)]
+
+
+def less_products(kind: DType, start: Expr, factors: Callable[[Expr], tuple[Expr, Expr]]) -> tuple[list[Stmt], Expr]:
+    """start - Σ a · b over the products counted by `chains`, as statements and the result; per lane."""
+    names = [f"sum{n}" for n in range(CHAINS)]
+    sums = [Ref(name, kind) for name in names]
+
+    def add(n: int, term: Expr) -> Assign:
+        a, b = factors(term)
+        return Assign(names[n], fma(-a, b, sums[n]))
+
+    last = Ref("rounds", I64) * CHAINS + Index("rest_term")
+    stmts: list[Stmt] = [
+        Var(names[0], start),
+        *(Var(name, Const(0.0, kind)) for name in names[1:]),
+        each("round", Ref("rounds", I64), *(add(n, Index("round") * CHAINS + n) for n in range(CHAINS))),
+        each("rest_term", Ref("left", I64), add(0, last)),
+    ]
+    return stmts, (sums[0] + sums[1]) + (sums[2] + sums[3])
 
 
 # -- cholesky ---------------------------------------------------------------------------------------------------------
@@ -74,69 +99,71 @@ def factor_definite(s: Scheduler, block: View, lower: View, upper: View, inverse
     t = Panel(s, "cholesky", lead)
     x, out, u = t.read(block), t.write(lower), t.write(upper)
     n, kind = t.size("n", size), block.dtype
-    total = Ref("total", kind)
-    row = [
-        Let("rest", n - j),
-        lanes(
-            "c", REST,
-            Var("total", t.get(x, j + c, j)),
-            each("k", Ref("j_", I64), Assign("total", fma(-t.get(u, k, j), t.get(u, k, j + c), total))),
-            t.put(u, total, j, j + c),
-        ),
-        Let("scale", 1.0 / t.get(u, j, j).sqrt()),
-        lanes("c", REST, t.put(u, t.get(u, j, j + c) * Ref("scale", kind), j, j + c)),
-    ]  # fmt: skip
+    scale = Ref("scale", kind)
+    stmts, total = less_products(kind, t.get(x, j + c, j), lambda k: (t.get(u, k, j), t.get(u, k, j + c)))
     body: list[Stmt] = [
-        each("j", n, Let("j_", j), *row),
+        each(
+            "j", n,
+            *chains(j), Let("rest", n - j),
+            lanes("c", REST, *stmts, t.put(u, total, j, j + c)),
+            Let("scale", 1.0 / t.get(u, j, j).sqrt()),
+            lanes("c", REST, t.put(u, t.get(u, j, j + c) * scale, j, j + c)),
+        ),
         each("i", n, lanes("c", n, t.put(out, (c <= i).choose(t.get(u, c, i), 0.0), i, c))),
-    ]
+    ]  # fmt: skip
     if inverse is not None:
         y = t.write(inverse)
-        body.append(
-            each(
-                "i", n,
-                Let("scale", 1.0 / t.get(u, i, i)), Let("i_", i),
-                lanes(
-                    "c", n,
-                    Var("total", c.eq(i).select(Const(1.0, kind), 0.0)),
-                    each("k", Ref("i_", I64), Assign("total", fma(-t.get(u, k, i), t.get(y, k, c), total))),
-                    t.put(y, total * Ref("scale", kind), i, c),
-                ),
-            )
-        )  # fmt: skip
+        one = c.eq(i).select(Const(1.0, kind), 0.0)
+        stmts, total = less_products(kind, one, lambda k: (t.get(u, k, i), t.get(y, k, c)))
+        row = lanes("c", n, *stmts, t.put(y, total * scale, i, c))
+        body.append(each("i", n, *chains(i), Let("scale", 1.0 / t.get(u, i, i)), row))
     t.run(*body, flops=product(block.shape) * size)
 
 
 # -- triangular systems -----------------------------------------------------------------------------------------------
 def solve_triangle(s: Scheduler, a: View, x: View, *, lower: bool, unit_diagonal: bool) -> None:
     """Solve with a triangle in place, row by row; a unit is a run of columns of x."""
+    if x.shape[-1] == 1:
+        _solve_vector(s, a, x.with_(x.shape[:-1], x.strides[:-1]), lower=lower, unit_diagonal=unit_diagonal)
+        return
     *lead, size, columns = x.shape
     t = Panel(s, "solve_triangle", lead)
     matrix, out = t.read(a), t.write(x)
     n, kind = t.size("n", size), x.dtype
-    first = Ref("chunk", I64) * COLUMNS
-    total, row = Ref("total", kind), Ref("row", I64)
-    known = k if lower else n - 1 - k
-    result: Expr = total if unit_diagonal else total / Ref("pivot", kind)
+    row, first = Ref("row", I64), Ref("first", I64)
+
+    def factors(term: Expr) -> tuple[Expr, Expr]:
+        known = term if lower else n - 1 - term
+        return t.get(matrix, row, known), t.get(out, known, first + c)
+
+    stmts, total = less_products(kind, t.get(out, row, first + c), factors)
+    result = total if unit_diagonal else total / Ref("pivot", kind)
     t.run(
-        Let("first", first),
-        Let("width", (t.size("m", columns) - Ref("first", I64)).min(COLUMNS)),
+        Let("first", Ref("chunk", I64) * COLUMNS),
+        Let("width", (t.size("m", columns) - first).min(COLUMNS)),
         each(
             "i", n,
-            Let("row", i if lower else n - 1 - i), Let("i_", i),
+            Let("row", i if lower else n - 1 - i), *chains(i),
             *([] if unit_diagonal else [Let("pivot", t.get(matrix, row, row))]),
-            lanes(
-                "c", Ref("width", I64),
-                Var("total", t.get(out, row, Ref("first", I64) + c)),
-                each(
-                    "k", Ref("i_", I64),
-                    Assign("total", fma(-t.get(matrix, row, known), t.get(out, known, Ref("first", I64) + c), total)),
-                ),
-                t.put(out, result, row, Ref("first", I64) + c),
-            ),
+            lanes("c", Ref("width", I64), *stmts, t.put(out, result, row, first + c)),
         ),
         chunks=(columns + (COLUMNS - 1)) // COLUMNS, flops=product(x.shape) * size,
     )  # fmt: skip
+
+
+def _solve_vector(s: Scheduler, a: View, x: View, *, lower: bool, unit_diagonal: bool) -> None:
+    """The same for one right-hand side: each element is one sum along a row."""
+    *lead, size = x.shape
+    t = Panel(s, "solve_vector", lead)
+    matrix, out = t.read(a), t.write(x)
+    n, row = t.size("n", size), Ref("row", I64)
+    known = k if lower else row + 1 + k
+    total = t.get(out, row) - Reduce("sum", "k", Ref("count", I64), t.get(matrix, row, known) * t.get(out, known))
+    result = total if unit_diagonal else total / t.get(matrix, row, row)
+    t.run(
+        each("i", n, Let("row", i if lower else n - 1 - i), Let("count", i), t.put(out, result, row)),
+        flops=product(x.shape) * size,
+    )
 
 
 # -- lu ---------------------------------------------------------------------------------------------------------------
