@@ -18,9 +18,10 @@ from rlx.types import Size, TensorType, product
 LARGEST = 32  # rows and columns
 LARGEST_SYSTEM = 16  # of a triangular solve, which does less work per element
 FEWEST = 16  # matrices
-LANES = 64  # matrices per unit
+LANES = 16  # matrices per unit
 
 b, c, i, j, k = (Index(name) for name in "bcijk")
+MATRIX = Ref("first", I64) + b  # the number of a lane's matrix
 
 
 def are_small(x: View, largest: int = LARGEST) -> bool:
@@ -39,11 +40,12 @@ def _flat(x: View, inner: int = 2) -> View | None:
 
 
 class Lanes(Strided):
-    """A kernel under construction whose lanes are matrices; `b` is the number of the matrix."""
+    """A kernel under construction whose lanes, `b`, are matrices."""
 
     def __init__(self, s: Scheduler, name: str, count: Size) -> None:
         super().__init__(s, name)
         self.scheduler, self.count = s, count
+        self.units: Size = (count + (LANES - 1)) // LANES
 
     def source(self, view: View, inner: int = 2) -> int:
         flat = _flat(view, inner)
@@ -56,26 +58,27 @@ class Lanes(Strided):
         return self.write(flat)
 
     def scratch(self, kind: DType, *sizes: Size) -> int:
-        return self.write(self.scheduler.temporary(TensorType((*sizes, self.count), kind)))
+        return self.write(self.scheduler.temporary(TensorType((self.units, *sizes, LANES), kind)))
 
     def size(self, name: str, size: Size) -> Arg:
         return self.builder.arg(name, size)
 
     def own(self, param: int, *indices: Expr) -> Expr:
         """An element of scratch memory."""
-        return self.load(param, *indices, b)
+        return self.load(param, Index("u"), *indices, b)
 
     def keep(self, param: int, value: Expr, *indices: Expr) -> Stmt:
         """Store an element of scratch memory."""
-        return self.store(param, value, *indices, b)
+        return self.store(param, value, Index("u"), *indices, b)
 
     def copied(self, source: int, scratch: int, rows: Arg, columns: Arg) -> Stmt:
-        return each("i", rows, each("c", columns, self.keep(scratch, self.load(source, b, i, c), i, c)))
+        return each("i", rows, each("c", columns, self.keep(scratch, self.load(source, MATRIX, i, c), i, c)))
 
     def run(self, *body: Stmt, flops: Size = 0) -> None:
-        root = For("b", self.size("count", self.count), body, vector=True)
-        units = (self.count + (LANES - 1)) // LANES
-        self.builder.launch(self.scheduler, root, units, chunk=LANES, split="matrices", flops=flops)
+        first = Ref("first", I64)
+        lets = Let("first", Index("u") * LANES), Let("width", (self.size("count", self.count) - first).min(LANES))
+        root = For("u", self.size("units", self.units), (*lets, For("b", Ref("width", I64), body, vector=True)))
+        self.builder.launch(self.scheduler, root, self.units, split="batches", flops=flops)
 
 
 def rank_one_update(t: Lanes, w: int, kind: DType) -> Stmt:
@@ -106,7 +109,7 @@ def cholesky(s: Scheduler, x: View, out: View) -> None:
                 each("c", Ref("count", I64), t.keep(w, update, row, j + 1 + c)),
             ),
         ),
-        each("i", n, each("c", n, t.store(result, (c <= i).select(t.own(w, i, c), 0.0), b, i, c))),
+        each("i", n, each("c", n, t.store(result, (c <= i).select(t.own(w, i, c), 0.0), MATRIX, i, c))),
         flops=product(x.shape) * size,
     )  # fmt: skip
 
@@ -131,7 +134,7 @@ def lu(s: Scheduler, x: View, out: View, pivots: View) -> None:
                 Let("value", abs(t.own(w, j + 1 + i, j))),
                 Assign("at", larger.select(j + 1 + i, at)), Assign("best", best.max(value)),
             ),
-            t.store(rows, at.cast(I32), b, j),
+            t.store(rows, at.cast(I32), MATRIX, j),
             each(
                 "c", n,
                 Let("one", t.own(w, j, c)), Let("other", t.own(w, at, c)),
@@ -145,7 +148,7 @@ def lu(s: Scheduler, x: View, out: View, pivots: View) -> None:
                 rank_one_update(t, w, kind),
             ),
         ),
-        each("i", n, each("c", n, t.store(result, t.own(w, i, c), b, i, c))),
+        each("i", n, each("c", n, t.store(result, t.own(w, i, c), MATRIX, i, c))),
         flops=product(x.shape) * size,
     )  # fmt: skip
 
@@ -172,7 +175,7 @@ def solve(s: Scheduler, a: View, x: View, out: View, *, lower: bool, unit_diagon
             ),
             *([] if unit_diagonal else [Let("pivot", t.own(w, row, row)), each("c", m, t.keep(v, divided, row, c))]),
         ),
-        each("i", n, each("c", m, t.store(result, t.own(v, i, c), b, i, c))),
+        each("i", n, each("c", m, t.store(result, t.own(v, i, c), MATRIX, i, c))),
         flops=product(x.shape) * size,
     )  # fmt: skip
 
@@ -222,7 +225,7 @@ def qr(s: Scheduler, x: View, q: View, r: View) -> None:
             Let("later", inner - own),
             each("c", Ref("later", I64), Let("column", own + c), *reflected(z, own, Ref("column", I64))),
         ),
-        each("i", m, each("c", inner, t.store(out_q, t.own(z, i, c), b, i, c))),
-        each("i", inner, each("c", n, t.store(out_r, (i <= c).select(t.own(w, i, c), 0.0), b, i, c))),
+        each("i", m, each("c", inner, t.store(out_q, t.own(z, i, c), MATRIX, i, c))),
+        each("i", inner, each("c", n, t.store(out_r, (i <= c).select(t.own(w, i, c), 0.0), MATRIX, i, c))),
         flops=product(x.shape) * width * 4,
     )  # fmt: skip
