@@ -1,4 +1,4 @@
-"""Checks of one function of arrays against NumPy: its values, its derivatives by finite differences, its vmap by a loop.
+"""Checks of a function of arrays against NumPy: its values, its derivatives by differences, its vmap by a loop.
 
 All of them run in one compiled program per function.
 """

@@ -13,8 +13,8 @@ NAMES = {
     "LirModule", "MapWeights", "MaskKind", "MemoryReport", "Model", "ModelExecutionConfig", "ModelFlow", "ModelPhase",
     "ModelRecipe", "ModelVariant", "MultiOutputHandle", "QuantScheme", "Report", "Session", "SideOutputs", "TensorType",
     "Value", "VisionModel", "WeightSource", "compile",
-    "debug", "diff", "dim", "dim_max", "dim_min", "dtype", "errors", "export", "flow", "load", "load_exported", "numpy", "op",
-    "stage", "sym", "functional", "random", "train", "transforms", "tree", "__version__",
+    "debug", "diff", "dim", "dim_max", "dim_min", "dtype", "errors", "export", "flow", "load", "load_exported", "op",
+    "numpy", "stage", "sym", "functional", "random", "train", "transforms", "tree", "__version__",
 }  # fmt: skip
 
 # Functions of arrays, NumPy's names among them.

@@ -1,16 +1,18 @@
 """Factorisations and solutions of matrices: the last two axes are matrices, the others a batch.
 
-They take f32 and f64. Where a factorisation does not exist, such as the Cholesky factor of an indefinite matrix, the
-results are NaN or infinite: nothing is raised at run time.
+Narrow floats are computed in f32. Where a factorisation does not exist, such as the Cholesky factor of an indefinite
+matrix, the results are NaN or infinite: nothing is raised at run time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import F32, F64, I32
+from rlx.dtypes import I32
+from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.graph import Value
 from rlx.ir.independence import batched_matrices
@@ -26,8 +28,8 @@ def positive_definite(*shape: int) -> Spec:
 
 
 def _matrices(where: str, x: TensorType) -> tuple[Size, Size]:
-    if x.dtype not in (F32, F64):
-        raise DTypeError(f"{where}: takes f32 or f64, found {x.dtype}", hint="cast with x.astype('f32')")
+    if not x.dtype.is_float or x.dtype.is_packed:
+        raise DTypeError(f"{where}: takes floats, found {x.dtype}", hint="cast with x.astype('f32')")
     if x.rank < 2:
         raise ShapeError(f"{where}: takes matrices, found {x}")
     return x.shape[-2], x.shape[-1]
@@ -37,6 +39,19 @@ def _square(where: str, x: TensorType) -> Size:
     rows, columns = _matrices(where, x)
     require_equal(rows, columns, f"{where}: takes square matrices, found {rows} rows and {columns} columns")
     return columns
+
+
+def _in_wide_type(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a reference: narrow floats are computed in f32, and results cast back."""
+
+    def computed(*operands: Any, **attrs: Any) -> Any:
+        kind = operands[0].dtype
+        results = reference(*(x.astype(dtype_of(kind).wide.numpy) for x in operands), **attrs)
+        arrays = results if isinstance(results, tuple) else (results,)
+        cast = tuple(x if x.dtype.kind == "i" else x.astype(kind) for x in arrays)
+        return cast if isinstance(results, tuple) else cast[0]
+
+    return computed
 
 
 # -- cholesky ---------------------------------------------------------------------------------------------------------
@@ -51,7 +66,7 @@ def _cholesky(x: Any) -> Any:
 
 
 @op(
-    "cholesky", reference=_cholesky, independent=batched_matrices, tolerance=2e-5,
+    "cholesky", reference=_in_wide_type(_cholesky), independent=batched_matrices, tolerance=2e-5,
     samples=[
         sample(positive_definite(5, 5)), sample(positive_definite(2, 3, 17, 17)), sample(positive_definite(150, 150)),
         sample(positive_definite(2, 70, 70)),
@@ -86,12 +101,12 @@ def _triangular_solve(a: Any, b: Any, *, lower: bool, transpose: bool, unit_diag
 
 
 @op(
-    "triangular_solve", reference=_triangular_solve, independent=batched_matrices, tolerance=2e-5,
+    "triangular_solve", reference=_in_wide_type(_triangular_solve), independent=batched_matrices, tolerance=2e-5,
     samples=[
         sample(positive_definite(5, 5), f32(5, 3)), sample(positive_definite(2, 9, 9), f32(2, 9, 1), lower=False),
         sample(positive_definite(80, 80), f32(80, 70), transpose=True),
         sample(positive_definite(3, 7, 7), f32(3, 7, 20), lower=False, unit_diagonal=True),
-        sample(positive_definite(2, 130, 130), f32(2, 130, 5), lower=False),
+        sample(positive_definite(2, 12, 12), f32(2, 12, 5), lower=False),
     ],
 )  # fmt: skip
 def triangular_solve(
@@ -126,7 +141,7 @@ def _lu(x: Any) -> Any:
 
 
 @op(
-    "lu", reference=_lu, independent=batched_matrices, tolerance=1e-4,
+    "lu", reference=_in_wide_type(_lu), independent=batched_matrices, tolerance=1e-4,
     samples=[sample(f32(6, 6)), sample(f32(2, 3, 17, 17)), sample(f32(90, 90)), sample(f32(1, 1))],
 )  # fmt: skip
 def lu(x: TensorType) -> tuple[TensorType, TensorType, TensorType]:
@@ -146,7 +161,7 @@ def _qr(x: Any, *, complete: bool) -> Any:
 
 
 @op(
-    "qr", reference=_qr, independent=batched_matrices, tolerance=2e-4,
+    "qr", reference=_in_wide_type(_qr), independent=batched_matrices, tolerance=2e-4,
     samples=[
         sample(f32(5, 5)), sample(f32(2, 7, 4)), sample(f32(3, 4, 6)), sample(f32(70, 50)), sample(f32(2, 90, 90)),
         sample(f32(6, 2), complete=True),
@@ -176,7 +191,7 @@ def _eigh(x: Any) -> Any:
 
 
 @op(
-    "eigh", reference=_eigh, independent=batched_matrices, tolerance=1e-3,
+    "eigh", reference=_in_wide_type(_eigh), independent=batched_matrices, tolerance=1e-3,
     samples=[sample(f32(1, 1)), sample(f32(5, 5)), sample(f32(2, 3, 8, 8)), sample(f32(2, 2)), sample(f32(33, 33))],
 )  # fmt: skip
 def eigh(x: TensorType) -> tuple[TensorType, TensorType]:
@@ -193,7 +208,7 @@ def _orthogonalise(w: Any, v: Any) -> Any:
     return np.swapaxes(u * values[..., None, :], -1, -2), vt @ v, values
 
 
-@op("orthogonalise", reference=_orthogonalise, independent=batched_matrices, traits=[FUSED])
+@op("orthogonalise", reference=_in_wide_type(_orthogonalise), independent=batched_matrices, traits=[FUSED])
 def orthogonalise(w: TensorType, v: TensorType) -> tuple[TensorType, TensorType, TensorType]:
     """Rotates the rows of `w`, and those of `v` alike, until those of `w` are orthogonal; and their norms.
 
@@ -214,7 +229,8 @@ def _decompose_svd(x: Value) -> tuple[Value, ...]:
 
     That keeps the columns of U orthonormal where singular values are zero.
     """
-    g, columns = x.graph, x.shape[-1]
+    g, columns, kind = x.graph, x.shape[-1], x.dtype
+    x = x.astype(kind.wide)
     if columns == 0:
         raise ShapeError(f"svd: the matrices of {x.type} are empty")
     scale = abs(x).max(axis=(-2, -1), keepdims=True)
@@ -233,11 +249,13 @@ def _decompose_svd(x: Value) -> tuple[Value, ...]:
     flip = v.sum(axis=-1, keepdims=True) < 0  # the sign of each row of v
     u = g.one("where", flip.mT, -u, u)
     v = g.one("where", flip, -v, v)
-    return u, values * scale.reshape(*values.shape[:-1], 1), v.mT
+    values = values * scale.reshape(*values.shape[:-1], 1)
+    return u.astype(kind), values.astype(kind), v.mT.astype(kind)
 
 
 @op(
-    "svd", reference=_svd, decompose=_decompose_svd, independent=batched_matrices, traits=[COMPOSED], tolerance=1e-3,
+    "svd", reference=_in_wide_type(_svd), decompose=_decompose_svd, independent=batched_matrices, traits=[COMPOSED],
+    tolerance=1e-3,
     samples=[sample(f32(5, 5)), sample(f32(2, 3, 8, 4)), sample(f32(40, 34))],
 )  # fmt: skip
 def svd(x: TensorType) -> tuple[TensorType, TensorType, TensorType]:

@@ -5,7 +5,8 @@ Blocks need static sizes. A matrix whose size is known only at run time is one p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rlx.ir.graph import Graph, Node
 from rlx.lir.forms import small_matrices
@@ -79,20 +80,55 @@ def _is_empty(*views: View) -> bool:
     return any(0 in view.shape for view in views)
 
 
+Factorisation = Callable[[Scheduler, Sequence[View], Sequence[View], Mapping[str, Any]], None]
+
+
+def factorisation(name: str) -> Callable[[Factorisation], Factorisation]:
+    """Register a form that writes its results to views; narrow floats are computed in f32."""
+
+    def register(form: Factorisation) -> Factorisation:
+        def lower(s: Scheduler, node: Node) -> Sequence[View]:
+            operands = [_wide(s, s.view(o)) for o in node.operands]
+            results = [s.result(node, i) for i in range(len(node.types))]
+            wide = [r if _is_wide(r) else s.temporary(TensorType(r.shape, r.dtype.wide)) for r in results]
+            form(s, operands, wide, node.attrs)
+            for result, computed in zip(results, wide, strict=True):
+                if computed != result:
+                    s.copy_into(computed, result)
+            return results
+
+        loop_form(name)(lower)
+        return form
+
+    return register
+
+
+def _is_wide(view: View) -> bool:
+    return not view.dtype.is_float or view.dtype is view.dtype.wide
+
+
+def _wide(s: Scheduler, view: View) -> View:
+    if _is_wide(view):
+        return view
+    out = s.temporary(TensorType(view.shape, view.dtype.wide))
+    s.copy_into(view, out)
+    return out
+
+
 # -- cholesky and triangular systems ----------------------------------------------------------------------------------
-@loop_form("cholesky")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
+@factorisation("cholesky")
+def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Mapping[str, Any]) -> None:
     """Block columns from left to right: each is reduced by those before it, then divided by its diagonal block."""
-    x, out = s.view(node.operands[0]), s.result(node)
+    (x,), (out,) = operands, results
     size = x.shape[-1]
     if _is_empty(out):
-        return [out]
+        return
     if small_matrices.are_small(x):
         small_matrices.cholesky(s, x, out)
-        return [out]
+        return
     if not isinstance(size, int) or size <= BLOCK:
         factor_definite(s, x, out, scratch(s, x, size, size), None)
-        return [out]
+        return
     for first in range(0, size, BLOCK):
         last = min(first + BLOCK, size)
         own, below = (first, last), (last, size)
@@ -103,28 +139,26 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             multiply(s, part(out, (first, size), before), transposed(part(out, own, before)), reduced, column)
             column = reduced
         width = last - first
+        block = part(column, (0, width), (0, width))
         inverse = scratch(s, x, width, width) if last < size else None
-        factor_definite(
-            s, part(column, (0, width), (0, width)), part(out, own, own), scratch(s, x, width, width), inverse
-        )
+        factor_definite(s, block, part(out, own, own), scratch(s, x, width, width), inverse)
         if inverse is not None:
             multiply(s, part(column, (width, size - first), (0, width)), transposed(inverse), part(out, below, own))
             fill(s, part(out, own, below), "zeros", 0.0)
-    return [out]
 
 
-@loop_form("triangular_solve")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
-    a, b = (s.view(o) for o in node.operands)
-    out, lower = s.result(node), node.attrs["lower"]
-    if node.attrs["transpose"]:
+@factorisation("triangular_solve")
+def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Mapping[str, Any]) -> None:
+    (a, b), (out,) = operands, results
+    lower, unit_diagonal = attrs["lower"], attrs["unit_diagonal"]
+    if attrs["transpose"]:
         a, lower = transposed(a), not lower
-    settings = {"lower": lower, "unit_diagonal": node.attrs["unit_diagonal"]}
+    if _is_empty(out):
+        return
     if all(small_matrices.are_small(view, small_matrices.LARGEST_SYSTEM) for view in (a, b)):
-        small_matrices.solve(s, a, b, out, **settings)
-    elif not _is_empty(out):
-        solve_by_blocks(s, a, b, out, **settings)
-    return [out]
+        small_matrices.solve(s, a, b, out, lower=lower, unit_diagonal=unit_diagonal)
+    else:
+        solve_by_blocks(s, a, b, out, lower=lower, unit_diagonal=unit_diagonal)
 
 
 def solve_by_blocks(s: Scheduler, a: View, b: View, out: View, *, lower: bool, unit_diagonal: bool) -> None:
@@ -147,24 +181,21 @@ def solve_by_blocks(s: Scheduler, a: View, b: View, out: View, *, lower: bool, u
 
 
 # -- lu ---------------------------------------------------------------------------------------------------------------
-@loop_form("lu")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
-    x = s.view(node.operands[0])
-    out, pivots, order = (s.result(node, i) for i in range(3))
+@factorisation("lu")
+def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Mapping[str, Any]) -> None:
+    (x,), (out, pivots, order) = operands, results
+    size = x.shape[-1]
     if _is_empty(out):
-        return [out, pivots, order]
+        return
     if small_matrices.are_small(x):
         small_matrices.lu(s, x, out, pivots)
-        order_rows(s, pivots, order)
-        return [out, pivots, order]
-    s.copy_into(x, out)
-    size = x.shape[-1]
-    if not isinstance(size, int) or size <= BLOCK:
-        factor_panel(s, out, pivots, scratch(s, x, size, size), 0)
     else:
-        _factor(s, out, pivots, 0, size)
+        s.copy_into(x, out)
+        if not isinstance(size, int) or size <= BLOCK:
+            factor_panel(s, out, pivots, scratch(s, x, size, size), 0)
+        else:
+            _factor(s, out, pivots, 0, size)
     order_rows(s, pivots, order)
-    return [out, pivots, order]
 
 
 def _factor(s: Scheduler, a: View, pivots: View, first: int, last: int) -> None:
@@ -196,20 +227,19 @@ def _slice(pivots: View, first: int, last: int) -> View:
 
 
 # -- qr ---------------------------------------------------------------------------------------------------------------
-@loop_form("qr")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
+@factorisation("qr")
+def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Mapping[str, Any]) -> None:
     """Panels of reflections, applied to the columns on their right; then to the identity, the last one first."""
-    x = s.view(node.operands[0])
-    q, r = s.result(node, 0), s.result(node, 1)
+    (x,), (q, r) = operands, results
     rows, columns = x.shape[-2:]
     assert isinstance(rows, int) and isinstance(columns, int)
     if _is_empty(x):
         if not _is_empty(q):
             fill(s, q, "identity")
-        return [q, r]
+        return
     if small_matrices.are_small(x):
         small_matrices.qr(s, x, q, r)
-        return [q, r]
+        return
     work = s.copied(x)
     panels: list[tuple[int, View, View]] = []
     for first in range(0, min(rows, columns), REFLECTORS):
@@ -223,7 +253,6 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     for first, vectors, factor in reversed(panels):
         _reflect(s, part(q, (first, rows), (first, q.shape[-1])), vectors, factor)
     fill(s, r, "upper", source=part(work, (0, r.shape[-2]), (0, columns)))
-    return [q, r]
 
 
 def _reflect(s: Scheduler, c: View, vectors: View, factor: View) -> None:
@@ -236,19 +265,13 @@ def _reflect(s: Scheduler, c: View, vectors: View, factor: View) -> None:
 
 
 # -- eigenvalues ------------------------------------------------------------------------------------------------------
-@loop_form("eigh")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
-    x = s.view(node.operands[0])
-    values, vectors = s.result(node, 0), s.result(node, 1)
-    if not _is_empty(x):
-        diagonalise(s, x, values, vectors)
-    return [values, vectors]
+@factorisation("eigh")
+def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Mapping[str, Any]) -> None:
+    if not _is_empty(operands[0]):
+        diagonalise(s, operands[0], *results)
 
 
-@loop_form("orthogonalise")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
-    w, v = (s.view(o) for o in node.operands)
-    results = [s.result(node, i) for i in range(3)]
-    if not _is_empty(w):
-        orthogonalise(s, s.copied(w), s.copied(v), results)
-    return results
+@factorisation("orthogonalise")
+def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Mapping[str, Any]) -> None:
+    if not _is_empty(operands[0]):
+        orthogonalise(s, *(s.copied(view) for view in operands), results)
