@@ -33,7 +33,7 @@ PROPERTIES: dict[str, Callable[[Any], Any]] = {
 # Methods of traced arrays, as NumPy's arrays have them.
 _METHODS = (
     "all any argmax argmin argsort astype clip copy cumprod cumsum diagonal dot max mean min nonzero prod ravel repeat "
-    "reshape round searchsorted sort squeeze std sum swapaxes take trace transpose var"
+    "reshape round searchsorted sort squeeze std sum swapaxes take transpose var"
 )
 METHODS = {name: name for name in _METHODS.split()}
 METHODS |= {"flatten": "ravel"}

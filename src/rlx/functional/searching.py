@@ -13,7 +13,6 @@ import numpy as np
 from rlx.errors import GraphError, ShapeError
 from rlx.functional.creation import full, iota
 from rlx.functional.elementwise import (
-    divide,
     equal,
     isnan,
     logical_and,
@@ -138,8 +137,8 @@ def histogram(x: Any, bins: Any = 10, range: Any = None, density: bool = False, 
     if not density:
         return counts, edges
     widths = take(edges, np.arange(1, count + 1)) - take(edges, np.arange(count))
-    shares = divide(counts, sum(counts))
-    return shares / widths, edges
+    counts = astype(counts, type_of(edges).dtype)
+    return counts / sum(counts) / widths, edges
 
 
 # -- sets -------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ def _hundredth(q: Any) -> Any:
 def _quantile(x: Any, q: Any, axis: Axis, method: str, keepdims: bool, *, ignore_nan: bool) -> Any:
     if method not in METHODS:
         raise GraphError(f"quantile: method is {method!r}", hint=", ".join(METHODS))
-    if not is_traced(q) and not ((np.asarray(q) >= 0) & (np.asarray(q) <= 1)).all():
+    q = q if is_traced(q) else np.asarray(q, np.float64)
+    if not is_traced(q) and not ((q >= 0) & (q <= 1)).all():
         raise GraphError(f"quantile: q is {q}, wanted numbers from 0 to 1", hint="percentile takes 0 to 100")
     x = floats(asarray(x))
     axes = axes_of(axis, type_of(x).rank, "quantile")

@@ -73,7 +73,7 @@ def arctan2(y: Any, x: Any) -> Any:
     steep = abs(rise) > abs(run)
     short, long = where(steep, run, rise), where(steep, rise, run)
     angle = arctan(short / where(equal(long, 0), 1.0, long))
-    flat = angle + where(signbit(x), copysign(math.pi, y), 0.0)
+    flat = where(signbit(x), angle + copysign(math.pi, y), angle)
     flat = where(logical_and(equal(y, 0), equal(x, 0)), where(signbit(x), copysign(math.pi, y), y), flat)
     return where(steep, copysign(math.pi / 2, y) - angle, flat)
 
@@ -145,7 +145,10 @@ def logaddexp2(a: Any, b: Any) -> Any:
 def cbrt(x: Any) -> Any:
     """Cube root."""
     x = floats(asarray(x))
-    return copysign(power(abs(x), 1 / 3), x)
+    size = where(equal(x, 0), 1.0, abs(x))
+    near = power(size, 1 / 3)
+    root = near - (near - size / near / near) / 3  # a Newton step: the power has the rounding error of 1/3
+    return where(logical_or(equal(x, 0), isinf(x)), x, copysign(root, x))
 
 
 @eager
