@@ -80,8 +80,8 @@ def gradient(f: Any, *spacing: Any, axis: Axis = None) -> Any:
 
 def _gradient(f: Any, step: Any, at: int) -> Any:
     size, rank = type_of(f).shape[at], type_of(f).rank
-    if isinstance(size, int) and size < 2:
-        raise ShapeError(f"gradient: axis {at} of {type_of(f)} needs two elements")
+    if not isinstance(size, int) or size < 2:
+        raise ShapeError(f"gradient: axis {at} of {type_of(f)} needs a static size of two or more")
     edges = diff(f, axis=at)
     if type_of(step).rank == 0:
         first, last = _part(edges, at, 0, 1) / step, _part(edges, at, size - 2, size - 1) / step

@@ -25,7 +25,11 @@ def _supported(module: Any, functions: Mapping[str, Any]) -> dict[Any, Function]
 
 
 FUNCTIONS = _supported(np, vars(numpy)) | _supported(np.linalg, linalg.FUNCTIONS)
-BOOLEAN = {np.bitwise_and: numpy.logical_and, np.bitwise_or: numpy.logical_or, np.invert: numpy.logical_not}
+BOOLEAN: dict[np.ufunc, Function] = {
+    np.bitwise_and: numpy.logical_and,
+    np.bitwise_or: numpy.logical_or,
+    np.invert: numpy.logical_not,
+}
 REDUCTIONS: dict[np.ufunc, Function] = {
     np.add: numpy.sum, np.multiply: numpy.prod, np.maximum: numpy.max, np.minimum: numpy.min,
     np.logical_and: numpy.all, np.logical_or: numpy.any, np.logaddexp: reductions.logsumexp,
@@ -66,9 +70,9 @@ def call_ufunc(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: Mapp
         return _call(name, REDUCTIONS[ufunc], inputs, {"axis": 0, **kwargs})
     if method == "accumulate" and ufunc in CUMULATIVE:
         return _call(name, CUMULATIVE[ufunc], inputs, {"axis": 0, **kwargs})
-    function = FUNCTIONS.get(ufunc)
-    if function is None and ufunc in BOOLEAN and all(type_of(x).dtype.is_bool for x in inputs):
-        function = BOOLEAN[ufunc]
+    function: Function | None = FUNCTIONS.get(ufunc)
+    if function is None and all(type_of(x).dtype.is_bool for x in inputs):
+        function = BOOLEAN.get(ufunc)
     if function is None or method not in ("__call__", "outer"):
         unsupported(ufunc.__name__ if method == "__call__" else name)
     if kwargs:

@@ -6,7 +6,7 @@ Nothing is raised at run time: a singular matrix gives infinities or NaN, as doe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,12 +230,13 @@ def svdvals(a: Any) -> Any:
     return svd(a, compute_uv=False)
 
 
-def _cutoff(values: Any, rows: Size, columns: Size, rcond: Any) -> Any:
+def _cutoff(values: Any, shape: Sequence[Size], rcond: Any) -> Any:
     """The singular value below which others count as zero."""
-    return max(values, -1, keepdims=True) * (_tolerance(values, rows, columns) if rcond is None else rcond)
+    return max(values, -1, keepdims=True) * (_tolerance(values, shape) if rcond is None else rcond)
 
 
-def _tolerance(like: Any, rows: Size, columns: Size) -> float:
+def _tolerance(like: Any, shape: Sequence[Size]) -> float:
+    rows, columns = shape[-2:]
     if not isinstance(rows, int) or not isinstance(columns, int):
         raise ShapeError(f"linalg: the matrices of {type_of(like)} need static sizes")
     return float(np.maximum(rows, columns) * np.finfo(type_of(like).dtype.numpy).eps)
@@ -246,7 +247,7 @@ def matrix_rank(a: Any, tol: Any = None, rtol: Any = None) -> Any:
     """Number of singular values above `tol`, or above `rtol` times the largest one."""
     a = _matrices("matrix_rank", a)
     values = svd(a, compute_uv=False)
-    limit = _cutoff(values, *type_of(a).shape[-2:], rtol) if tol is None else tol
+    limit = _cutoff(values, type_of(a).shape, rtol) if tol is None else tol
     return count_nonzero(values > limit, -1)
 
 
@@ -255,7 +256,7 @@ def pinv(a: Any, rcond: Any = None, *, rtol: Any = None) -> Any:
     """Pseudo-inverse; singular values up to `rcond` times the largest one count as zero."""
     a = _matrices("pinv", a)
     rcond = rtol if rcond is None else rcond
-    rcond = _tolerance(a, *type_of(a).shape[-2:]) if rcond is None else rcond
+    rcond = _tolerance(a, type_of(a).shape) if rcond is None else rcond
     return _pinv(a, astype(rcond, type_of(a).dtype))
 
 
@@ -292,7 +293,7 @@ def lstsq(a: Any, b: Any, rcond: Any = None) -> tuple[Any, Any, Any, Any]:
     rest = columns - matmul(a, x)
     residuals = sum(rest * rest, -2)
     values = svd(a, compute_uv=False)
-    rank = count_nonzero(values > _cutoff(values, *type_of(a).shape[-2:], rcond), -1)
+    rank = count_nonzero(values > _cutoff(values, type_of(a).shape, rcond), -1)
     return squeeze(x, -1) if vector else x, residuals, rank, values
 
 

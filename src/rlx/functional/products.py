@@ -180,8 +180,8 @@ def cross(a: Any, b: Any, axis: int = -1) -> Any:
 def matrix_power(x: Any, n: int) -> Any:
     """Power of square matrices, by repeated squaring; a negative one is a power of the inverse."""
     rows, columns = type_of(x).shape[-2:]
-    if rows != columns:
-        raise ShapeError(f"matrix_power: the matrices of {type_of(x)} are not square")
+    if rows != columns or not isinstance(rows, int):
+        raise ShapeError(f"matrix_power: takes square matrices of a static size, found {type_of(x)}")
     if n < 0:
         from rlx.functional.linalg import inv
 

@@ -154,7 +154,7 @@ def unique(
     if size is None:
         if is_traced(x) or current() is not None:
             raise GraphError("unique: the number of elements depends on data", hint="pass size=, an upper bound")
-        return np.unique(x, return_index=return_index, return_inverse=return_inverse, return_counts=return_counts)
+        return np.unique(x, return_index, return_inverse, return_counts)  # type: ignore[call-overload]
     return _unique(x, return_index, return_inverse, return_counts, size, fill_value)
 
 

@@ -449,5 +449,7 @@ def vander(x: Any, n: int | None = None, increasing: bool = False) -> Any:
     """Powers of a vector as columns."""
     x = asarray(x)
     count = type_of(x).shape[0] if n is None else n
+    if not isinstance(count, int):
+        raise ShapeError(f"vander: {type_of(x)} has no static size", hint="pass n=, the number of columns")
     columns = [power(x, i) for i in range(count)]
     return stack(columns if increasing else columns[::-1], -1)

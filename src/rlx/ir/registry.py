@@ -62,7 +62,8 @@ class Spec:
             return rng.random(self.shape) < 0.5
         if self.definite:
             factor = rng.uniform(self.low, self.high, self.shape) / self.shape[-1] ** 0.5
-            return (factor @ factor.swapaxes(-1, -2) + 2 * np.eye(self.shape[-1])).astype(wanted.numpy)
+            matrix: np.ndarray[Any, Any] = factor @ factor.swapaxes(-1, -2) + 2 * np.eye(self.shape[-1])
+            return matrix.astype(wanted.numpy)
         if self.distinct:
             numbers = np.arange(int(self.low), int(self.high))
             return rng.choice(numbers, self.shape, replace=False).astype(wanted.numpy)

@@ -231,6 +231,7 @@ def _decompose_svd(x: Value) -> tuple[Value, ...]:
     """
     g, columns, kind = x.graph, x.shape[-1], x.dtype
     x = x.astype(kind.wide)
+    assert isinstance(columns, int), "sizes are static"
     if columns == 0:
         raise ShapeError(f"svd: the matrices of {x.type} are empty")
     scale = abs(x).max(axis=(-2, -1), keepdims=True)

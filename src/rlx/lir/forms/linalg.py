@@ -274,4 +274,5 @@ def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Ma
 @factorisation("orthogonalise")
 def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Mapping[str, Any]) -> None:
     if not _is_empty(operands[0]):
-        orthogonalise(s, *(s.copied(view) for view in operands), results)
+        rows, companions = (s.copied(view) for view in operands)
+        orthogonalise(s, rows, companions, results)

@@ -161,7 +161,10 @@ def solve(s: Scheduler, a: View, x: View, out: View, *, lower: bool, unit_diagon
     w, v = t.scratch(kind, size, size), t.scratch(kind, size, columns)
     n, m = t.size("n", size), t.size("m", columns)
     row, known, factor = Ref("row", I64), Ref("known", I64), Ref("factor", kind)
-    divided = t.own(v, row, c) / Ref("pivot", kind)
+    divided: list[Stmt] = []
+    if not unit_diagonal:
+        result_row = each("c", m, t.keep(v, t.own(v, row, c) / Ref("pivot", kind), row, c))
+        divided = [Let("pivot", t.own(w, row, row)), result_row]
     t.run(
         t.copied(matrix, w, n, n),
         t.copied(source, v, n, m),
@@ -173,7 +176,7 @@ def solve(s: Scheduler, a: View, x: View, out: View, *, lower: bool, unit_diagon
                 Let("known", k if lower else n - 1 - k), Let("factor", -t.own(w, row, known)),
                 each("c", m, t.keep(v, fma(factor, t.own(v, known, c), t.own(v, row, c)), row, c)),
             ),
-            *([] if unit_diagonal else [Let("pivot", t.own(w, row, row)), each("c", m, t.keep(v, divided, row, c))]),
+            *divided,
         ),
         each("i", n, each("c", m, t.store(result, t.own(v, i, c), MATRIX, i, c))),
         flops=product(x.shape) * size,

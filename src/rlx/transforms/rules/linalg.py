@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from rlx.dtypes import I64
 from rlx.errors import GraphError
-from rlx.ir.graph import Graph, Value
+from rlx.ir.graph import Value
 from rlx.transforms.build import eye, iota, slice_axis, sum_present, zeros, zeros_like
 from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, vjp
-from rlx.types import Size
 
 
 def solve(a: Value, b: Value, *, lower: bool, transpose: bool = False, unit_diagonal: bool = False) -> Value:
@@ -27,21 +26,22 @@ def divide_right(b: Value, a: Value, *, lower: bool, transpose: bool = False, un
     return solve(a, b.mT, lower=lower, transpose=not transpose, unit_diagonal=unit_diagonal).mT
 
 
-def below(graph: Graph, rows: Size, columns: Size, diagonal: int = 0) -> Value:
+def below(x: Value, diagonal: int = 0) -> Value:
     """Whether an element of a matrix is on or below a diagonal."""
+    graph, (rows, columns) = x.graph, x.shape[-2:]
     row, column = iota(graph, rows, I64).reshape(rows, 1), iota(graph, columns, I64).reshape(1, columns)
     return graph.one("less_equal", column, row + diagonal)
 
 
 def lower_part(x: Value, diagonal: int = 0) -> Value:
     """Zero the elements above a diagonal."""
-    keep = below(x.graph, *x.shape[-2:], diagonal)
+    keep = below(x, diagonal)
     return x.graph.one("where", keep, x, zeros(x.graph, x.type.with_shape()))
 
 
 def upper_part(x: Value, diagonal: int = 0) -> Value:
     """Zero the elements below a diagonal."""
-    drop = below(x.graph, *x.shape[-2:], diagonal - 1)
+    drop = below(x, diagonal - 1)
     return x.graph.one("where", drop, zeros(x.graph, x.type.with_shape()), x)
 
 
@@ -110,12 +110,13 @@ def _(at: NodeCtx, ct: Value | None, _: Value | None, __: Value | None) -> Cotan
 def _(at: NodeCtx, d_q: Value | None, d_r: Value | None) -> Cotangents:
     """Ā = (Q̄ + Q copyltu(R R̄ᵀ - Q̄ᵀ Q)) R⁻ᵀ; further columns of a wide matrix are Q times those of R."""
     q, r = at.results
-    rows, columns = q.shape[-2], r.shape[-1]
-    if q.shape[-1] > columns or not isinstance(rows, int) or not isinstance(columns, int):
+    (rows, inner), columns = q.shape[-2:], r.shape[-1]
+    assert isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int), "sizes are static"
+    if inner > columns:
         raise GraphError("qr: a complete Q has no derivative: its further columns are any basis of the rest")
     d_q = zeros_like(q) if d_q is None else d_q
     d_r = zeros_like(r) if d_r is None else upper_part(d_r)
-    axis, inner = r.rank - 1, r.shape[-2]
+    axis = r.rank - 1
     left, d_left = (slice_axis(v, axis, 0, inner) for v in (r, d_r))
     rest = None
     if columns > rows:
