@@ -19,7 +19,7 @@ class ToyBuffer(DeviceArray):
     """An array in toy device memory."""
 
     def __init__(self, contents: Array) -> None:
-        super().__init__(contents.shape, contents.dtype)
+        super().__init__(contents.shape, contents.dtype, "toy")
         self._contents = contents  # for the allocator and kernels only
 
     def numpy(self) -> Array:
