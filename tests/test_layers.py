@@ -80,7 +80,7 @@ def test_llvmlite_is_imported_only_in_the_cpu_backend() -> None:
 BACKENDS = [p for p in FILES if p.is_relative_to(ROOT / "backends")]
 WITHOUT_OPS = [p for p in BACKENDS if p.relative_to(ROOT).parts[2:3] not in (("forms",), ("packing",))]
 # Names of ops that mean something else in a backend: reductions of LIR, a routine of attention, a label of the driver.
-OTHER_MEANINGS = {"sum", "prod", "softmax", "barrier"}
+OTHER_MEANINGS = {"sum", "prod", "softmax"}
 
 
 def op_names() -> set[str]:

@@ -118,7 +118,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
     def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any], origin: Origin | None = None) -> Node:
         """The node that `apply` appends; passes supply the origin."""
         definition = registry.get(op)
-        schema = definition.schema
+        op, schema = definition.name, definition.schema
         expected = attrs.pop("out_shape", None)  # accepted by every op: checked against the inferred shape, not stored
         values = self._operands(definition, operands, attrs)
         unknown = [k for k in attrs if k not in schema.attrs]
