@@ -177,3 +177,10 @@ def test_problems_hold_no_loops_and_no_units() -> None:
     for record in (kernels.MatmulKernel, kernels.AttentionKernel, kernels.AttentionGradKernel):
         kinds = " ".join(str(field.type) for field in dataclasses.fields(record))
         assert "LoopKernel" not in kinds and "For" not in kinds.split()
+
+
+def test_the_page_of_the_architecture_names_every_layer() -> None:
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    rows = [line.split("|") for line in page.partition("## Layers")[2].partition("## ")[0].splitlines() if "|" in line]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[2])}
+    assert named == {layer_of(module_name(path)) for path in FILES} - {"__main__"}
