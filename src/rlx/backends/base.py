@@ -108,7 +108,7 @@ class DeviceArray(ABC):
         view = self.host_view()
         if view is None:
             raise BufferError(f"{self!r}: the host cannot address memory of {self.device}; np.asarray downloads it")
-        return memoryview(view)
+        return memoryview(view)  # type: ignore[arg-type]  # NumPy declares no buffer before 3.12
 
     def __len__(self) -> int:
         if not self.shape:

@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import rlx.hir.lower
 from rlx import dtypes
@@ -120,7 +121,7 @@ def cells(op: OpDef) -> dict[str, str]:
 
 def cells_elsewhere(op: OpDef) -> dict[str, str]:
     """File and line of an op's derivative and vmap rules, and of the form that the default device has for it."""
-    tables = {
+    tables: dict[str, registry.RuleTable[Any]] = {
         "partials": rule_tables.partials, "vjp": rule_tables.vjp, "jvp": rule_tables.jvp,
         "linearise": rule_tables.linearise, "push": rule_tables.push, "parts": rule_tables.parts,
         "vmap": rule_tables.batching,
