@@ -49,7 +49,7 @@ def test_a_copy_that_is_asked_for_is_made() -> None:
     copies = [np.array(array), np.array(array, copy=True), np.asarray(array, np.float64)]
     array.contents[...] = 0
     assert all((copy == NUMBERS).all() for copy in copies) and copies[2].dtype == np.float64
-    with pytest.raises(ValueError, match="a copy is needed: float32 in memory of mapped"):
+    with pytest.raises(ValueError, match="copy"):
         np.asarray(array, np.float64, copy=False)
 
 
