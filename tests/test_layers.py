@@ -79,7 +79,7 @@ def test_llvmlite_is_imported_only_in_the_cpu_backend() -> None:
 # Where a backend may know ops: loop forms of its own, and layouts of weights.
 BACKENDS = [p for p in FILES if p.is_relative_to(ROOT / "backends")]
 WITHOUT_OPS = [p for p in BACKENDS if p.relative_to(ROOT).parts[2:3] not in (("forms",), ("packing",))]
-# Names of ops that mean something else in a backend: reductions of LIR, a routine of attention, a label of the driver.
+# Names of ops that mean something else in a backend: reductions of LIR, a routine of attention.
 OTHER_MEANINGS = {"sum", "prod", "softmax"}
 
 
