@@ -16,8 +16,10 @@ NUMBERS = np.arange(6, dtype=np.float32).reshape(2, 3)
 class Mapped(DeviceArray):
     """Memory of a device that the host can address."""
 
+    device = "mapped"
+
     def __init__(self, contents: np.ndarray[Any, Any]) -> None:
-        super().__init__(contents.shape, contents.dtype, "mapped")
+        super().__init__(contents.shape, contents.dtype)
         self.contents = contents
 
     def numpy(self) -> np.ndarray[Any, Any]:

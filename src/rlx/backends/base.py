@@ -66,8 +66,10 @@ class DeviceArray(ABC):
     buffer protocol (`memoryview`, from Python 3.12 on) free of copies; elsewhere a subclass adds its own `__dlpack__`.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: str) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    device: str = "a device"  # its name, such as cuda:1; subclasses say it
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.shape, self.dtype = shape, dtype
 
     @abstractmethod
     def numpy(self) -> Array:
