@@ -3,7 +3,7 @@
 # ruff: noqa: E501
 """Ops as methods, for type checkers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol, Self, TypeAlias
@@ -859,7 +859,7 @@ class ModuleOps(_Builders):
     fixed: set[str]
     stages: dict[str, Value]
     def append(
-        self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
+        self, op: str, operands: tuple[Value | None, ...], attrs: Mapping[str, Any], types: tuple[TensorType, ...],
         origin: Origin | None = None
     ) -> Node:
         """Append a node whose types are known, for passes and parsers. Users call the ops."""
@@ -1072,7 +1072,7 @@ class EmitOps(_Builders):
     fixed: set[str]
     stages: dict[str, Value]
     def append(
-        self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
+        self, op: str, operands: tuple[Value | None, ...], attrs: Mapping[str, Any], types: tuple[TensorType, ...],
         origin: Origin | None = None
     ) -> Node:
         """Append a node whose types are known, for passes and parsers. Users call the ops."""
