@@ -11,7 +11,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends.base import ArrayType, Executable, Key, bytes_of
 from rlx.backends.reports import RunMemory, Trace
-from rlx.backends.run_time_errors import check_sizes, fault
+from rlx.backends.run_time_errors import check_sizes, fault, strided
 from rlx.backends.toy.emitter import function
 from rlx.backends.toy.memory import ToyBuffer
 from rlx.errors import BindError, LowerError
@@ -149,7 +149,7 @@ class _Run:
             if not faults:
                 raise
         if faults:
-            raise fault(self.program, launch, faults[0], self.sizes)
+            raise fault(self.program, launch, faults[0], self.sizes, self._read)
         times = self.launches[number, 0]
         times[0] = times[0] or begin
         times[1] = (times[1] or times[0]) + time.perf_counter() - begin
@@ -161,6 +161,11 @@ class _Run:
             assert word is not None, "loops have all their operands"
             words += self.place(word) if isinstance(word, View) else [evaluate(word, self.sizes)]
         return words
+
+    def _read(self, word: str, view: View) -> Array:
+        """The elements of an operand."""
+        elements, offset = self.place(view)
+        return strided(elements[offset:], view, self.sizes)
 
     def place(self, view: View) -> tuple[Array, int]:
         """The buffer of a view as elements of its type, and the view's offset."""
