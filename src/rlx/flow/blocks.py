@@ -16,7 +16,7 @@ def stored_weight(
 
     A weight of another shape is an error that names its key and the value `like` that it would multiply.
     """
-    weight = ctx.stored_param(key, transpose, shape=None if out is None else (width, out))
+    weight = ctx.stored_param(key, transpose, shape=None if out is None else (width, out), known=(width, None))
     if weight.rank == 2 and like.rank:
         size = weight.shape[1] if transpose else weight.shape[0]
         if known_equal(width, size) is False:
