@@ -312,10 +312,12 @@ def test_plain_errors_say_which_stage_they_are_of() -> None:
     named = flow().layer("block", lambda stack: stack.custom_named("mine", lambda e, v: e.hir.softmax(v)))
     with pytest.raises(AttributeError) as caught:
         named.build()
-    assert caught.value.__notes__ == ["  in stage: block.mine"]
-    with pytest.raises(TypeError) as other:
-        flow().custom(lambda v: v).build()  # type: ignore[arg-type, misc]
+    assert caught.value.__notes__ == ["  in stage: block.mine", "  hint: hir is a method: hir().softmax"]
+    with pytest.raises(ValueError, match="mine") as other:
+        flow().custom(lambda e, v: (_ for _ in ()).throw(ValueError("mine"))).build()
     assert other.value.__notes__ == ["  in stage: Custom"]
+    with pytest.raises(GraphError, match=r"stage Custom: its function is called as f\(emit, value\)"):
+        flow().custom(lambda v: v)  # type: ignore[arg-type, misc]
 
 
 def test_functions_of_numpy_take_what_flows() -> None:

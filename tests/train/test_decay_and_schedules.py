@@ -36,12 +36,14 @@ def batches(count: int) -> list[np.ndarray]:
 def torch_params(optimiser: str, decays: dict[str, float], data: list[np.ndarray]) -> dict[str, np.ndarray]:
     params = {n: torch.tensor(a, requires_grad=True) for n, a in weights().items()}
     groups = [{"params": [params[n]], "weight_decay": decays[n]} for n in NAMES]
-    made = torch.optim.AdamW(groups, lr=0.1) if optimiser == "adamw" else torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    method = (
+        torch.optim.AdamW(groups, lr=0.1) if optimiser == "adamw" else torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    )
     for x in data:
-        made.zero_grad()
+        method.zero_grad()
         y = torch.tensor(x) @ params["linear.weight"] + params["linear.bias"]
         (y * params["norm.weight"]).tanh().mean().backward()
-        made.step()
+        method.step()
     return {n: p.detach().numpy() for n, p in params.items()}
 
 
@@ -57,12 +59,12 @@ def torch_params(optimiser: str, decays: dict[str, float], data: list[np.ndarray
 )
 def test_decay_by_patterns_is_that_of_torch_with_groups(optimiser: str, rules: object, decays: tuple[float]) -> None:
     data = batches(3)
-    made = (
+    method = (
         rlx.train.adamw(0.1, weight_decay=rules)
         if optimiser == "adamw"
         else rlx.train.sgd(0.1, 0.9, weight_decay=rules)
     )
-    step = rlx.train.step(loss_graph(), made)
+    step = rlx.train.step(loss_graph(), method)
     step.set_params(weights())
     for x in data:
         step.run({"x": x})
@@ -84,12 +86,12 @@ def test_schedules_are_those_of_torch() -> None:
     optimiser = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.4)
     warm = lr.LinearLR(optimiser, 1 / 5, 1.0, total_iters=4)  # 1/5, 2/5, ..., 1 of the peak
     down = lr.CosineAnnealingLR(optimiser, 15, eta_min=0.04)
-    made = lr.SequentialLR(optimiser, [warm, down], [5])
+    joined = lr.SequentialLR(optimiser, [warm, down], [5])
     schedule = rlx.train.cosine(0.4, 20, warmup=5, end=0.04)
     for t in range(20):
-        assert schedule(t) == pytest.approx(made.get_last_lr()[0], rel=1e-6), t
+        assert schedule(t) == pytest.approx(joined.get_last_lr()[0], rel=1e-6), t
         optimiser.step()
-        made.step()
+        joined.step()
     assert schedule(20) == schedule(500) == 0.04
     falling = rlx.train.linear(1.0, 10)
     assert [falling(t) for t in (0, 5, 10, 11)] == [1.0, 0.5, 0.0, 0.0]

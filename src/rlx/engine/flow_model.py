@@ -23,6 +23,7 @@ from rlx.formats.tokenizer import Tokenizer
 from rlx.models.config import ModelConfig
 from rlx.models.family import Family, FileWeights
 from rlx.models.load import Checkpoint
+from rlx.types import concrete
 
 KIND = "decoder"
 
@@ -33,7 +34,7 @@ class ArrayFile(TensorFile):
     def __init__(self, name: str, arrays: Mapping[str, Array]) -> None:
         source, path = MapWeights(arrays), Path(name)
         types = {key: source.type(key) for key in arrays}
-        entries = [TensorEntry(k, t.shape, t.dtype, 0, arrays[k].nbytes, path) for k, t in types.items()]
+        entries = [TensorEntry(k, concrete(t.shape, {}), t.dtype, 0, arrays[k].nbytes, path) for k, t in types.items()]
         super().__init__(path, "arrays", entries, {}, [])
         self._arrays = arrays
 
@@ -63,9 +64,8 @@ class FlowModel(LanguageModel):
         """The tokenizer that the flow was loaded with."""
         tokenizer = self.checkpoint.tokenizer
         if tokenizer is None:
-            raise CapabilityError(
-                f"{self.name}: has no tokenizer", hint="rlx.load(flow, tokenizer=...), or use token ids"
-            )
+            hint = "rlx.load(flow, params=..., tokenizer=...), or use token ids"
+            raise CapabilityError(f"{self.name}: has no tokenizer", hint=hint)
         return tokenizer
 
     def _no_files(self, verb: str, hint: str) -> NoReturn:

@@ -63,7 +63,7 @@ def load(
         raise RequestError(f"load: no setting is called {word!r}", hint=hint)
     settings: dict[str, Any] = {"device": device, "precision": precision, "cache": cache, "context": context}
     settings |= {"profile": profile, "patch": patch}
-    if hasattr(name, "as_function"):  # a flow, or a built one
+    if not isinstance(name, (str, Path)) and hasattr(name, "as_function"):  # a flow, or a built one
         from rlx.engine.flow_model import load_flow
 
         return load_flow(name, params, tokenizer, threads, settings)

@@ -43,14 +43,14 @@ def flow_function(flow: ModelFlow, params: Mapping[str, Any], *, training: bool 
     if not isinstance(params, Mapping):
         hint = "flow.init(rlx.random.key(0)) makes random ones"
         raise BindError(f"as_function: params are a {type(params).__name__}, expected arrays by name", hint=hint)
-    whole = for_sequences(flow)
+    sequences = for_sequences(flow)
     graphs: dict[Any, tuple[Graph, Mapping[str, Any], list[str]]] = {}
 
     def build(types: Mapping[str, TensorType], shapes: Mapping[str, TensorType]) -> Any:
         """Return the graph for these weights and sizes, its own tables, and the names of its outputs."""
         key = tuple(types.items()), tuple(shapes.items())
         if key not in graphs:
-            built = whole.build(TypedWeights(types), strict=False, training=training)
+            built = sequences.build(TypedWeights(types), strict=False, training=training)
             graph = lower(built.module)
             declared = {n.attrs["name"]: n.types[0] for n in graph.inputs}
             bound = bind_dims(graph, sizes_of(declared, shapes), strict=False)
@@ -68,7 +68,7 @@ def flow_function(flow: ModelFlow, params: Mapping[str, Any], *, training: bool 
         outputs = apply_graph(graph, [values[name] for name in leaves])
         return outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
 
-    inputs = [name for name, _, _ in whole.inputs]
+    inputs = [name for name, _, _ in sequences.inputs]
     run = eager(compute)
 
     def function(*args: Any, **named: Any) -> Any:

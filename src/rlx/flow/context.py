@@ -225,8 +225,11 @@ def _may_be(have: TensorType, wanted: TensorType) -> bool:
 def note_stage(error: Exception, otherwise: str = "") -> None:
     """Note the innermost stage on an error, once."""
     path = provenance.here().stage or otherwise
-    if path and not any(note.startswith(_IN_STAGE) for note in getattr(error, "__notes__", ())):
-        error.add_note(f"{_IN_STAGE}{path}")
+    if not path or any(note.startswith(_IN_STAGE) for note in getattr(error, "__notes__", ())):
+        return
+    error.add_note(f"{_IN_STAGE}{path}")
+    if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == FlowCtx.hir.__name__:
+        error.add_note(f"  hint: hir is a method: hir().{error.name}")
 
 
 def _stored(shape: Sequence[Size], transposed: bool) -> str:

@@ -124,7 +124,7 @@ class Tokenizer:
         isolate = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         vocab = {character: i for i, character in enumerate(sorted(set(text)))}
         model = {"type": "WordLevel", "vocab": vocab, "unk_token": "unknown"}
-        absent = {"normalizer": None, "post_processor": None, "added_tokens": []}
+        absent: dict[str, Any] = {"normalizer": None, "post_processor": None, "added_tokens": []}
         parts = {"version": "1.0", "pre_tokenizer": isolate, "decoder": {"type": "Fuse"}, "model": model, **absent}
         return cls.from_json(json.dumps(parts).encode())
 

@@ -525,7 +525,7 @@ class CpuExecutable(base.Executable):
         self, context: RunContext, record: int, sizes: Mapping[str, int], word: str, view: View
     ) -> Array | None:
         """The elements of an operand of a launch after a run; None if their memory was reused since."""
-        from rlx.backends.run_time_errors import strided
+        from rlx.lir.wrong_index import strided
 
         number = self.records.walk[record].number
         shape, strides = concrete(view.shape, sizes), concrete(view.strides, sizes)
@@ -534,7 +534,7 @@ class CpuExecutable(base.Executable):
         word_at = self.records.first_words[record] + self.program.launches[number].kernel.words.index(word)
         count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         memory = (ctypes.c_char * (count * view.dtype.size)).from_address(int(context.words[word_at]))
-        return strided(np.frombuffer(memory, view.dtype.numpy), view, sizes)
+        return strided(np.frombuffer(memoryview(memory), view.dtype.numpy), view, sizes)
 
     def _is_intact(self, context: RunContext, number: int, name: str) -> bool:
         """Whether no launch after this one has written to a buffer, or to another one in the same memory."""

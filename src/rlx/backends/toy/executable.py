@@ -11,7 +11,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends.base import ArrayType, Executable, Key, bytes_of
 from rlx.backends.reports import RunMemory, Trace
-from rlx.backends.run_time_errors import check_sizes, fault, strided
+from rlx.backends.run_time_errors import check_sizes, fault
 from rlx.backends.toy.emitter import function
 from rlx.backends.toy.memory import ToyBuffer
 from rlx.errors import BindError, LowerError
@@ -20,6 +20,7 @@ from rlx.lir.loops import LoopKernel
 from rlx.lir.memory import Plan, lifetimes, plan
 from rlx.lir.program import ENTER, JUMP, LAUNCH, LEAVE, NEXT, Branch, Launch, Loop, Program, Step
 from rlx.lir.views import View
+from rlx.lir.wrong_index import strided
 from rlx.target import Target
 from rlx.types import concrete, evaluate
 

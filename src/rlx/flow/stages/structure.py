@@ -30,8 +30,6 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
             if name and isinstance(result, FlowValue) and result is not value:
                 ctx.hir().stages[here().stage] = result.id
         except Exception as error:  # including errors of custom functions
-            if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == "hir":
-                error.add_note(f"  hint: hir is a method: hir().{error.name}")
             note_stage(error, type(stage).__name__)
             raise
     if result is not None and not isinstance(result, FlowValue):
