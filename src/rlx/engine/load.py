@@ -63,13 +63,14 @@ def load(
         raise RequestError(f"load: no setting is called {word!r}", hint=hint)
     settings: dict[str, Any] = {"device": device, "precision": precision, "cache": cache, "context": context}
     settings |= {"profile": profile, "patch": patch}
-    if not isinstance(name, (str, Path)) and hasattr(name, "as_function"):  # a flow, or a built one
+    source: Any = name
+    if hasattr(source, "as_function"):  # a flow, or a built one
         from rlx.engine.flow_model import load_flow
 
-        return load_flow(name, params, tokenizer, threads, settings)
+        return load_flow(source, params, tokenizer, threads, settings)
     if params is not None or tokenizer is not None:
         raise RequestError("load: params and tokenizer are those of a flow of your own, a model's are in its files")
-    files = resolve(name, offline=offline)
+    files = resolve(source, offline=offline)
     if files.path.suffix == SUFFIX:
         from rlx.engine.export import load_model
 

@@ -250,7 +250,7 @@ class ModelFlow(StageList):
         )
 
     def _repr_html_(self) -> str:
-        return box(repr(self)[1:-1], preformatted(str(self)))
+        return box(repr(self)[1:-1], preformatted(str(self).splitlines()))
 
     # -- assembling --
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
