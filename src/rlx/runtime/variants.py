@@ -182,7 +182,7 @@ class ModelExecutionConfig:
         """
         session = session or Session()
         special = self.specialise(graph)
-        if isinstance(graph, WithWeights):
+        if not isinstance(graph, (Graph, GraphModule)):
             return with_weights(self.compile(special, session, folder=folder), graph)
         match self.mode:
             case CompilationMode.EAGER:
