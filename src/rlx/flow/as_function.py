@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rlx.dtypes import dtype
 from rlx.errors import BindError, GraphError, ShapeError, nearest
 from rlx.flow.generation import for_sequences
 from rlx.hir.lower import lower
+from rlx.ir import registry
 from rlx.ir.graph import Graph
 from rlx.mir.bind_dims import bind_dims
 from rlx.types import Size, TensorType, known_equal, symbol_name
@@ -43,6 +47,7 @@ def flow_function(flow: ModelFlow, params: Mapping[str, Any], *, training: bool 
     if not isinstance(params, Mapping):
         hint = "flow.init(rlx.random.key(0)) makes random ones"
         raise BindError(f"as_function: params are a {type(params).__name__}, expected arrays by name", hint=hint)
+    weights_by_name = {name: dequantised(value) for name, value in params.items()}
     sequences = for_sequences(flow)
     graphs: dict[Any, tuple[Graph, Mapping[str, Any], list[str]]] = {}
 
@@ -79,11 +84,20 @@ def flow_function(flow: ModelFlow, params: Mapping[str, Any], *, training: bool 
             if name in arrays:
                 raise BindError(f"flow {flow.name!r}: input {name!r} is given twice")
             arrays[name] = value
-        return run(dict(params), arrays)
+        return run(weights_by_name, arrays)
 
     function.__name__ = flow.name if flow.name.isidentifier() else "flow"
     function.__doc__ = f"The flow {flow.name!r} as a function of {', '.join(inputs)}."
     return function
+
+
+def dequantised(value: Any) -> Any:
+    """Return a weight as numbers: functions have no arrays of quantised blocks."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "V" or not dtype(value.dtype).is_packed:
+        return value
+    reference = registry.get("dequantise").reference
+    assert reference is not None
+    return reference(value)
 
 
 def sizes_of(declared: Mapping[str, TensorType], actual: Mapping[str, TensorType]) -> dict[str, int]:

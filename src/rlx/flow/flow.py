@@ -466,7 +466,7 @@ class ModelFlow(StageList):
 
         `params` are weights by name, arrays or traced ones: `rlx.grad(lambda p: flow.as_function(p)(x).sum())(params)`
         is the gradient with respect to the weights. It is a function of entire sequences: without the flow's KV cache,
-        and with logits of all tokens. Several outputs are a dict by name.
+        and with logits of all tokens. Quantised weights are dequantised. Several outputs are a dict by name.
         """
         from rlx.flow.as_function import flow_function  # imports all transforms
 
