@@ -360,3 +360,45 @@ def test_functions_of_arrays_take_values_of_flows_and_graphs() -> None:
     loss = scaled.custom(lambda emit, v: emit.sum(v)).build()
     (slope,) = rlx.compile(rlx.transforms.grad(loss, "x")).run({"x": x})
     assert slope.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda v: np.where(v > 1, v, 0.0), lambda v: np.sum(v, axis=0), lambda v: np.stack([v, v * 2]),
+        lambda v: np.concatenate([v, np.ones((1, 3), f32)]), lambda v: np.einsum("ij,kj->ik", v, v),
+        lambda v: np.log1p(v), lambda v: np.maximum(v, 2.5) - np.mean(v, axis=-1, keepdims=True),
+    ],
+)  # fmt: skip
+def test_numpy_on_values_of_flows_and_graphs(f: Any) -> None:
+    x = np.arange(6, dtype=f32).reshape(2, 3)
+    flow = ModelFlow("f").input("x", (2, 3)).custom(lambda emit, v: f(v))
+    g = rlx.Graph("g")
+    g.set_outputs([f(g.input("x", (2, 3)))])
+    for run in (flow.build().compile(), rlx.compile(g)):
+        np.testing.assert_allclose(run.run({"x": x})[0], f(x), rtol=1e-6)
+
+
+def test_control_flow_and_trees_on_values_of_flows() -> None:
+    x = np.arange(6, dtype=f32).reshape(2, 3) - 1
+
+    def f(emit: Any, v: Any) -> Any:
+        parts = rlx.jit(lambda tree: {"a": tree["v"] * 2, "b": tree["w"][0]})({"v": v, "w": [v + 1]})
+        turned = rlx.cond(v.sum() > 0, lambda a: a, lambda a: -a, parts["a"])
+        return turned + parts["b"] + rlx.scan(lambda c, row: (c + row, c), v[0], v)[1]
+
+    run = ModelFlow("f").input("x", (2, 3)).custom(f).build().compile()
+    for data in (x, -x):
+        turned = data * 2 if data.sum() > 0 else -data * 2
+        wanted = turned + data + 1 + np.stack([data[0], data[0] * 2])
+        np.testing.assert_allclose(run.run({"x": data})[0], wanted, rtol=1e-6)
+
+
+def test_a_function_of_quantised_weights_computes_with_their_numbers() -> None:
+    scales, numbers = np.array([0.5, 0.25], np.float16), np.arange(64, dtype=np.int8).reshape(2, 32) - 30
+    blocks = np.concatenate([scales.reshape(2, 1).view(np.uint8), numbers.view(np.uint8)], axis=1)
+    packed = np.ascontiguousarray(blocks).view(rlx.dtype("q8_0").numpy)  # [2, 1]: one block per row
+    flow = ModelFlow("q").input("x", ("n", 32)).linear("w")
+    x = np.random.default_rng(0).normal(0, 1, (3, 32)).astype(f32)
+    wanted = x @ (scales[:, None].astype(f32) * numbers).T
+    np.testing.assert_allclose(flow.as_function({"w": packed})(x), wanted, rtol=1e-4)
