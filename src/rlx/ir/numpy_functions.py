@@ -39,7 +39,7 @@ class NumpyFunctions:
         @property
         def shape(self) -> tuple[Size, ...]: ...
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Value:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         name = ufunc.__name__
         if method != "__call__":
             raise GraphError(f"numpy.{name}.{method}: has no form for graph values", hint="x.sum(axis=...) is a sum")
