@@ -11,7 +11,7 @@ from rlx.errors import GraphError
 from rlx.types import Size
 
 if TYPE_CHECKING:
-    from rlx.ir.graph import Graph, Value
+    from rlx.ir.graph import Graph
 
 _SAME = "add floor_divide maximum minimum matmul exp log sqrt sin cos tan tanh less less_equal greater greater_equal"
 # NumPy name -> op. `==` between an array and a value is a NumPy function too, and stays an error: values compare by
