@@ -384,13 +384,13 @@ def test_control_flow_and_trees_on_values_of_flows() -> None:
 
     def f(emit: Any, v: Any) -> Any:
         parts = rlx.jit(lambda tree: {"a": tree["v"] * 2, "b": tree["w"][0]})({"v": v, "w": [v + 1]})
-        turned = rlx.cond(v.sum() > 0, lambda a: a, lambda a: -a, parts["a"])
-        return turned + parts["b"] + rlx.scan(lambda c, row: (c + row, c), v[0], v)[1]
+        chosen = rlx.cond(v.sum() > 0, lambda a: a, lambda a: -a, parts["a"])
+        return chosen + parts["b"] + rlx.scan(lambda c, row: (c + row, c), v[0], v)[1]
 
     run = ModelFlow("f").input("x", (2, 3)).custom(f).build().compile()
     for data in (x, -x):
-        turned = data * 2 if data.sum() > 0 else -data * 2
-        wanted = turned + data + 1 + np.stack([data[0], data[0] * 2])
+        chosen = data * 2 if data.sum() > 0 else -data * 2
+        wanted = chosen + data + 1 + np.stack([data[0], data[0] * 2])
         np.testing.assert_allclose(run.run({"x": data})[0], wanted, rtol=1e-6)
 
 
