@@ -32,6 +32,7 @@ RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 # that it names.
 ALLOWED = {
     ("ir/graph.py", "rlx.module.GraphModule"),
+    ("ir/numpy_functions.py", "rlx.functional.graph_values.on_values"),
     ("ir/graph.py", "rlx.inspect.notebook.graph_html"),
     ("module.py", "rlx.backends.base.backend"),
     ("operand_layouts.py", "rlx.backends.base.backend"),

@@ -64,6 +64,8 @@ def need_function(where: str, function: Any) -> Any:
     graph_api = "rlx.compile" if where in ("jit", "trace") else f"rlx.transforms.{where}"
     description = f"graph {function.name!r}" if graph else f"{type(function).__name__}"
     hint = f"{graph_api} takes graphs" if graph else None
+    if hasattr(function, "as_function"):
+        hint = f"{where}(flow.as_function(params)) is of a flow"
     raise GraphError(f"{where}: takes a function, found {description}", hint=hint)
 
 

@@ -761,7 +761,7 @@ class GraphOps(_Builders):
         self, x: Operand, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+        """y[t, c] = sum over k of weight[c, k] x[t + k - (kernel_size - 1), c], for each channel c.
 
         x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
         start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
@@ -972,7 +972,7 @@ class EmitOps(_Builders):
         self, x: Operand, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+        """y[t, c] = sum over k of weight[c, k] x[t + k - (kernel_size - 1), c], for each channel c.
 
         x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
         start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
@@ -1208,7 +1208,7 @@ class ValueOps:
         self, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+        """y[t, c] = sum over k of weight[c, k] x[t + k - (kernel_size - 1), c], for each channel c.
 
         x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
         start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1

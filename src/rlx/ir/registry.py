@@ -155,6 +155,15 @@ class OpDef:
     def __str__(self) -> str:
         return self.name
 
+    def __call__(self, *operands: Any, **attrs: Any) -> Any:
+        """Apply the op to values of a graph, of a flow or of a traced function, as their method of its name does."""
+        method = getattr(operands[0], self.name, None) if operands else None
+        if method is None:
+            kind = type(operands[0]).__name__ if operands else "nothing"
+            hint = f"rlx.jit(lambda x: x.{self.name}())(array) computes it"
+            raise GraphError(f"{self.name}: takes values of a graph, found {kind}", hint=hint)
+        return method(*operands[1:], **attrs)
+
     @property
     def is_builtin(self) -> bool:
         """Whether rlx itself declares it."""
