@@ -123,10 +123,11 @@ class Model:
         self._patch = patch
         self._session = prepared.session if prepared else session or session_for(device, threads)
         self._lock = Lock()
+        self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]]
+        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel]
+        self._applications: Recent[frozenset[tuple[str, str]], Applied]
+        self._drop_graphs()  # begins without any
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
-        self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]] = Recent(self._lock)
-        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel] = Recent(self._lock)
-        self._applications: Recent[frozenset[tuple[str, str]], Applied] = Recent(self._lock)
         # empty or one: a list, because its blueprint shares it
         self._builds: list[BuiltModel] = [] if prepared is None or prepared.built is None else [prepared.built]
         self._compiled: CompiledGraph | None = None if prepared is None else prepared.compiled
@@ -372,18 +373,26 @@ class Model:
         from rlx.engine.memory import memory_of
 
         with self._lock:
-            graphs = [self.compiled, *(compiled for _, compiled in self._captures.values())]
-            graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
-            graphs += [applied.compiled for applied in self._applications.values()]
-        return memory_of(graphs, 0 if self.caches is None else self.caches.nbytes)
+            graphs, caches = self._graphs(), self._cache_stores()
+        return memory_of(graphs, sum(store.nbytes for store in caches))
+
+    def _graphs(self) -> list[CompiledGraph]:
+        """All compiled graphs of the model."""
+        graphs = [self.compiled, *(compiled for _, compiled in self._captures.values())]
+        graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
+        return graphs + [applied.compiled for applied in self._applications.values()]
+
+    def _cache_stores(self) -> list[CacheStore]:
+        """All prefix caches of the model."""
+        return [] if self.caches is None else [self.caches]
 
     def close(self) -> None:
         """Release memory and files. Calls in progress either finish or raise, as later calls do."""
         self._compiled = self._checkpoint = None  # first, so that calls that miss the rest raise "closed"
         self._builds = []
+        for store in self._cache_stores():
+            store.close()
         self._drop_graphs()
-        if self.caches is not None:
-            self.caches.close()
 
     def _drop_graphs(self) -> None:
         """Drop references to graphs and weights. Calls in progress keep their own."""
