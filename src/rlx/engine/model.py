@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.memory import Memory
     from rlx.engine.model_snapshot import SnapshotCheckpoint
     from rlx.flow.flow import BuiltModel, ModelFlow
+    from rlx.functional.tracers import HeldArray
     from rlx.models.family import Family
     from rlx.models.load import Checkpoint
 
@@ -126,6 +127,7 @@ class Model:
         self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]]
         self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel]
         self._applications: Recent[frozenset[tuple[str, str]], Applied]
+        self._traceable: Recent[frozenset[tuple[str, str]], BuiltModel]  # without a cache, for traced functions
         self._drop_graphs()  # begins without any
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         # empty or one: a list, because its blueprint shares it
@@ -320,19 +322,51 @@ class Model:
 
         return Params(self.built.module, {}, self.checkpoint.weights)
 
-    def apply(self, params: Mapping[str, Any], tokens: str | Sequence[int]) -> Array:
+    def apply(
+        self, params: Mapping[str, Any], tokens: str | Sequence[int] | Any, *, edit: Mapping[str, Edit] | None = None
+    ) -> Any:
         """Run the model with other parameters: returns logits `[seq, vocab]`, or the hidden states of an encoder.
 
         Missing parameters are the model's own. New values need no compilation; a new dtype of a weight, such as f32 for
         a quantised one, compiles once.
+
+        Under `rlx.grad`, `rlx.jit` or `rlx.vmap`, parameters and token ids `[seq]` may be traced arrays: the model is
+        part of the traced function. `edit={"embed": f}` replaces the value of a stage by `f(value)`, which may read
+        traced arrays. Activations are f32 then, whatever the model's precision.
         """
         self._check_usable()
+        from rlx.engine.apply import apply_params, traced_outputs
+        from rlx.functional.tracers import Traced, current
+
+        if current() is None and not edit:
+            ids = self._checked_tokens(tokens)
+            return apply_params(self, params, lambda compiled: self._values(compiled, ids))
+        given = tokens if isinstance(tokens, Traced) else np.array(self._checked_tokens(tokens), np.int32)
+        if len(given.shape) != 1:
+            raise RequestError(f"apply: tokens have shape {list(given.shape)}, expected [seq]", hint="rlx.vmap batches")
+        return self._one_result(traced_outputs(self, params, self._sequence_inputs(given), edit))
+
+    def _checked_tokens(self, tokens: str | Sequence[int]) -> list[int]:
         ids = self.prompt_ids(tokens, "apply")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"apply: {len(ids)} tokens, expected 1 to {self.context}")
-        from rlx.engine.apply import apply_params
+        return ids
 
-        return apply_params(self, params, lambda compiled: self._values(compiled, ids))
+    def _sequence_inputs(self, tokens: Any) -> dict[str, Any]:
+        """Graph inputs of one sequence of token ids `[seq]`, which may be traced."""
+        (size,) = tokens.shape
+        positions = np.arange(size, dtype=np.int32)
+        return {
+            "tokens": tokens[None],
+            "token_types": np.zeros((1, size), np.int32),
+            "positions": positions[None],
+            "attention_mask": np.ones((1, size), np.float32),
+            "last_token_idx": positions,  # logits of all tokens
+        }
+
+    def _one_result(self, outputs: Sequence[Any]) -> Any:
+        """The main output of a batch of one."""
+        return outputs[0] if self.facts.kind == "decoder" else outputs[0][0]
 
     def _hidden_flow(self) -> ModelFlow:
         """The flow whose main output `apply` returns."""
@@ -344,6 +378,28 @@ class Model:
         if name not in arrays:
             arrays[name] = self.checkpoint.weights.array(name)
         return arrays[name]
+
+    def _held(self, built: BuiltModel, name: str) -> HeldArray:
+        """A weight as traced functions read it; the same object in all of them."""
+        from rlx.functional.tracers import HeldArray
+
+        with self._lock:
+            held = self._held_weights.get(name)
+            if held is None:
+                computed = built.params.computed
+                array = computed[name] if name in computed else self._own_array(name)
+                type_ = next(node.types[0] for node in built.module.params if node.attrs["name"] == name)
+                held = self._held_weights[name] = HeldArray(name, array, type_)
+        return held
+
+    def float_params(self, patterns: str | Iterable[str] = "**") -> dict[str, Array]:
+        """The weights that match patterns of names, as f32 arrays: quantised ones are dequantised.
+
+        `*` matches anything but a dot, `**` anything.
+        """
+        from rlx.engine.apply import float_params
+
+        return float_params(self, [patterns] if isinstance(patterns, str) else list(patterns))
 
     def save(self, path: str | Path, params: Mapping[str, Any] | None = None, *, dtype: str | None = None) -> Path:
         """Write the model for other programs: a `.gguf` file, a `.safetensors` file, or a Hugging Face folder.
@@ -397,6 +453,8 @@ class Model:
     def _drop_graphs(self) -> None:
         """Drop references to graphs and weights. Calls in progress keep their own."""
         self._captures, self._edits, self._applications = (Recent(self._lock) for _ in range(3))
+        self._traceable = Recent(self._lock)
+        self._held_weights: dict[str, HeldArray] = {}
         self._arrays = {}
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.engine.apply import apply_params
+from rlx.engine.apply import apply_params, traced_outputs
 from rlx.engine.capture import captured_values
 from rlx.engine.load_settings import as_int
 from rlx.engine.model import Model
@@ -111,11 +111,18 @@ class VisionModel(Model):
         pixels = self.prepare(image)[None]
         return captured_values(self, capture, edit, lambda compiled, more: self._run_one(compiled, pixels, more))
 
-    def apply(self, params: Mapping[str, Any], image: Any) -> Array:
-        """Run the model on an image with other parameters: returns the hidden states `[tokens, dim]`."""
+    def apply(self, params: Mapping[str, Any], image: Any, *, edit: Mapping[str, Edit] | None = None) -> Any:
+        """Run the model on an image with other parameters: returns the hidden states `[tokens, dim]`.
+
+        Under `rlx.grad` and `rlx.jit`, parameters may be traced arrays; see `Model.apply` for edits.
+        """
+        from rlx.functional.tracers import current
+
         self._check_usable()
         pixels = self.prepare(image)[None]
-        return apply_params(self, params, lambda compiled: self._run_one(compiled, pixels, {})[::-1])
+        if current() is None and not edit:
+            return apply_params(self, params, lambda compiled: self._run_one(compiled, pixels, {})[::-1])
+        return traced_outputs(self, params, self.inputs(pixels), edit)[-1][0]
 
     def _run_one(self, compiled: CompiledGraph, pixels: Array, more: Mapping[str, Array]) -> list[Array]:
         inputs = self.inputs(pixels) | {name: array[None] for name, array in more.items()}
