@@ -13,6 +13,7 @@ import numpy as np
 
 import rlx
 from rlx.arrays import Array
+from rlx.engine.foreign_names import attribute_hint
 from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.logs import warn
@@ -42,13 +43,17 @@ Cached = TypeVar("Cached")
 CAPTURES = 4  # cached graphs per kind: captures, edits, other parameters
 NOTHING: Mapping[str, Array] = {}
 VERBS = {
-    "a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "embed_tokens", "similarity"),
+    "a decoder": ("generate", "chat", "stream", "score", "logits"), "an encoder": ("embed", "embed_tokens", "similarity"),
     "a vision model": ("encode_image",),
 }  # fmt: skip
 
 
 class WrongVerb(CapabilityError, AttributeError):
     """A method of another kind of model. Also an AttributeError, so that `hasattr` returns False."""
+
+
+class UnknownAttribute(RequestError, AttributeError):
+    """An attribute that models of other libraries have. Also an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,13 @@ class Model:
         if not builds:
             builds.append(self._build())
         return builds[0]
+
+    @property
+    def stages(self) -> list[str]:
+        """The paths of all stages and their parts, for `capture` and `edit`."""
+        from rlx.flow.flow import stage_values
+
+        return list(stage_values(self.built.module))
 
     @property
     def compiled(self) -> CompiledGraph:
@@ -474,4 +486,12 @@ class Model:
             if any(name in verbs for verbs in VERBS.values()):
                 (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.facts.kind}"))
                 raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")
+            hint = None if name.startswith("_") else attribute_hint(name, self.facts.kind)
+            if hint is not None:
+                raise UnknownAttribute(f"{name}: {type(self).__name__} has no such attribute", hint=hint)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise an explanation: a model has several verbs."""
+        verbs = ", ".join(f".{verb}()" for kind, all_ in VERBS.items() if kind.endswith(self.facts.kind) for verb in all_)
+        raise RequestError(f"{self.name}: a model is not called", hint=f"use {verbs}")

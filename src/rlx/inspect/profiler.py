@@ -12,17 +12,24 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.base import Executable, Key, backend_of
-from rlx.backends.reports import Ceilings, Trace
+from rlx.backends.reports import Ceilings, Share, Trace, Work
 from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
+from rlx.lir.kernels import AttentionKernel
+from rlx.lir.program import Program
 from rlx.notebook import Bar, Cell, box, note, table
 from rlx.types import evaluate
 
+LARGEST_CACHE = 64 << 20  # bytes: weights of larger programs come from memory in every run
+NO_WORK = Work({}, 0.0)
 RUNS = 5  # traced runs, of which the fastest time per launch is reported
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchReport:
-    """One launch: bytes, flops and seconds (0 if not run), summed over all its runs."""
+    """One launch: bytes, flops and seconds (0 if not run), summed over all its runs.
+
+    `bytes` are those that every run accesses: of a table from which data selects rows, none are counted.
+    """
 
     kernel: str
     kind: str
@@ -31,7 +38,7 @@ class LaunchReport:
     flops: int
     seconds: float
     runs: int = 1  # more than 1 in a loop
-    arithmetic: str = "f32"  # type of its multiply-adds: f32, f64, dot_u7 or dot_u8
+    work: Work = NO_WORK
 
     @property
     def gb_per_second(self) -> float:
@@ -41,12 +48,14 @@ class LaunchReport:
     def gflops(self) -> float:
         return self.flops / self.seconds / 1e9 if self.seconds else 0.0
 
-    def fraction(self, limits: Ceilings) -> float:
-        """The minimum time on this machine divided by the measured time."""
-        if not self.seconds:
-            return 0.0
-        min_seconds = max(self.flops / limits.peak(self.arithmetic), self.bytes / (limits.cache_gb_per_second * 1e9))
-        return min_seconds / self.seconds
+    @property
+    def arithmetic(self) -> str:
+        """The type of its multiply-adds: f32, f64, dot_u7 or dot_u8."""
+        return next(iter(self.work.flops), "f32")
+
+    def share(self, limits: Ceilings) -> Share | None:
+        """How close it came to the limit that applies; None if that is not known (see `Ceilings.share`)."""
+        return limits.share(self.work, self.seconds)
 
 
 @dataclass
@@ -87,8 +96,9 @@ class Report:
         return [f"machine: {rates}; run {self.seconds * 1e6:.0f} µs"]
 
     def _share(self, launch: LaunchReport) -> str:
-        """How close a launch comes to the machine's ceiling."""
-        return f"{launch.fraction(self.ceilings):6.0%}" if self.ceilings and launch.seconds else "-"
+        """How close a launch comes to the limit of the machine that applies to it."""
+        share = launch.share(self.ceilings) if self.ceilings else None
+        return "-" if share is None else str(share)
 
     def __repr__(self) -> str:
         return f"<report of {self._title}>"
@@ -106,11 +116,11 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self._title, *(f"  {line}" for line in self._machine)]
-        lines.append(f"  {'kernel':40} {'kind':9} {'µs':>9} {'GB/s':>7} {'GFLOPS':>7} {'ceiling':>7}  where")
+        lines.append(f"  {'kernel':40} {'kind':9} {'µs':>9} {'GB/s':>7} {'GFLOPS':>7} {'ceiling':>11}  where")
         for x in self.launches:
             lines.append(
                 f"  {_label(x):40} {x.kind:9} {x.seconds * 1e6:9.1f} {x.gb_per_second:7.1f} {x.gflops:7.1f} "
-                f"{self._share(x):>7}  {x.where}"
+                f"{self._share(x):>11}  {x.where}"
             )
         return "\n".join(lines)
 
@@ -143,15 +153,27 @@ def profile(executable: Executable, fusion: str, key: Key | None, inputs: Sequen
         report.arena_bytes, report.arena_bound = report.memory.arena, report.memory.bound
         report.ceilings = backend_of(target).ceilings(target, executable.threads)
         seconds, report.seconds, steps = _time(executable, key, inputs)
-    for launch, launch_seconds, runs in zip(program.launches, seconds, program.runs(steps), strict=True):
-        moved, flops = (evaluate(size, sizes) * runs for size in (launch.bytes, launch.flops))
-        kernel = launch.kernel
-        report.launches.append(
-            LaunchReport(
-                kernel.symbol, kernel.kind, launch.where, moved, flops, launch_seconds, runs, kernel.arithmetic()
-            )
-        )
+    report.launches = launch_reports(program, sizes, seconds, program.runs(steps))
     return report
+
+
+def launch_reports(
+    program: Program, sizes: Mapping[str, int], seconds: Sequence[float], runs: Sequence[int]
+) -> list[LaunchReport]:
+    """The reports of all launches of a run that took these seconds."""
+    weights = set(program.weights)
+    # each launch finds its weights where the others left them: in memory, if all of them exceed the caches
+    streams = sum(evaluate(program.buffers[n].type.bytes, sizes) for n in weights) > LARGEST_CACHE
+    reports = []
+    for launch, launch_seconds, count in zip(program.launches, seconds, runs, strict=True):
+        kernel = launch.kernel
+        moved, flops = (evaluate(size, sizes) * count for size in (launch.min_bytes(), launch.flops))
+        streamed = evaluate(launch.min_bytes(weights), sizes) * count if streams else 0
+        share = kernel.min_work if isinstance(kernel, AttentionKernel) else 1.0
+        # without multiply-adds that are known, bytes alone say little
+        work = Work({kernel.arithmetic(): flops * share}, moved, streamed) if share else NO_WORK
+        reports.append(LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, launch_seconds, count, work))
+    return reports
 
 
 def memory_of(executable: Executable, key: Key) -> MemoryReport:
