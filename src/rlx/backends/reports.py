@@ -83,7 +83,9 @@ class Ceilings:
         None if nothing is known to be done, or if it was done faster than any limit: then the limits were measured
         while the machine was busy.
         """
-        needed = {_LIMITS[name]: flops / self.peak(name) for name, flops in work.flops.items() if flops}
+        needed: dict[str, float] = {}
+        for name, flops in work.flops.items():
+            needed[_LIMITS[name]] = needed.get(_LIMITS[name], 0.0) + flops / self.peak(name)
         needed["cache"] = work.bytes / (self.cache_gb_per_second * 1e9)
         needed["memory"] = work.memory_bytes / (self.memory_gb_per_second * 1e9)
         if seconds and needed["memory"] > NOISE * seconds:  # the weights were in a cache after all
@@ -92,12 +94,6 @@ class Ceilings:
         if not seconds or not needed[limit] or needed[limit] > NOISE * seconds:
             return None
         return Share(min(needed[limit] / seconds, 1.0), limit)
-
-    def best(self, other: Ceilings) -> Ceilings:
-        """The higher rates of two measurements."""
-        gops = {name: max(rate, other.gops[name]) for name, rate in self.gops.items()}
-        cache = max(self.cache_gb_per_second, other.cache_gb_per_second)
-        return Ceilings(gops, cache, max(self.memory_gb_per_second, other.memory_gb_per_second))
 
 
 NOISE = 1.1  # measured rates vary by this factor

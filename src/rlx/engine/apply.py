@@ -14,13 +14,14 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import F32, F64, dtype
-from rlx.engine.sampler import short_repr
 from rlx.engine.edits import Edit, checked_edits, edited_values
+from rlx.engine.sampler import short_repr
 from rlx.errors import BindError, DTypeError, RequestError, ShapeError, nearest
 from rlx.flow.weights import MapWeights, WeightSource
 from rlx.fork_safe_locks import Lock
 from rlx.models.family import STORED
 from rlx.runtime.compiled import CompiledGraph
+from rlx.types import concrete
 
 if TYPE_CHECKING:
     from rlx.engine.model import Model
@@ -154,7 +155,8 @@ def _traceable(model: Model, kinds: Mapping[str, str]) -> BuiltModel:
     """The model's graph at MIR, without a cache, for parameters of these dtypes."""
     flow, weights = model._patched(model._hidden_flow()), model.checkpoint.weights
     # only types are read, so the arrays take no memory
-    floats = {n: np.broadcast_to(np.zeros((), dtype(k).numpy), weights.type(n).shape) for n, k in kinds.items()}
+    shapes = {name: concrete(weights.type(name).shape, {}) for name in kinds}
+    floats = {name: np.broadcast_to(np.zeros((), dtype(kind).numpy), shapes[name]) for name, kind in kinds.items()}
     return replace(flow, cache=None, layout=None).build_with(weights, floats).lower()
 
 
@@ -192,4 +194,5 @@ def _as_floats(weights: WeightSource, name: str) -> Array:
     from rlx.formats import dequantise
 
     type_, array = weights.type(name), weights.array(name)
-    return np.array(dequantise(array, type_.dtype, math.prod(type_.shape)).reshape(type_.shape))
+    shape = concrete(type_.shape, {})
+    return np.array(dequantise(array, type_.dtype, math.prod(shape)).reshape(shape))

@@ -52,7 +52,8 @@ ADVICE = {
     "cache_prompt": "the prefix cache is always used; usage.cached_tokens says how much came from it",
     "use_cache": "the KV cache is always used",
     "verbose": "model.report(prompt) says where the time goes",
-    "tfs_z": "there is no tail-free sampling", "mirostat": "there is no Mirostat", "typical_p": "there is no typical sampling",
+    "tfs_z": "there is no tail-free sampling", "mirostat": "there is no Mirostat",
+    "typical_p": "there is no typical sampling",
 }  # fmt: skip
 
 # attributes of models in other libraries: name -> kind of model ("" for all) -> what there is here

@@ -11,7 +11,7 @@ from collections import abc, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec
+
+if TYPE_CHECKING:
+    from rlx.inspect.call_report import CallRecorder
 
 Inputs = Mapping[str, Array]
 CHUNK = 256  # prompt tokens per call: more are hardly faster, and an interrupt waits for the end of a call
@@ -68,7 +71,7 @@ class Decoder:
         """`execute` runs the graph on inputs; the default is `compiled.run`."""
         self.compiled = compiled
         self.cache = cache
-        self._execute = compiled.run if execute is None else execute
+        self._execute = execute
         self._cancel = Cancel() if cancel is None else cancel
         self.samples = operand_input("uniform") in compiled.input_types
         self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls without `sampling`
@@ -169,7 +172,7 @@ class Decoder:
         if self._cancel.wanted:
             raise Cancelled
         try:
-            return self._execute(inputs)
+            return self.compiled.run(inputs) if self._execute is None else self._execute(inputs)
         except BaseException:
             self.cache.discard_interrupted(first, end)
             raise
@@ -273,6 +276,12 @@ class Sequence:
     def begin(self, cached: int) -> None:
         self.cached = cached
         self._started = perf_counter()
+
+    def watch(self, recorder: CallRecorder) -> None:
+        """Record the time of sampling in Python, and of decoding text."""
+        recorder.watch(self.sampler, ("uniform", "allowed", "accept"), "sampling in Python")
+        if self._stream is not None:
+            recorder.watch(self._stream, ("push", "flush"), "text of tokens")
 
     def close(self) -> None:
         """End the timing of a closed stream: without a first token, prefill took until now."""

@@ -19,12 +19,13 @@ from rlx.engine.sampler import short_repr
 from rlx.errors import GraphError, RequestError, RlxError, ShapeError
 from rlx.flow.flow import BuiltModel
 from rlx.functional import tree
-from rlx.functional.tracers import Traced, Trace, type_of
+from rlx.functional.tracers import Trace, Traced, type_of
 from rlx.functional.tracing import trace_leaves
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, inline, rebuild
-from rlx.types import TensorType, evaluate as size_of, sym
+from rlx.types import TensorType, sym
+from rlx.types import evaluate as size_of
 
 TOKENS = 3  # of the check that an edit treats tokens one by one
 TOLERANCE = 1e-3
@@ -141,7 +142,9 @@ def checked_result(path: str, function: Edit, value: Any) -> Any:
     wanted = type_of(value)
     if actual != wanted:
         hint = "cast what it adds: vector.astype(np.float32)" if actual.dtype is not wanted.dtype else None
-        raise ShapeError(f"edit {path!r}: its function gave {actual}, expected {wanted}, as the stage has it", hint=hint)
+        raise ShapeError(
+            f"edit {path!r}: its function gave {actual}, expected {wanted}, as the stage has it", hint=hint
+        )
     return result
 
 

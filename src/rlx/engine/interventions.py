@@ -1,11 +1,13 @@
 """Editing and capturing values while a model generates: what runs in place of the model's own graph.
 
-Edits are compiled into the graph (`graph_edits`), and captured values are extra outputs. Keys and values depend on edits,
-so each set of numbers has a prefix cache of its own. With captures nothing comes from a prefix cache: every token runs.
+Edits are compiled into the graph (`graph_edits`), and captured values are extra outputs. Keys and values depend on
+edits, so each set of numbers has a prefix cache of its own. With captures nothing comes from a prefix cache: every
+token runs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from rlx.types import sym
 if TYPE_CHECKING:  # imported for the first edit: a warm start builds no graph
     from rlx.engine.edits import Edit
     from rlx.engine.language_model import LanguageModel
+    from rlx.inspect.call_report import CallRecorder
 
 Execute = Callable[[Mapping[str, Any]], list[Any]]
 STORES = 2  # prefix caches of an edited graph, one per set of numbers
@@ -31,7 +34,7 @@ class Execution:
     """How the decoder of a request runs: a graph, the function that runs it, and the prefix cache."""
 
     compiled: CompiledGraph
-    execute: Execute
+    execute: Execute | None  # None: `compiled.run`
     caches: CacheStore
     captures: Captures | None = None
 
@@ -93,13 +96,19 @@ class EditedGraph:
         return Captures(self.outputs, [name for name, at in self.outputs.items() if types[at].shape[0] == sym.BATCH])
 
 
+def run_of(compiled: CompiledGraph, recorder: CallRecorder | None) -> Execute:
+    """The function that runs a graph: its own, or one that records times."""
+    return compiled.run if recorder is None else functools.partial(recorder.run, compiled)
+
+
 def execution(
-    model: LanguageModel, edit: Mapping[str, Edit] | None, capture: Iterable[str] | str | None
-) -> Callable[[], Execution]:
+    model: LanguageModel, edit: Mapping[str, Edit] | None, capture: Iterable[str] | str | None,
+    recorder: CallRecorder | None = None,
+) -> Callable[[], Execution]:  # fmt: skip
     """Returns a function that creates the execution of a sequence, or of several if nothing is captured."""
     if not edit and not capture:
         compiled = model.compiled
-        plain = Execution(compiled, compiled.run, model.caches)
+        plain = Execution(compiled, None if recorder is None else run_of(compiled, recorder), model.caches)
         return lambda: plain
     from rlx.engine.capture import checked_patterns, is_captured
     from rlx.engine.edits import checked_edits
@@ -120,13 +129,13 @@ def execution(
     spec, context, memory = model.caches.spec, model.caches.context, model.caches.memory
     with model._lock:
         store = graph.store(edits.digest, lambda: CacheStore(spec, context, memory))
-    numbers = edits.numbers
+    numbers, run = edits.numbers, run_of(graph.compiled, recorder)
 
     def start() -> Execution:
         captures = graph.captures()
 
         def execute(inputs: Mapping[str, Any]) -> list[Any]:
-            outputs = graph.compiled.run({**inputs, **numbers})
+            outputs = run({**inputs, **numbers})
             if captures is not None:
                 captures.record(inputs, outputs)
             return outputs
@@ -134,4 +143,3 @@ def execution(
         return Execution(graph.compiled, execute, store, captures)
 
     return start
-

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rlx.engine.edits import Edit
     from rlx.flow.flow import BuiltModel
     from rlx.formats.chat import ChatTemplate
+    from rlx.inspect.call_report import CallRecorder, CallReport
 
 Messages = Sequence[Mapping[str, Any]]
 MAX_CHARS = 256  # of messages per token of the context: templates drop some text, but not that much
@@ -214,19 +216,20 @@ class LanguageModel(Model):
     def generate(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
         logprobs: int = 0, edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None,
-        **sampling: Any,
+        trace: str | Path | None = None, **sampling: Any,
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompt: Sequence[str] | Sequence[Sequence[int]], *, max_tokens: int | None = 256,
         stop: str | Sequence[str] = (), logprobs: int = 0, edit: Mapping[str, Edit] | None = None,
-        capture: str | Iterable[str] | None = None, **sampling: Any,
+        capture: str | Iterable[str] | None = None, trace: str | Path | None = None, **sampling: Any,
     ) -> list[Completion]: ...  # fmt: skip
 
     def generate(
         self, prompt: Any, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (), logprobs: int = 0,
-        edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None, **sampling: Any,
+        edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None,
+        trace: str | Path | None = None, **sampling: Any,
     ) -> Completion | list[Completion]:  # fmt: skip
         """Continue a text or token ids, without a chat template. A list of prompts returns a list of completions.
 
@@ -240,21 +243,29 @@ class LanguageModel(Model):
         traced and compiled: it gets `[tokens, ...]` and treats tokens one by one, as in `lambda x: x + 4.0 * vector`.
         Its numbers are run-time inputs, so other ones need no compilation. `capture=["layers.*"]` returns the values
         of stages in `completion.captured`, with a row for every token that ran: all but the last one.
+
+        `trace` is a file for a timeline of the whole call, for ui.perfetto.dev or chrome://tracing.
         """
         self._check_usable()
         many = _is_batch(prompt)
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        start = execution(self, edit, capture)
-        places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
-        tokens = [self.prompt_ids(p, where) for p, where in zip(prompt if many else [prompt], places, strict=True)]
-        sequences = [self._new_sequence(t, settings, w) for t, w in zip(tokens, places, strict=True)]
-        completions = self._complete(sequences, start)
+
+        def call(recorder: CallRecorder | None) -> list[Completion]:
+            start = execution(self, edit, capture, recorder)
+            places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
+            with _tokenizing(recorder):
+                rows = zip(prompt if many else [prompt], places, strict=True)
+                tokens = [self.prompt_ids(p, where) for p, where in rows]
+            sequences = [self._new_sequence(t, settings, w) for t, w in zip(tokens, places, strict=True)]
+            return self._complete(_watched(sequences, recorder), start)
+
+        completions = self._recorded(trace, "generate", call)
         return completions if many else completions[0]
 
     def chat(
         self, messages: str | Messages, *, system: str | None = None, max_tokens: int | None = 256,
         stop: str | Sequence[str] = (), logprobs: int = 0, edit: Mapping[str, Edit] | None = None,
-        capture: str | Iterable[str] | None = None, **sampling: Any,
+        capture: str | Iterable[str] | None = None, trace: str | Path | None = None, **sampling: Any,
     ) -> Completion:  # fmt: skip
         """Answer a message or a conversation through the model's chat template; the keywords are those of `generate`.
 
@@ -263,9 +274,15 @@ class LanguageModel(Model):
         """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        start = execution(self, edit, capture)
-        tokens = self.chat_tokens(messages, system=system)
-        return self._complete([self._new_sequence(tokens, settings, "chat", answer=True)], start)[0]
+
+        def call(recorder: CallRecorder | None) -> Completion:
+            start = execution(self, edit, capture, recorder)
+            with _tokenizing(recorder):
+                tokens = self.chat_tokens(messages, system=system)
+            sequence = self._new_sequence(tokens, settings, "chat", answer=True)
+            return self._complete(_watched([sequence], recorder), start)[0]
+
+        return self._recorded(trace, "chat", call)
 
     def stream(
         self, prompt: str | Sequence[int] | Messages, *, chat: bool = False, system: str | None = None,
@@ -278,6 +295,8 @@ class LanguageModel(Model):
         `system` adds a system message. The other keywords are those of `generate`.
         """
         self._check_usable()
+        if "trace" in sampling:
+            raise RequestError("stream: has no trace", hint="generate(..., trace=...) and chat write one")
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         is_chat = _is_conversation(prompt) or (chat and isinstance(prompt, str))
         if system is not None and not is_chat:
@@ -289,7 +308,7 @@ class LanguageModel(Model):
         return TextStream(self, self._new_sequence(tokens, settings, "stream", answer=chat or is_chat), start())
 
     @overload
-    def score(
+    def score(  # type: ignore[overload-overlap]  # a str is also a sequence of strings
         self, text: str | Sequence[int], *, prompt: str | Sequence[int] | None = None, logprobs: int = 0
     ) -> Score: ...
 
@@ -299,9 +318,7 @@ class LanguageModel(Model):
         logprobs: int = 0,
     ) -> list[Score]: ...  # fmt: skip
 
-    def score(
-        self, text: Any, *, prompt: str | Sequence[int] | None = None, logprobs: int = 0
-    ) -> Score | list[Score]:
+    def score(self, text: Any, *, prompt: str | Sequence[int] | None = None, logprobs: int = 0) -> Score | list[Score]:
         """Log-probabilities of a given text, token by token; a list of texts returns a list of scores.
 
         With a `prompt`, those of the text after it, as for choosing the likeliest of several answers. `logprobs=n`
@@ -312,6 +329,27 @@ class LanguageModel(Model):
         rows = [self._text_after(t, prompt, f"score: text {i}") for i, t in enumerate(text if many else [text])]
         scores = self._scores(rows, top)
         return scores if many else scores[0]
+
+    def report(self, prompt: str | Sequence[int] | None = None, *, max_tokens: int = 32, **settings: Any) -> CallReport:
+        """Where the time of `generate(prompt, ...)` goes: phases, kernels and stages, tokenizing, sampling, Python.
+
+        The call is made twice, and the second one is timed. Without a prompt it is a random one of 64 tokens; the end
+        of the text is then ignored, so that `max_tokens` are generated. Time stamps cost a few percent.
+        """
+        self._check_usable()
+        checked = _Settings.of(max_tokens, settings.pop("stop", ()), settings.pop("logprobs", 0), settings)
+        size = min(64, max(self.context - max_tokens, 1))
+        random = np.random.default_rng(0).integers(0, self.vocab_size, size).tolist() if prompt is None else []
+
+        def call(recorder: CallRecorder) -> None:
+            self.caches.clear()  # so that the prompt is prefilled
+            start = execution(self, None, None, recorder)
+            with _tokenizing(recorder):
+                tokens = random if prompt is None else self.prompt_ids(prompt, "report")
+            sequence = self._new_sequence(tokens, checked, "report", ends=prompt is not None)
+            self._complete(_watched([sequence], recorder), start)
+
+        return self._measured("generate", call)
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
         """Logits `[seq, vocab]` after each token of the prompt."""
@@ -338,7 +376,9 @@ class LanguageModel(Model):
     def _scores(self, rows: Sequence[tuple[list[int], int]], top: int) -> list[Score]:
         """Scores of token rows from a position on, in batches of similar length."""
         scores = [Score([]) for _ in rows]
-        order = sorted((i for i, (tokens, begin) in enumerate(rows) if begin < len(tokens)), key=lambda i: len(rows[i][0]))
+        order = sorted(
+            (i for i, (tokens, begin) in enumerate(rows) if begin < len(tokens)), key=lambda i: len(rows[i][0])
+        )
         for at in range(0, len(order), generation.ROWS):
             batch = order[at : at + generation.ROWS]
             cache = self.caches.new(len(batch))
@@ -347,7 +387,9 @@ class LanguageModel(Model):
             longest = max(len(rows[n][0]) - start for n, start in zip(batch, starts, strict=True))
             chunk = max(min(LOGIT_BYTES // (4 * self.facts.vocab), generation.CHUNK) // len(batch), 1)
             for offset in range(0, longest, chunk):
-                self._score_chunk(decoder, [rows[n] for n in batch], starts, offset, chunk, top, [scores[n] for n in batch])
+                self._score_chunk(
+                    decoder, [rows[n] for n in batch], starts, offset, chunk, top, [scores[n] for n in batch]
+                )
             self.caches.release_rows(cache)
         return scores
 
@@ -408,7 +450,10 @@ class LanguageModel(Model):
             )
         return tokens
 
-    def _new_sequence(self, tokens: list[int], settings: _Settings, where: str, answer: bool = False) -> TokenSequence:
+    def _new_sequence(
+        self, tokens: list[int], settings: _Settings, where: str, answer: bool = False, ends: bool = True
+    ) -> TokenSequence:
+        """A checked sequence; unless it `ends`, the model's end-of-text tokens are tokens like others."""
         self._check_fits(tokens, settings.max_tokens, where)
         tokenizer = self.checkpoint.tokenizer
         room = self.context - len(tokens)
@@ -416,7 +461,8 @@ class LanguageModel(Model):
         if tokenizer is not None:
             # An answer is a new text; a continuation keeps the space before its first word.
             continues = not answer and not tokenizer.special_ids.issuperset(tokens)
-            text, stop_ids = tokenizer.stream(skip_special=True, continues=continues), frozenset(tokenizer.stop_ids)
+            text = tokenizer.stream(skip_special=True, continues=continues)
+            stop_ids = frozenset(tokenizer.stop_ids if ends else ())
         sampler = Sampler(settings.sampling, tokens, self.vocab_size, scored=settings.logprobs > 0)
         return TokenSequence(
             tokens, sampler, vocab=self.vocab_size, text=text,
@@ -507,6 +553,21 @@ def _conversation(messages: str | Messages, system: str | None) -> Messages:
     if _is_conversation(conversation) and conversation[0].get("role") == "system":
         raise RequestError("chat: the messages begin with a system message, and system= is another")
     return [{"role": "system", "content": system}, *conversation]
+
+
+def _tokenizing(recorder: CallRecorder | None) -> AbstractContextManager[None]:
+    return nullcontext() if recorder is None else recorder.span("tokenizing")
+
+
+def _watched(sequences: list[TokenSequence], recorder: CallRecorder | None) -> list[TokenSequence]:
+    """The sequences, with their host work and the phase of each run recorded."""
+    if recorder is not None:
+        for sequence in sequences:
+            sequence.watch(recorder)
+        recorder.phase = lambda inputs: (
+            "decode" if inputs["tokens"].shape[1] == 1 and any(s.tokens for s in sequences) else "prefill"
+        )
+    return sequences
 
 
 def _has_rows(type_: TensorType) -> bool:

@@ -21,6 +21,7 @@ from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, RequestError
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
+from rlx.free_memory import writable
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import CACHES, KvCacheSpec
@@ -33,17 +34,20 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.model_snapshot import SnapshotCheckpoint
     from rlx.flow.flow import BuiltModel, ModelFlow
     from rlx.functional.tracers import HeldArray
+    from rlx.inspect.call_report import CallRecorder, CallReport
     from rlx.models.family import Family
     from rlx.models.load import Checkpoint
 
     Patch = Callable[[ModelFlow], ModelFlow]
 
 Key = TypeVar("Key")
+Result = TypeVar("Result")
 Cached = TypeVar("Cached")
 CAPTURES = 4  # cached graphs per kind: captures, edits, other parameters
 NOTHING: Mapping[str, Array] = {}
 VERBS = {
-    "a decoder": ("generate", "chat", "stream", "score", "logits"), "an encoder": ("embed", "embed_tokens", "similarity"),
+    "a decoder": ("generate", "chat", "stream", "score", "logits"),
+    "an encoder": ("embed", "embed_tokens", "similarity"),
     "a vision model": ("encode_image",),
 }  # fmt: skip
 
@@ -424,6 +428,29 @@ class Model:
         self._check_usable()
         return save_model(self, Path(path), params or {}, dtype)
 
+    # -- times --
+    def _recorded(self, trace: str | Path | None, verb: str, call: Callable[[CallRecorder | None], Result]) -> Result:
+        """Make a call; with `trace`, also write its timeline."""
+        if trace is None:
+            return call(None)
+        from rlx.inspect.call_report import CallRecorder
+
+        path, recorder = writable(trace), CallRecorder(lambda inputs: verb)
+        result = call(recorder)
+        recorder.finish()
+        recorder.write_trace(path, f"{verb} of {self.name}")
+        return result
+
+    def _measured(self, verb: str, call: Callable[[CallRecorder], object]) -> CallReport:
+        """The report of a call, which is made twice: the first time warms up caches."""
+        from rlx.inspect.call_report import CallRecorder
+
+        call(CallRecorder())
+        recorder = CallRecorder(lambda inputs: verb)
+        call(recorder)
+        recorder.finish()
+        return recorder.report(f"{verb} of {self.name}")
+
     # -- life --
     def _warn(self) -> None:
         """Log warnings about missing or contradictory settings in the model's files."""
@@ -493,5 +520,7 @@ class Model:
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an explanation: a model has several verbs."""
-        verbs = ", ".join(f".{verb}()" for kind, all_ in VERBS.items() if kind.endswith(self.facts.kind) for verb in all_)
+        verbs = ", ".join(
+            f".{verb}()" for kind, all_ in VERBS.items() if kind.endswith(self.facts.kind) for verb in all_
+        )
         raise RequestError(f"{self.name}: a model is not called", hint=f"use {verbs}")

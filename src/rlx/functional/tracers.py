@@ -283,7 +283,7 @@ class Traced(Operators):
 class HeldArray(Traced):
     """An array that traced functions read as an input, where any other array becomes a constant of their graph.
 
-    Weights of models are held: they are large, packed ones have no arithmetic, and graphs do not depend on their values.
+    Weights of models are held: they are large, and graphs do not depend on their values.
     """
 
     __slots__ = ("array",)

@@ -46,7 +46,8 @@ class LaunchReport:
 
     @property
     def gflops(self) -> float:
-        return self.flops / self.seconds / 1e9 if self.seconds else 0.0
+        """Rate of the operations that every run does; 0 if data decides how many there are."""
+        return sum(self.work.flops.values()) / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
     def arithmetic(self) -> str:
@@ -172,7 +173,9 @@ def launch_reports(
         share = kernel.min_work if isinstance(kernel, AttentionKernel) else 1.0
         # without multiply-adds that are known, bytes alone say little
         work = Work({kernel.arithmetic(): flops * share}, moved, streamed) if share else NO_WORK
-        reports.append(LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, launch_seconds, count, work))
+        reports.append(
+            LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, launch_seconds, count, work)
+        )
     return reports
 
 
@@ -197,31 +200,36 @@ def _time(executable: Executable, key: Key, inputs: Sequence[Any]) -> tuple[list
 
 
 def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> None:
-    """Write a timeline for Perfetto and chrome://tracing, in microseconds, with one row per thread.
+    """Write a timeline for Perfetto and chrome://tracing, in microseconds, with one row per thread."""
+    stamps = trace.launches
+    name = f"{executable.program.name} on {executable.target.name}"
+    threads = [metadata_event("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
+    sizes = dict(zip(executable.program.symbols, key, strict=True))
+    start = float(stamps[stamps > 0].min()) if (stamps > 0).any() else 0.0
+    events = [metadata_event("process_name", 0, name), *threads, *trace_events(executable, trace, key, start)]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": sizes}))
+
+
+def trace_events(executable: Executable, trace: Trace, key: Key, start: float) -> list[dict[str, Any]]:
+    """The events of a run; `start` is the time stamp that becomes 0.
 
     A loop is shown as the sum of its steps: its launches in sequence, each as long as all its runs together.
     """
     program, stamps = executable.program, trace.launches
     sizes = dict(zip(program.symbols, key, strict=True))
-    name = f"{program.name} on {executable.target.name}"
-    events: list[dict[str, Any]] = [_metadata_event("process_name", 0, name)]
-    events += [_metadata_event("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
-    start = float(stamps[stamps > 0].min()) if (stamps > 0).any() else 0.0
+    events: list[dict[str, Any]] = []
     loops = program.outermost_loops()
     runs, units = program.runs(trace.steps), executable.units(key)
 
-    def event(name: str, kind: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> None:
-        events.append({
-            "name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread, "ts": float(begin - start) * 1e6,
-            "dur": float(end - begin) * 1e6, "args": about,
-        })  # fmt: skip
+    def add(name: str, kind: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> None:
+        events.append(event(name, kind, thread, begin - start, end - start, about))
 
     for thread in range(stamps.shape[1]):
         for outer in dict.fromkeys(n for n in loops if n is not None):
             begin, end = trace.controls[outer, thread]
             if begin:
                 inside = {"steps": trace.steps[outer], "launches": loops.count(outer)}
-                event(f"loop {outer}", "loop", thread, begin, end, inside)
+                add(f"loop {outer}", "loop", thread, begin, end, inside)
     ended: dict[tuple[int, int], float] = {}  # end of the last launch, by loop and thread
     for number, (launch, row) in enumerate(zip(program.launches, stamps, strict=True)):
         about = {
@@ -232,11 +240,20 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> N
         for thread, (begin, end) in enumerate(row):
             if end > begin:
                 at = begin if loop is None else ended.get((loop, thread), float(begin))
-                event(launch.kernel.symbol, launch.kernel.kind, thread, at, at + end - begin, about)
+                add(launch.kernel.symbol, launch.kernel.kind, thread, at, at + end - begin, about)
                 if loop is not None:
                     ended[loop, thread] = at + end - begin
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": sizes}))
+    return events
 
 
-def _metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
+def event(name: str, kind: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> dict[str, Any]:
+    """A span of time on a row of a timeline; times are in seconds."""
+    return {
+        "name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread, "ts": float(begin) * 1e6,
+        "dur": float(end - begin) * 1e6, "args": about,
+    }  # fmt: skip
+
+
+def metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
+    """The name of a row, or of the whole timeline."""
     return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
