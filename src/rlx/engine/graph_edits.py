@@ -121,7 +121,7 @@ def trace_edit(path: str, functions: Sequence[Edit], type_: TensorType) -> Trace
         if node.op != "const" or not node.types[0].dtype.is_float:
             return None
         name = f"edit.{path}.{len(numbers)}"
-        numbers[name] = np.ascontiguousarray(node.attrs["value"].data)
+        numbers[name] = np.array(node.attrs["value"].data, order="C")
         return rewriter.graph.input(name, node.types[0].shape, node.types[0].dtype)
 
     return TracedEdit(path, rebuild(traced.graph, lift, made_by="edit"), numbers)

@@ -21,10 +21,11 @@ from rlx.inspect.profiler import NO_WORK, LaunchReport, event, launch_reports, m
 from rlx.notebook import Bar, Cell, box, note, table
 from rlx.runtime.compiled import CompiledGraph
 
-TOKENIZING, SAMPLING, TEXT = "tokenizing", "sampling in Python", "text of tokens"
+TOKENIZING, IMAGES, SAMPLING, TEXT = "tokenizing", "reading images", "sampling in Python", "text of tokens"
 STARTING, PYTHON = "starting runs", "other Python"
 EXPLAINED = {
     TOKENIZING: "texts to token ids",
+    IMAGES: "decoding, resizing and normalising images",
     SAMPLING: "random numbers, penalties and allowed= functions; picking is the kernel sample_tokens",
     TEXT: "token ids to text",
     STARTING: "checks of inputs, waking threads, gaps between launches",
