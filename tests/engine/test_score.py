@@ -41,9 +41,9 @@ def test_batches_and_prompts_do_not_show(tiny: LanguageModel, monkeypatch: pytes
     monkeypatch.setattr(generation, "ROWS", 3)
     assert tiny.score(texts) == [tiny.score(text) for text in texts]
     assert tiny.score([5]).tokens == [] and math.isnan(tiny.score([5]).perplexity)
-    whole = tiny.score(TEXT)
+    text_score = tiny.score(TEXT)
     after = tiny.score(TEXT[12:], prompt=TEXT[:12])
-    assert after.tokens == whole.tokens[11:]
+    assert after.tokens == text_score.tokens[11:]
     tiny.generate(TEXT, max_tokens=1)  # so that the prefix cache has the prompt
     assert tiny.score([TEXT[12:], TEXT[12:15]], prompt=TEXT[:12])[0] == after
 

@@ -86,8 +86,8 @@ def test_the_time_of_embedding_is_explained(encoder: EmbeddingModel) -> None:
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    return found
+    listed: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return listed
 
 
 def test_a_timeline_has_runs_launches_and_python(decoder: LanguageModel, tmp_path: Path) -> None:

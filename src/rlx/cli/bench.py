@@ -115,9 +115,10 @@ def run(arguments: argparse.Namespace) -> int:
             limits = backend_of(compiled.target).ceilings(compiled.target, compiled.threads)
         if limits is None:
             raise CapabilityError(f"bench: the limits of device {compiled.device} are not known")
+        cache = "without" if arguments.cold else "with"
         rows = [
-            Row("load", loading, "s", note="until ready to run"),
-            Row("compile", compiling, "s", note="without the cache" if arguments.cold else "from the cache"),
+            Row("load", loading, "s", note="until ready to run, from the snapshot of an earlier load if there is one"),
+            Row("compile", compiling, "s", note=f"its graph in a new process, {cache} the compile cache"),
         ]
         measure: Any = _decoder_rows if isinstance(model, LanguageModel) else _encoder_rows
         measure = _vision_rows if isinstance(model, VisionModel) else measure

@@ -20,9 +20,10 @@ from rlx.engine.generate import Usage as Usage
 from rlx.engine.interventions import EditedGraph, Execution, execution
 from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import as_int
-from rlx.engine.logprobs import Logprob, Score, TokenBytes, text_logprobs
+from rlx.engine.logprobs import Logprob, Score, TokenBytes
 from rlx.engine.model import NOTHING, Model, Recent
 from rlx.engine.sampler import Sampler, Sampling, short_repr
+from rlx.engine.scoring import scores_of, text_after
 from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
@@ -124,6 +125,11 @@ class TextStream(Iterator[str]):
         ended = inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED
         state = "ended" if ended else "running"
         return f"<stream {shortened(self.text, 60)!r}: {len(self._sequence.tokens)} tokens, {state}>"
+
+    def _repr_html_(self) -> str:
+        from rlx.notebook import box, note, prose  # few programs need it
+
+        return box("stream", prose(self.text), note(repr(self).rpartition(": ")[2].removesuffix(">")))
 
     def __enter__(self) -> Self:
         return self
@@ -326,8 +332,8 @@ class LanguageModel(Model):
         """
         self._check_usable()
         many, top = _is_batch(text, "score"), _count("logprobs", logprobs)
-        rows = [self._text_after(t, prompt, f"score: text {i}") for i, t in enumerate(text if many else [text])]
-        scores = self._scores(rows, top)
+        rows = [text_after(self, t, prompt, f"score: text {i}") for i, t in enumerate(text if many else [text])]
+        scores = scores_of(self, rows, top)
         return scores if many else scores[0]
 
     def report(self, prompt: str | Sequence[int] | None = None, *, max_tokens: int = 32, **settings: Any) -> CallReport:
@@ -355,64 +361,7 @@ class LanguageModel(Model):
         """Logits `[seq, vocab]` after each token of the prompt."""
         self._check_usable()
         compiled = self.compiled
-        return self._values(compiled, self._check_fits(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
-
-    def _text_after(
-        self, text: str | Sequence[int], prompt: str | Sequence[int] | None, where: str
-    ) -> tuple[list[int], int]:
-        """The tokens of a prompt and a text, and where the text begins."""
-        if prompt is None:
-            tokens, begin = self.prompt_ids(text, where), 1
-        elif isinstance(text, str) and isinstance(prompt, str):
-            before, tokens = self.prompt_ids(prompt, where), self.prompt_ids(prompt + text, where)
-            # the last tokens of the prompt may merge with the first ones of the text
-            shared = zip(before, tokens, strict=False)
-            begin = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(before), len(tokens)))
-        else:
-            before = self.prompt_ids(prompt, where)
-            tokens, begin = [*before, *self.token_ids(text, where)], len(before)
-        return self._check_fits(tokens, 0, where), max(begin, 1)
-
-    def _scores(self, rows: Sequence[tuple[list[int], int]], top: int) -> list[Score]:
-        """Scores of token rows from a position on, in batches of similar length."""
-        scores = [Score([]) for _ in rows]
-        order = sorted(
-            (i for i, (tokens, begin) in enumerate(rows) if begin < len(tokens)), key=lambda i: len(rows[i][0])
-        )
-        for at in range(0, len(order), generation.ROWS):
-            batch = order[at : at + generation.ROWS]
-            cache = self.caches.new(len(batch))
-            decoder = Decoder(self.compiled, cache)
-            starts = [self.caches.restore_prefix(cache, i, rows[n][0][: rows[n][1]]) for i, n in enumerate(batch)]
-            longest = max(len(rows[n][0]) - start for n, start in zip(batch, starts, strict=True))
-            chunk = max(min(LOGIT_BYTES // (4 * self.facts.vocab), generation.CHUNK) // len(batch), 1)
-            for offset in range(0, longest, chunk):
-                self._score_chunk(
-                    decoder, [rows[n] for n in batch], starts, offset, chunk, top, [scores[n] for n in batch]
-                )
-            self.caches.release_rows(cache)
-        return scores
-
-    def _score_chunk(
-        self, decoder: Decoder, rows: Sequence[tuple[list[int], int]], starts: Sequence[int], offset: int, chunk: int,
-        top: int, scores: Sequence[Score],
-    ) -> None:  # fmt: skip
-        """Run `chunk` tokens of each row and append the log-probabilities of those that follow them."""
-        begins = [start + offset for start in starts]
-        pieces = [row[at : at + chunk] for (row, _), at in zip(rows, begins, strict=True)]
-        width = max(map(len, pieces))
-        places: list[int] = []
-        wanted: list[list[int]] = []  # per row, the tokens that follow the places
-        for i, ((row, begin), at, piece) in enumerate(zip(rows, begins, pieces, strict=True)):
-            following = [j for j in range(len(piece)) if begin <= at + j + 1 < len(row)]
-            places += [i * width + j for j in following]
-            wanted.append([row[at + j + 1] for j in following])
-        lengths = [len(row) for row, _ in rows]
-        outputs = decoder.run(pieces, begins, np.array(places or [0], np.int32), lengths=lengths)
-        logits, token_bytes = np.asarray(outputs[0])[:, : self.vocab_size], self._token_bytes
-        for score, tokens in zip(scores, wanted, strict=True):
-            score.tokens.extend(text_logprobs(logits[: len(tokens)], tokens, top, token_bytes))
-            logits = logits[len(tokens) :]
+        return self._values(compiled, self.check_fits(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
@@ -438,7 +387,8 @@ class LanguageModel(Model):
         return results
 
     # -- inside --
-    def _check_fits(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
+    def check_fits(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
+        """Return the tokens of a prompt; raises if there are none, or too many for the context."""
         if not tokens:
             raise RequestError(f"{where}: there are no tokens", hint="give a text or token ids")
         size, room = len(tokens), self.context - len(tokens)
@@ -454,7 +404,7 @@ class LanguageModel(Model):
         self, tokens: list[int], settings: _Settings, where: str, answer: bool = False, ends: bool = True
     ) -> TokenSequence:
         """A checked sequence; unless it `ends`, the model's end-of-text tokens are tokens like others."""
-        self._check_fits(tokens, settings.max_tokens, where)
+        self.check_fits(tokens, settings.max_tokens, where)
         tokenizer = self.checkpoint.tokenizer
         room = self.context - len(tokens)
         text, stop_ids = None, frozenset[int]()
@@ -468,11 +418,12 @@ class LanguageModel(Model):
             tokens, sampler, vocab=self.vocab_size, text=text,
             limit=room if settings.max_tokens is None else min(settings.max_tokens, room),
             asked=settings.max_tokens, stop=settings.stop, stop_ids=stop_ids, top=settings.logprobs,
-            token_bytes=self._token_bytes,
+            token_bytes=self.token_bytes,
         )  # fmt: skip
 
     @property
-    def _token_bytes(self) -> TokenBytes | None:
+    def token_bytes(self) -> TokenBytes | None:
+        """The function from a token id to its bytes; None without a tokenizer."""
         tokenizer = self.checkpoint.tokenizer
         return None if tokenizer is None else tokenizer.token_bytes
 

@@ -64,6 +64,15 @@ class Score:
         shown = f" of {shortened(text, 40)!r}" if text else ""
         return f"<score {self.logprob:.3f}{shown}: {len(self.tokens)} tokens, perplexity {self.perplexity:.2f}>"
 
+    def _repr_html_(self) -> str:
+        from rlx.notebook import Bar, Cell, box, table  # few programs need it
+
+        rows: list[list[Cell]] = [
+            [t.token, t.text, Bar(f"{t.logprob:.3f}", t.probability), ", ".join(o.text for o in t.top)]
+            for t in self.tokens
+        ]
+        return box(repr(self)[1:-1], table(("token", "text", "log-probability", "likeliest"), rows))
+
 
 def logprob_of(logits: Array, token: int, logprob: float, top: int, token_bytes: TokenBytes | None) -> Logprob:
     """The record of a token whose log-probability is known: with it the sum of exponentials, by which others follow."""

@@ -357,10 +357,11 @@ class Model:
         if current() is None and not edit:
             ids = self._checked_tokens(tokens)
             return apply_params(self, params, lambda compiled: self._values(compiled, ids))
-        given = tokens if isinstance(tokens, Traced) else np.array(self._checked_tokens(tokens), np.int32)
-        if len(given.shape) != 1:
-            raise RequestError(f"apply: tokens have shape {list(given.shape)}, expected [seq]", hint="rlx.vmap batches")
-        return self._one_result(traced_outputs(self, params, self._sequence_inputs(given), edit))
+        ids_array = tokens if isinstance(tokens, Traced) else np.array(self._checked_tokens(tokens), np.int32)
+        if len(ids_array.shape) != 1:
+            actual = list(ids_array.shape)
+            raise RequestError(f"apply: tokens have shape {actual}, expected [seq]", hint="rlx.vmap batches")
+        return self._one_result(traced_outputs(self, params, self._sequence_inputs(ids_array), edit))
 
     def _checked_tokens(self, tokens: str | Sequence[int]) -> list[int]:
         ids = self.prompt_ids(tokens, "apply")
@@ -504,6 +505,7 @@ class Model:
 
     def __repr__(self) -> str:
         state = f"context {self.context}" if self._compiled else "closed"
+        state += ", patched" if self._patch else ""
         return f"<{type(self).__name__} {self.name!r}: {self.facts.family} {self.facts.kind}, {state}>"
 
     if not TYPE_CHECKING:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rlx.backends.base import Key, backend_of
+from rlx.backends.base import Executable, Key, backend_of
 from rlx.backends.reports import Ceilings, Share, Trace, Work
 from rlx.free_memory import writable
 from rlx.inspect.profiler import NO_WORK, LaunchReport, event, launch_reports, metadata_event, trace_events
 from rlx.notebook import Bar, Cell, box, note, table
-from rlx.runtime.compiled import CompiledGraph
 
 TOKENIZING, IMAGES, SAMPLING, TEXT = "tokenizing", "reading images", "sampling in Python", "text of tokens"
 STARTING, PYTHON = "starting runs", "other Python"
@@ -34,12 +33,21 @@ EXPLAINED = {
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+class Timed(Protocol):
+    """A compiled graph, which runs with time stamps."""
+
+    @property
+    def executable(self) -> Executable: ...
+
+    def run_timed(self, inputs: Mapping[str, Any]) -> tuple[list[Any], Trace, Key]: ...
+
+
 @dataclass(frozen=True)
 class TimedRun:
     """One run of a graph: its phase, when it began and ended, and the times of its launches."""
 
     phase: str
-    compiled: CompiledGraph
+    executable: Executable
     begin: float
     end: float
     trace: Trace
@@ -57,14 +65,14 @@ class CallRecorder:
         self.begin = time.perf_counter()
         self.end = self.begin
 
-    def run(self, compiled: CompiledGraph, inputs: Mapping[str, Any]) -> list[Any]:
+    def run(self, compiled: Timed, inputs: Mapping[str, Any]) -> list[Any]:
         """Run a graph and record its times."""
         begin = time.perf_counter()
         outputs, trace, key = compiled.run_timed(inputs)
         end = time.perf_counter()
         positions = inputs.get("positions")
         count = 0 if positions is None else int((positions >= 0).sum())
-        self.runs.append(TimedRun(self.phase(inputs), compiled, begin, end, trace, key, count))
+        self.runs.append(TimedRun(self.phase(inputs), compiled.executable, begin, end, trace, key, count))
         return outputs
 
     @contextmanager
@@ -95,11 +103,11 @@ class CallRecorder:
         """Sum up the call."""
         if not self.runs:
             return CallReport(name, "", 1, self.end - self.begin)
-        compiled = self.runs[0].compiled
-        target = compiled.target
+        executable = self.runs[0].executable
+        target = executable.target
         report = CallReport(
-            name, f"{target.device} {target.name}", compiled.threads, self.end - self.begin,
-            ceilings=backend_of(target).ceilings(target, compiled.threads),
+            name, f"{target.device} {target.name}", executable.threads, self.end - self.begin,
+            ceilings=backend_of(target).ceilings(target, executable.threads),
         )  # fmt: skip
         starting, known_launches = 0.0, dict[Any, list[LaunchReport]]()
         for run in self.runs:
@@ -126,13 +134,13 @@ class CallRecorder:
         events = [metadata_event("process_name", 0, name), metadata_event("thread_name", python, "Python")]
         events += [metadata_event("thread_name", t, f"thread {t}") for t in range(threads)]
         for run in self.runs:
-            about = {"tokens": run.tokens, **dict(zip(run.compiled.executable.symbols, run.key, strict=True))}
+            about = {"tokens": run.tokens, **dict(zip(run.executable.symbols, run.key, strict=True))}
             events.append(event(run.phase, "run", python, run.begin - self.begin, run.end - self.begin, about))
             stamps = run.trace.launches
             if (stamps > 0).any():
                 # clocks differ: the first launch is put where the run begins
                 first = float(stamps[stamps > 0].min()) - (run.begin - self.begin)
-                events += trace_events(run.compiled.executable, run.trace, run.key, first)
+                events += trace_events(run.executable, run.trace, run.key, first)
         events += [event(n, "host", python, b - self.begin, e - self.begin, {}) for n, b, e in self.spans]
         writable(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
@@ -207,11 +215,11 @@ class CallReport:
             lines.append(f"  {part:20} {seconds * 1e3:10.2f} ms {seconds / self.seconds:6.1%}  {why}")
         for title, rows in self._tables():
             lines.append(f"  {title:32} {'ms':>10} {'share':>6} {'launches':>9}  of the limit")
-            whole = sum(total.seconds for _, total in rows) or 1.0
+            phase_seconds = sum(total.seconds for _, total in rows) or 1.0
             for label, total in rows:
-                share = total.share(self.ceilings)
+                share, part = total.share(self.ceilings), total.seconds / phase_seconds
                 lines.append(
-                    f"    {label[:30]:30} {total.seconds * 1e3:10.2f} {total.seconds / whole:6.1%} {total.launches:9}  "
+                    f"    {label[:30]:30} {total.seconds * 1e3:10.2f} {part:6.1%} {total.launches:9}  "
                     f"{'-' if share is None else share}"
                 )
         return "\n".join(lines)
@@ -223,11 +231,11 @@ class CallReport:
         ]
         shown = [table(("part", "ms", ""), parts)]
         for title, rows in self._tables():
-            whole = sum(total.seconds for _, total in rows) or 1.0
+            phase_seconds = sum(total.seconds for _, total in rows) or 1.0
             cells: list[list[Cell]] = [
                 [
                     label,
-                    Bar(f"{t.seconds * 1e3:.2f}", t.seconds / whole),
+                    Bar(f"{t.seconds * 1e3:.2f}", t.seconds / phase_seconds),
                     t.launches,
                     str(t.share(self.ceilings) or "-"),
                 ]
@@ -239,7 +247,7 @@ class CallReport:
 
 def _launches(run: TimedRun, known: dict[Any, list[LaunchReport]]) -> list[LaunchReport]:
     """The launches of a run; `known` has those of earlier runs, which differ only in their seconds."""
-    program, stamps = run.compiled.executable.program, run.trace.launches
+    program, stamps = run.executable.program, run.trace.launches
     steps = tuple(sorted(run.trace.steps.items()))
     if (id(program), run.key, steps) not in known:
         sizes, runs = dict(zip(program.symbols, run.key, strict=True)), program.runs(run.trace.steps)
