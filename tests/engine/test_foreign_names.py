@@ -77,6 +77,19 @@ def test_attributes_of_other_libraries(tiny: LanguageModel, tmp_path: Path) -> N
     assert called.value.hint == "use .embed(), .embed_tokens(), .similarity()"
 
 
+def test_settings_of_embed(tmp_path: Path) -> None:
+    small_bert.write(tmp_path)
+    encoder: Any = load(tmp_path)
+    for name, hint in (
+        ("normalize_embeddings", "called normalize"),
+        ("trunkate", "'truncate'"),
+        ("zzz", "known: batch"),
+    ):
+        with pytest.raises(RequestError, match=f"embed: no setting is called '{name}'") as caught:
+            encoder.embed("bal", **{name: True})
+        assert hint in (caught.value.hint or "")
+
+
 def test_stages_are_what_can_be_captured(tiny: LanguageModel) -> None:
     assert {"embed", "layers.0", "layers.1.attn", "layers.1.ffn", "norm", "head"} <= set(tiny.stages)
     assert set(tiny.run([1, 2], capture=tiny.stages)) >= set(tiny.stages)

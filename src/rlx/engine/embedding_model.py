@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.engine.foreign_names import embed_hint
 from rlx.engine.interventions import run_of
 from rlx.engine.load_settings import as_int
 from rlx.engine.logs import warn
@@ -92,7 +93,7 @@ class EmbeddingModel(Model):
     def embed(
         self, texts: str | Iterable[str], *, batch_size: int | None = None, normalize: bool | None = None,
         truncate: bool = True, prompt: str | None = None, show_progress: bool = False,
-        trace: str | Path | None = None,
+        trace: str | Path | None = None, **unknown: Any,
     ) -> Array:  # fmt: skip
         """The vector `[dim]` of a text, or the vectors `[texts, dim]` of several, as f32.
 
@@ -101,6 +102,8 @@ class EmbeddingModel(Model):
         defaults to what is fastest. `normalize` overrides the model's files. `trace` is a file for a timeline of the
         whole call, for ui.perfetto.dev or chrome://tracing.
         """
+        for name in unknown:
+            raise RequestError(f"embed: no setting is called {name!r}", hint=embed_hint(name))
         listed = [texts] if isinstance(texts, str) else _checked(texts)
         unit = self._checked_request("embed", batch_size, normalize)
         prefix = self._prompt(prompt)

@@ -56,6 +56,17 @@ ADVICE = {
     "typical_p": "there is no typical sampling",
 }  # fmt: skip
 
+# settings of embed
+EMBED_SETTINGS = {
+    "normalize_embeddings": "here it is called normalize", "show_progress_bar": "here it is called show_progress",
+    "prompt_name": "here it is called prompt", "convert_to_numpy": "vectors are NumPy arrays",
+    "convert_to_tensor": "vectors are NumPy arrays: torch.from_numpy(vectors)",
+    "output_value": "model.run(text, capture=...) has all values",
+    "device": "rlx.load(name, device=...)", "max_length": "rlx.load(name, context=...)",
+    "pooling": "the model's files say how to pool; model.pooling is its name",
+}  # fmt: skip
+EMBED_OWN = ("batch_size", "normalize", "truncate", "prompt", "show_progress", "trace")
+
 # attributes of models in other libraries: name -> kind of model ("" for all) -> what there is here
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "encode": {"decoder": "model.token_ids(text) returns token ids", "encoder": "model.embed(texts)",
@@ -97,6 +108,11 @@ def setting_hint(name: str, known: Iterable[str]) -> str:
     if name in SETTINGS:
         return f"here it is called {SETTINGS[name]}"
     return ADVICE.get(name) or nearest(name, known) or f"known: {', '.join(known)}"
+
+
+def embed_hint(name: str) -> str:
+    """What an unknown setting of `embed` is called here, or what to do instead."""
+    return EMBED_SETTINGS.get(name) or nearest(name, EMBED_OWN) or f"known: {', '.join(EMBED_OWN)}"
 
 
 def attribute_hint(name: str, kind: str) -> str | None:
