@@ -217,9 +217,9 @@ class CallReport:
             lines.append(f"  {title:32} {'ms':>10} {'share':>6} {'launches':>9}  of the limit")
             phase_seconds = sum(total.seconds for _, total in rows) or 1.0
             for label, total in rows:
-                share, part = total.share(self.ceilings), total.seconds / phase_seconds
+                share, fraction = total.share(self.ceilings), total.seconds / phase_seconds
                 lines.append(
-                    f"    {label[:30]:30} {total.seconds * 1e3:10.2f} {part:6.1%} {total.launches:9}  "
+                    f"    {label[:30]:30} {total.seconds * 1e3:10.2f} {fraction:6.1%} {total.launches:9}  "
                     f"{'-' if share is None else share}"
                 )
         return "\n".join(lines)
