@@ -88,15 +88,17 @@ class Ceilings:
             needed[_LIMITS[name]] = needed.get(_LIMITS[name], 0.0) + flops / self.peak(name)
         needed["cache"] = work.bytes / (self.cache_gb_per_second * 1e9)
         needed["memory"] = work.memory_bytes / (self.memory_gb_per_second * 1e9)
-        if seconds and needed["memory"] > NOISE * seconds:  # the weights were in a cache after all
+        if seconds and needed["memory"] > CACHED * seconds:  # the weights were in a cache after all
             del needed["memory"]
         limit = max(needed, key=needed.__getitem__)
-        if not seconds or not needed[limit] or needed[limit] > NOISE * seconds:
+        tolerance = CACHED if limit == "memory" else NOISE
+        if not seconds or not needed[limit] or needed[limit] > tolerance * seconds:
             return None
         return Share(min(needed[limit] / seconds, 1.0), limit)
 
 
 NOISE = 1.1  # measured rates vary by this factor
+CACHED = 2.0  # what is faster than memory by this factor came from a cache; below it, other programs read memory too
 _LIMITS = {"f32": "f32", "f64": "f64", "dot_u7": "int8", "dot_u8": "int8"}
 
 
