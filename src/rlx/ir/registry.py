@@ -161,6 +161,7 @@ class OpDef:
 
 
 OPS: dict[str, OpDef] = {}
+version = 0  # counts removed declarations, for caches of what ops mean
 SPELLINGS = {"quantize": "quantise", "dequantize": "dequantise", "fake_quantize": "fake_quantise"}  # as methods
 
 

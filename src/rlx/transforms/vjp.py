@@ -204,6 +204,25 @@ def joint(body: Graph, wanted: Sequence[bool], seeded: Sequence[bool]) -> Joint:
     return Joint(body, graph, len(leaf_values), len(body.outputs), start, which, with_gradient)
 
 
+def joint_of_jvp(body: Graph, pushed: Graph) -> Joint:
+    """Order a JVP graph of `body` for `split`: first what needs no tangent, then what tangents pass through."""
+    inputs, outputs = len(leaves(body)), len(body.outputs)
+    tangents = leaves(pushed)[inputs:]
+    linear = _dependents(pushed, tangents)
+    graph = Graph(pushed.name)
+    graph.limits = dict(pushed.limits)
+    values: dict[Value, Value] = {n[0]: declare(graph, n.attrs["name"], n.types[0]) for n in leaves(pushed)}
+    start = 0
+    for nodes in ([n for n in pushed.nodes if n not in linear], [n for n in pushed.nodes if n in linear]):
+        start = len(graph.nodes)
+        for node in nodes:
+            if node.op not in NAMED:
+                operands = [None if o is None else values[o] for o in node.operands]
+                values.update(zip(node.results, copy_node(graph, node, operands), strict=True))
+    graph.set_outputs([values[o] for o in pushed.outputs])
+    return Joint(body, graph, inputs, outputs, start, list(range(len(tangents))), list(range(outputs)))
+
+
 @dataclass(frozen=True)
 class Split:
     """A joint graph in two: `forward` returns outputs and saved values, `backward` takes `needs` and cotangents."""
