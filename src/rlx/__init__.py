@@ -173,8 +173,8 @@ _PUBLIC = {
 
 # Array functions, under their names in rlx.functional.
 _FUNCTION_NAMES = (
-    "abs add all any arange arctan argmax argmin argsort asarray associative_scan astype at attention broadcast_to ceil "
-    "checkpoint dynamic_slice dynamic_update_slice eval_shape linearize switch "
+    "associative_scan dynamic_slice dynamic_update_slice eval_shape linearize switch "
+    "abs add all any arange arctan argmax argmin argsort asarray astype at attention broadcast_to ceil checkpoint "
     "clip concatenate cond conv1d conv2d cos cross_entropy cumsum custom_jvp custom_vjp dequantise divide dot "
     "einsum equal erf exp expand_dims explain expm1 eye fake_quantise flip floor floor_divide fori_loop full "
     "gated_delta_net gather gelu grad greater greater_equal hessian hvp isfinite isinf isnan jacfwd jacrev jit jvp "

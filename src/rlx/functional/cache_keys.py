@@ -12,8 +12,16 @@ import builtins
 import dataclasses
 import dis
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
+from collections.abc import Hashable, Sequence
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -26,21 +34,24 @@ from rlx.functional import tree
 MAX_ARRAY_BYTES = 4 << 20  # per captured array; the cache holds a copy of it
 
 _BY_VALUE = {int, bool, str, bytes, complex, range, type(None), type(Ellipsis), type(NotImplemented), np.dtype}
-_PURE_BUILTINS = set(
+_PURE_BUILTIN_NAMES = (
     "abs all any bool bytes callable chr complex dict divmod enumerate filter float format frozenset getattr hasattr "
     "hash int isinstance issubclass iter len list map max min next object ord pow property range repr reversed round "
-    "set slice sorted staticmethod str sum super tuple type zip Ellipsis NotImplemented True False None".split()
+    "set slice sorted staticmethod str sum super tuple type zip Ellipsis NotImplemented"
 )
+_PURE_BUILTINS = set(_PURE_BUILTIN_NAMES.split())
 _PURE_MODULES = {"numpy", "math", "cmath", "_operator", "_functools", "itertools"}  # of functions written in C
-_IMPURE_NUMPY = set(
-    "empty empty_like errstate fromfile fromregex genfromtxt get_include get_printoptions load loadtxt memmap "
-    "nditer printoptions save savetxt savez savez_compressed set_printoptions seterr seterrcall".split()
+_IMPURE_NUMPY_NAMES = (
+    "empty empty_like errstate fromfile fromregex genfromtxt get_include get_printoptions load loadtxt memmap nditer "
+    "printoptions save savetxt savez savez_compressed set_printoptions seterr seterrcall"
 )
+_IMPURE_NUMPY = set(_IMPURE_NUMPY_NAMES.split())
 _IMPURE_RLX = {"register", "register_dataclass", "explain", "nans"}
-_IMPURE_OPS = set(
+_IMPURE_OP_NAMES = (
     "STORE_GLOBAL DELETE_GLOBAL STORE_ATTR DELETE_ATTR IMPORT_NAME IMPORT_FROM LOAD_NAME LOAD_BUILD_CLASS "
-    "LOAD_FROM_DICT_OR_GLOBALS LOAD_FROM_DICT_OR_DEREF LOAD_LOCALS LOAD_SUPER_ATTR".split()
+    "LOAD_FROM_DICT_OR_GLOBALS LOAD_FROM_DICT_OR_DEREF LOAD_LOCALS LOAD_SUPER_ATTR"
 )
+_IMPURE_OPS = set(_IMPURE_OP_NAMES.split())
 _BETWEEN = {"PUSH_NULL", "CACHE", "NOP", "EXTENDED_ARG", "PRECALL"}  # instructions between a name and its attribute
 
 
@@ -101,7 +112,7 @@ class Reader:
         """
         kind = type(x)
         if kind is np.ndarray:
-            if x.dtype.kind not in "biuf":
+            if not numbers and x.dtype.kind not in "biuf":  # eager functions take it as a constant
                 return self.value(x)
             self.data.append(x)
             return (x.dtype, x.shape)
@@ -111,7 +122,7 @@ class Reader:
             self.data.append(x)
             return kind
         if isinstance(x, np.generic):
-            if x.dtype.kind not in "biuf":
+            if not numbers and x.dtype.kind not in "biuf":
                 raise Unkeyable
             self.data.append(x)
             return kind
@@ -272,11 +283,12 @@ def _is_exception(x: Any) -> bool:
     return isinstance(x, type) and issubclass(x, BaseException) and x.__module__ in ("builtins", "rlx.errors")
 
 
-_CLASS_DATA = set(
-    "__annotations__ __annotate__ __annotations_cache__ __dict__ __doc__ __module__ __qualname__ __weakref__ __slots__ "
-    "__dataclass_fields__ __dataclass_params__ __match_args__ __firstlineno__ __static_attributes__ _fields "
-    "_field_defaults __orig_bases__ __abstractmethods__ _abc_impl __annotate_func__".split()
+_CLASS_DATA_NAMES = (
+    "__annotations__ __annotate__ __annotate_func__ __annotations_cache__ __dict__ __doc__ __module__ __qualname__ "
+    "__weakref__ __slots__ __dataclass_fields__ __dataclass_params__ __match_args__ __firstlineno__ "
+    "__static_attributes__ _fields _field_defaults __orig_bases__ __abstractmethods__ _abc_impl"
 )
+_CLASS_DATA = set(_CLASS_DATA_NAMES.split())
 
 
 def _is_generated(name: str, member: Any) -> bool:

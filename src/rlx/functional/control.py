@@ -113,7 +113,9 @@ def _check_carry(
         if value.type != type_:
             hint = "start with the type that the function returns, or cast inside"
             if value.type.shape == type_.shape and type_.dtype.is_float and value.dtype is F64:
-                hint = f"an f64 array, as np.ones(3) is, makes the result f64: create it with dtype=np.{type_.dtype.numpy}"
+                hint = (
+                    f"an f64 array, as np.ones(3) is, makes the result f64: create it with dtype=np.{type_.dtype.numpy}"
+                )
             raise ShapeError(f"{where}: {path} starts as {type_}, the function returns {value.type}", hint=hint)
 
 

@@ -244,16 +244,16 @@ def _linear_terms(value: Any) -> dict[Any, int]:
     return {value: 1}
 
 
-def _starts(name: str, x: Any, starts: Any, sizes: Sequence[Any]) -> list[Any]:
+def _start_per_axis(name: str, x: Any, offsets: Any, sizes: Sequence[Any]) -> list[Any]:
     """Return a start per axis, moved so that the slice lies inside x; negative ones count from the end."""
     rank = type_of(x).rank
-    if isinstance(starts, (int, np.integer)) or (not isinstance(starts, (tuple, list)) and type_of(starts).rank == 0):
-        starts = [starts]
-    starts = list(starts) if isinstance(starts, (tuple, list)) else [starts[i] for i in range(type_of(starts).shape[0])]
-    if len(starts) != rank or len(sizes) != rank:
-        raise ShapeError(f"{name}: {len(starts)} starts and {len(sizes)} sizes for {type_of(x)}", hint="one per axis")
+    if not isinstance(offsets, (tuple, list)):
+        is_number = type_of(offsets).rank == 0
+        offsets = [offsets] if is_number else [offsets[i] for i in range(type_of(offsets).shape[0])]
+    if len(offsets) != rank or len(sizes) != rank:
+        raise ShapeError(f"{name}: {len(offsets)} starts and {len(sizes)} sizes for {type_of(x)}", hint="one per axis")
     moved = []
-    for start, size, have in zip(starts, sizes, type_of(x).shape, strict=True):
+    for start, size, have in zip(offsets, sizes, type_of(x).shape, strict=True):
         if not isinstance(have, int) or not isinstance(size, int):
             raise ShapeError(f"{name}: sizes of {type_of(x)} are not all static")
         if not 0 <= size <= have:
@@ -270,7 +270,9 @@ def dynamic_slice(x: Any, start_indices: Any, slice_sizes: Sequence[int]) -> Any
     """x[start:start + size] on each axis, for starts that may be traced; a slice that sticks out is moved inside."""
     sizes = [slice_sizes] if isinstance(slice_sizes, int) else list(slice_sizes)
     x = asarray(x)
-    for axis, (start, size) in enumerate(zip(_starts("dynamic_slice", x, start_indices, sizes), sizes, strict=True)):
+    for axis, (start, size) in enumerate(
+        zip(_start_per_axis("dynamic_slice", x, start_indices, sizes), sizes, strict=True)
+    ):
         if size != type_of(x).shape[axis]:
             x = apply("gather", x, start + iota(size, type_of(start).dtype), axis=axis)
     return x
@@ -280,11 +282,11 @@ def dynamic_slice(x: Any, start_indices: Any, slice_sizes: Sequence[int]) -> Any
 def dynamic_update_slice(x: Any, update: Any, start_indices: Any) -> Any:
     """x with a block replaced by `update`, at starts that may be traced; a block that sticks out is moved inside."""
     sizes = type_of(update).shape
-    starts = _starts("dynamic_update_slice", x, start_indices, sizes)
+    offsets = _start_per_axis("dynamic_update_slice", x, start_indices, sizes)
     rank = len(sizes)
     keys = [
         reshape(start + iota(size, type_of(start).dtype), [size if a == axis else 1 for a in range(rank)])
-        for axis, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        for axis, (start, size) in enumerate(zip(offsets, sizes, strict=True))
     ]
     return _at_set(x, tuple(keys), update) if rank else astype(update, type_of(x).dtype)
 

@@ -70,10 +70,10 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current() is not None:  # inlined into the enclosing trace
             return self.function(*args, **kwargs)
-        found = self._find(args, kwargs)
-        if found is None:
+        match = self._find(args, kwargs)
+        if match is None:
             return on_values(self.function)(*args, **kwargs)
-        self._last_call, arrays = found
+        self._last_call, arrays = match
         return self._last_call(arrays)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CachedCall, Sequence[Any]] | None:
@@ -87,12 +87,12 @@ class Jitted:
             return self._find_by_name(args, kwargs)
         call = self._known.get(key)
         if call is None:
-            found = self._find_by_name(args, kwargs)
-            if found is None:
+            match = self._find_by_name(args, kwargs)
+            if match is None:
                 return None
-            call, arrays = found
+            call, arrays = match
             if len(arrays) != len(reader.data) or any(a is not b for a, b in zip(arrays, reader.data, strict=True)):
-                return found  # arguments by name come in another order
+                return match  # arguments by name come in another order
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             self._known[key] = call
@@ -160,7 +160,9 @@ class Jitted:
             try:
                 hash(value)
             except TypeError:
-                raise GraphError(f"jit: static argument {name!r} cannot be hashed, {type(value).__name__}") from None
+                hint = "static values are hashable: a tuple for a list, a frozen dataclass; arrays are not static"
+                problem = f"jit: static argument {name!r} cannot be hashed, {type(value).__name__}"
+                raise GraphError(problem, hint=hint) from None
         return traced_args, tuple(static)
 
     def _bind_static(self, static: tuple[tuple[str, Any], ...]) -> Fun:
@@ -197,16 +199,16 @@ class Jitted:
 
     # -- looking ------------------------------------------------------------------------------------------------------
     def _looked_at(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CachedCall, Any]:
-        """Return the program for these arguments, or that of the last call, and its inputs (None: those of that call)."""
+        """Return the program for these arguments and its inputs, or that of the last call and None."""
         if not args and not kwargs and self._last_call is not None:
             return self._last_call, None
         if not args and not kwargs and self.signature.parameters:
             hint = f"call it first, or give arguments: f.{verb}(*args)"
             raise GraphError(f"{verb}: {label_of(self.function)} has not been called", hint=hint)
-        found = self._find(args, kwargs)
-        if found is None:
+        match = self._find(args, kwargs)
+        if match is None:
             raise GraphError(f"{verb}: takes arrays, found values of a graph")
-        call, arrays = found
+        call, arrays = match
         return call, call.inputs(arrays)
 
     def program(self, *args: Any, **kwargs: Any) -> CompiledGraph:
@@ -308,5 +310,6 @@ def jit(
 def explain(function: Any) -> str:
     """List each time a jitted function was traced, and why."""
     if not isinstance(function, Jitted):
-        raise GraphError(f"explain: {function!r} is not a function made by rlx.jit")
+        hint = "step = rlx.jit(f); other functions are traced when they are called"
+        raise GraphError(f"explain: {function!r} is not a function made by rlx.jit", hint=hint)
     return function.explain()

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlx.errors import DTypeError, GraphError, ShapeError, nearest
+from rlx.errors import GraphError, ShapeError, nearest
 from rlx.functional.arrays import (
     abs,
     argmax,
@@ -34,7 +34,6 @@ from rlx.functional.arrays import (
     moveaxis,
     reshape,
     sign,
-    split as split_array,
     sqrt,
     stack,
     sum,
@@ -44,6 +43,9 @@ from rlx.functional.arrays import (
     topk,
     where,
     zeros,
+)
+from rlx.functional.arrays import (
+    split as split_array,
 )
 from rlx.functional.operands import is_traced
 from rlx.functional.tracers import type_of
@@ -277,7 +279,7 @@ def categorical(key: Any, logits: Any, axis: int = -1, shape: Shape | None = Non
 
 
 def _random_order(key: Any, shape: Sequence[Any]) -> Any:
-    """Random orders of the last axis. Ties of 62 random bits, which would keep their order, do not occur in practice."""
+    """Random orders of the last axis, by sorting 62-bit numbers, which practically never tie."""
     high, low = split_array(astype(apply("random_bits", key, shape=(2, *shape)), "i64"), 2)
     return argsort(reshape(high // 2 * 2**31 + low // 2, shape), -1)
 
@@ -322,10 +324,11 @@ def choice(key: Any, a: Any, shape: Shape = (), replace: bool = True, p: Any = N
     return indices if is_count else take(a, indices, at)
 
 
-_NAMES = (
-    "bernoulli beta bits categorical cauchy choice dirichlet exponential fold_in gamma gumbel key laplace logistic normal "
-    "permutation rademacher randint split truncated_normal uniform"
-).split()
+_PUBLIC = (
+    "bernoulli beta bits categorical cauchy choice dirichlet exponential fold_in gamma gumbel key laplace logistic "
+    "normal permutation rademacher randint split truncated_normal uniform"
+)
+_NAMES = _PUBLIC.split()
 _ELSEWHERE = {"PRNGKey": "rlx.random.key", "shuffle": "rlx.random.permutation", "seed": "rlx.random.key"}
 
 

@@ -229,12 +229,15 @@ def _contiguous(x: Any) -> Any:
 class CachedCall(Program):
     """A traced function and its program: what one cache entry of a call holds."""
 
-    def __init__(
-        self, function: Function, compile_graph: Callable[[Graph], CompiledGraph] = compiled_graph
-    ) -> None:
+    def __init__(self, function: Function, compile_graph: Callable[[Graph], CompiledGraph] = compiled_graph) -> None:
         super().__init__(function.full_graph, compile_graph)
         self.function = function
+        self._held = list(function.captured)
         self._results = len(function.graph.outputs)
+
+    def inputs(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """Return the arrays, and those that the function holds itself, by the names of the leaves."""
+        return super().inputs([*arrays, *self._held] if self._held else arrays)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """Run the program, print its lines, and build the function's result."""
@@ -300,7 +303,7 @@ def cached_call(
         call = CachedCall(trace_call())
         # Tracing runs the function. If that changed anything it reads, the next call may differ.
         after = function_key(function)
-        if after is not None and after[0] == key[0] and not call.function.captured:
+        if after is not None and after[0] == key[0]:
             _calls.put(key, call, reader)
     return call, reader.data
 

@@ -76,7 +76,7 @@ def describe(function: Any) -> str:
     if not isinstance(function, Transformed):
         return label_of(function)
     options = {n: v for n, v in function._options.items() if v != _DEFAULTS[n]}
-    shown = "".join(f", {n}={v if isinstance(v, str) else label_of(v) if callable(v) else repr(v)}" for n, v in options.items())
+    shown = "".join(f", {n}={label_of(v) if callable(v) else repr(v)}" for n, v in options.items())
     return f"rlx.{function._transform} of {describe(function._function)}{shown}"
 
 
@@ -201,7 +201,8 @@ def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
         cts, shape = tree.flatten(cotangents)
         if shape != traced.structure:
             raise GraphError(f"vjp: cotangents are {shape}, {describe(function)} returns {traced.structure}")
-        cts = _check_types("vjp: a cotangent", cts, [o.type for o in graph.outputs])
+        paths = traced.structure.paths("the cotangent")
+        cts = _check_types("vjp", paths, cts, [o.type for o in graph.outputs])
         seeds = [cts[i] for i in both.cotangents]
         pulled = dict(zip(both.gradients, backward([*(saved[v] for v in parts.needs), *seeds]), strict=True))
         grads = [pulled[i] if i in pulled else zeros_like(x) for i, x in enumerate(leaves)]
@@ -210,12 +211,13 @@ def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     return traced.outputs(results[: len(seeded)]), back
 
 
-def _check_types(where: str, values: Sequence[Any], wanted: Sequence[TensorType]) -> list[Any]:
+def _check_types(where: str, paths: Sequence[str], values: Sequence[Any], wanted: Sequence[TensorType]) -> list[Any]:
     """Check tangents or cotangents against types; Python numbers are cast, arrays must match."""
     cast = [astype(x, t.dtype) if is_weak(x) and t.dtype.is_float else x for x, t in zip(values, wanted, strict=True)]
-    for x, t in zip(cast, wanted, strict=True):
+    for path, x, t in zip(paths, cast, wanted, strict=True):
         if t.dtype.is_float and type_of(x) != t:
-            raise ShapeError(f"{where} is {type_of(x)}, wanted {t}")
+            hint = "it has the shape and dtype of the value that it belongs to; f64 is the dtype of np.ones"
+            raise ShapeError(f"{where}: {path} is {type_of(x)}, wanted {t}", hint=hint)
     return cast
 
 
@@ -250,7 +252,7 @@ def _tangent_leaves(where: str, primals: Sequence[Any], tangents: Sequence[Any],
     tangent_leaves, shape = tree.flatten(tuple(tangents))
     if shape != tree.structure(tuple(primals)):
         raise GraphError(f"{where}: tangents are {shape}, primals {tree.structure(tuple(primals))}")
-    return _check_types(f"{where}: a tangent", tangent_leaves, [type_of(x) for x in leaves])
+    return _check_types(where, shape.paths("tangents"), tangent_leaves, [type_of(x) for x in leaves])
 
 
 def linearize(function: Fun, *primals: Any) -> tuple[Any, Fun]:
@@ -265,8 +267,7 @@ def linearize(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     if not floats:
         value = traced.outputs(apply_graph(traced.graph, operands))
         return value, lambda *tangents: tree.map(zeros_like, value)
-    pushed = graphs.jvp(traced.graph, [_name(traced.graph, i) for i in floats])
-    both = joint_of_jvp(traced.graph, pushed)
+    both = joint_of_jvp(traced.graph, graphs.jvp(traced.graph, [_name(traced.graph, i) for i in floats]))
     parts = split(both)
     results = apply_graph(parts.forward, operands)
     known = dict(zip(parts.saved, results[len(outputs) :], strict=True))
@@ -275,8 +276,9 @@ def linearize(function: Fun, *primals: Any) -> tuple[Any, Fun]:
 
     def linear(*tangents: Any) -> Any:
         tangent_leaves = _tangent_leaves("linearize", primals, tangents, leaves)
-        tangents_out = iter(push([*(known[v] for v in parts.needs), *(tangent_leaves[i] for i in floats)]))
-        return traced.outputs([next(tangents_out) if o.dtype.is_float else zeros_like(r) for o, r in zip(outputs, results, strict=False)])
+        pushed = iter(push([*(known[v] for v in parts.needs), *(tangent_leaves[i] for i in floats)]))
+        pairs = zip(outputs, results, strict=False)
+        return traced.outputs([next(pushed) if o.dtype.is_float else zeros_like(r) for o, r in pairs])
 
     return traced.outputs(results[: len(outputs)]), linear
 
@@ -342,9 +344,11 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, shape = tree.flatten((args, kwargs))
+        _check_axes(in_axes)
         prefix = (in_axes,) * len(args) if not isinstance(in_axes, (tuple, list)) else tuple(in_axes)
         if len(prefix) != len(args):
-            raise GraphError(f"vmap: {len(prefix)} in_axes for {len(args)} arguments")
+            hint = "in_axes has one entry per argument given by position; None is for one that is shared"
+            raise GraphError(f"vmap: {len(prefix)} in_axes for {len(args)} arguments", hint=hint)
         axes = tree.broadcast_prefix(prefix, args, "vmap: in_axes")
         axes += [0] * (len(leaves) - len(axes))
         types, sizes = [], {}
@@ -356,7 +360,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
                 type_ = type_.with_shape(*type_.shape[:axis], *type_.shape[axis + 1 :])
             types.append(type_)
         if not sizes:
-            raise GraphError(f"vmap: in_axes is {in_axes!r}, no argument is batched")
+            raise GraphError(f"vmap: in_axes is {in_axes!r}, no argument is batched", hint="0 is the first axis")
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"{n}: {s}" for n, s in sizes.items())
             raise ShapeError(f"vmap: batch sizes differ, {shown}")
@@ -371,6 +375,13 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         return traced.outputs(apply_graph(graphs.vmap(graph, where, out, size=size), operands))
 
     return Transformed("vmap", function, call, in_axes=in_axes, out_axes=out_axes)
+
+
+def _check_axes(axes: Any) -> None:
+    for axis in tree.leaves(axes):
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            hint = "an axis is an integer, or None for an argument that is shared"
+            raise GraphError(f"vmap: in_axes has {axis!r}", hint=hint)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

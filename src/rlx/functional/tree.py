@@ -297,5 +297,8 @@ def ravel(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     return flat, unravel
 
 
+_PUBLIC = "Structure flatten leaves map ravel reduce register register_dataclass structure unflatten"
+
+
 def __dir__() -> list[str]:
-    return "Structure flatten leaves map ravel reduce register register_dataclass structure unflatten".split()
+    return _PUBLIC.split()
