@@ -22,7 +22,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from rlx.dtypes import DType
 from rlx.functional import tree
 
 MAX_ARRAY_BYTES = 4 << 20  # per captured array; the cache holds a copy of it
+MAX_ENTRIES = 1000  # of a captured list, dict or set
+_CONTAINERS = {tuple, list, dict, set, frozenset}
 
 _BY_VALUE = {int, bool, str, bytes, complex, range, type(None), type(Ellipsis), type(NotImplemented), np.dtype}
 _PURE_BUILTIN_NAMES = (
@@ -105,7 +107,7 @@ class Reader:
             content.own()
 
     # -- arguments ----------------------------------------------------------------------------------------------------
-    def arguments(self, x: Any, numbers: bool) -> Hashable:
+    def arguments(self, x: Any, numbers: bool) -> Any:
         """Return the key of an argument: arrays by type (they go to `data`, in the order of `tree.flatten`).
 
         Python numbers are data too with `numbers`, else they are part of the key, as all other values are.
@@ -142,7 +144,7 @@ class Reader:
         return self.value(static)
 
     # -- other values -------------------------------------------------------------------------------------------------
-    def value(self, x: Any) -> Hashable:
+    def value(self, x: Any) -> Any:
         """Return the key of a value that a function reads."""
         kind = type(x)
         if kind in _BY_VALUE:
@@ -155,6 +157,8 @@ class Reader:
             content = _Content(x)
             self.contents.append(content)
             return content
+        if kind in _CONTAINERS and len(x) > MAX_ENTRIES:
+            raise Unkeyable  # building the key would cost more than it saves
         if kind is tuple or kind is list:
             return (kind, *[self.value(v) for v in x])
         if kind is dict:
@@ -167,12 +171,14 @@ class Reader:
             return self._class(x)
         return self._object(x)
 
-    def _object(self, x: Any) -> Hashable:
+    def _object(self, x: Any) -> Any:
         kind = type(x)
         if isinstance(x, np.generic) and not x.dtype.hasobject:
             return (kind, x.tobytes())
         if isinstance(x, (np.ufunc, DType, Dim, np.dtype)):
-            return x if not isinstance(x, np.ufunc) or x.__name__ in vars(np) else self._unknown()
+            if isinstance(x, np.ufunc) and x.__name__ not in vars(np):
+                self._unknown()  # made of a Python function
+            return x
         reads = getattr(kind, "__rlx_reads__", None)
         if reads is not None:
             return (kind, *[self.value(v) for v in reads(x)])
@@ -191,7 +197,7 @@ class Reader:
             self._unknown()
         return (self._class(kind), node.keys, self.value(node.static), *[self.value(v) for v in node.children])
 
-    def _unknown(self) -> Any:
+    def _unknown(self) -> NoReturn:
         raise Unkeyable
 
     # -- functions ----------------------------------------------------------------------------------------------------
@@ -202,7 +208,9 @@ class Reader:
         self._functions[id(function)] = len(self._functions)
         code, module = function.__code__, function.__globals__.get("__name__") or ""
         if module == "numpy" or module.startswith("numpy."):
-            return (code, self._unknown() if function.__name__ in _IMPURE_NUMPY else None)
+            if function.__name__ in _IMPURE_NUMPY:
+                self._unknown()
+            return code
         if module.startswith("rlx.functional") or module == "rlx.debug":  # a wrapper reads what it wraps
             if function.__name__ in _IMPURE_RLX:
                 self._unknown()
@@ -212,7 +220,7 @@ class Reader:
             self._unknown()
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         values: list[Hashable] = []
-        for is_global, name, attributes in reads or ():
+        for is_global, name, attributes in reads:
             if not is_global:
                 try:
                     values.append(self._resolved(cells[name].cell_contents, attributes))
@@ -229,7 +237,7 @@ class Reader:
         attached = {k: v for k, v in function.__dict__.items() if k != "__wrapped__"}
         return (code, *values, *([self.value(attached)] if attached else []))
 
-    def _resolved(self, value: Any, attributes: Sequence[str]) -> Hashable:
+    def _resolved(self, value: Any, attributes: Sequence[str]) -> Any:
         """Return the key of `value`, or of what the attributes of a module lead to."""
         if not isinstance(value, ModuleType):
             return self.value(value)
@@ -240,7 +248,7 @@ class Reader:
             value = getattr(value, attribute, None)
             if not isinstance(value, ModuleType):
                 return self.value(value)
-        return self._unknown()  # the module itself is passed on
+        self._unknown()  # the module itself is passed on
 
     def _class(self, kind: type) -> Hashable:
         """Return the key of a class: the functions that its instances may call."""
@@ -316,11 +324,12 @@ def _reads(code: CodeType) -> tuple[Read, ...] | None:
 
 def _scan(code: CodeType, outside: frozenset[str], reads: dict[Read, None]) -> bool:
     """Add what `code` and the functions inside it read; False if it may have side effects."""
-    is_global, name, attributes = False, "", ()
+    is_global, name = False, ""
+    attributes: tuple[str, ...] = ()
 
     def close() -> None:
         if name:
-            reads[is_global, name, tuple(attributes)] = None
+            reads[is_global, name, attributes] = None
 
     for instruction in dis.get_instructions(code):
         op, argument = instruction.opname, instruction.argval

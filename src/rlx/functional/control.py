@@ -365,7 +365,7 @@ def associative_scan(fn: Fun, elems: Any, reverse: bool = False, axis: int = 0) 
 
     if reverse:
         leaves = [flip(x, a) for x, a in zip(leaves, axes, strict=True)]
-    results = scan_parts(leaves, int(next(iter(sizes))))  # type: ignore[arg-type]
+    results = scan_parts(leaves, int(next(iter(sizes))))
     if reverse:
         results = [flip(x, a) for x, a in zip(results, axes, strict=True)]
     return shape.unflatten(results)

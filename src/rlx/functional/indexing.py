@@ -249,7 +249,7 @@ def _start_per_axis(name: str, x: Any, offsets: Any, sizes: Sequence[Any]) -> li
     rank = type_of(x).rank
     if not isinstance(offsets, (tuple, list)):
         is_number = type_of(offsets).rank == 0
-        offsets = [offsets] if is_number else [offsets[i] for i in range(type_of(offsets).shape[0])]
+        offsets = [offsets] if is_number else [offsets[i] for i in range(len(offsets))]
     if len(offsets) != rank or len(sizes) != rank:
         raise ShapeError(f"{name}: {len(offsets)} starts and {len(sizes)} sizes for {type_of(x)}", hint="one per axis")
     moved = []

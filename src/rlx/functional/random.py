@@ -7,7 +7,6 @@ A shape may be a single number: `normal(key, 3)` is `normal(key, (3,))`. Distrib
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -318,7 +317,7 @@ def choice(key: Any, a: Any, shape: Shape = (), replace: bool = True, p: Any = N
         position = expand_dims(astype(apply("random_uniform", key, shape=wanted), "f64") * steps[-1], len(wanted))
         indices = minimum(sum(astype(less_equal(steps, position), "i32"), -1), size - 1)
     else:
-        _, indices = topk(log(astype(asarray(p), "f32")) + gumbel(key, (size,)), operator.index(count))
+        _, indices = topk(log(astype(asarray(p), "f32")) + gumbel(key, (size,)), int(count))  # type: ignore[arg-type]
         indices = reshape(indices, wanted)
     indices = astype(indices, "i32")
     return indices if is_count else take(a, indices, at)

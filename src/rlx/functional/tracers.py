@@ -210,7 +210,9 @@ class Traced(Operators):
         self._unknown("int", "a number that code depends on is a static argument: rlx.jit(f, static_argnums=...)")
 
     def __index__(self) -> int:
-        self._unknown("index", f"x[i] and x[i:i + 2] read by data, rlx.fori_loop counts; {_STATIC_SIZE}")
+        self._unknown(
+            "index", f"rlx.take(x, i) and rlx.dynamic_slice(x, i, n) read NumPy arrays by data; {_STATIC_SIZE}"
+        )
 
     def __float__(self) -> float:
         self._unknown("float", "rlx and NumPy functions accept it as it is")

@@ -107,7 +107,7 @@ def leaf_type(where: str, leaf: Any, name: str) -> TensorType:
             raise DTypeError(f"{where}: {name}: {error}", hint=error.hint) from None
         if where == "jit":
             static = f"{name!r}" if name.isidentifier() else "..., as an argument of its own"
-            hint = f"Python values are static arguments: static_argnames={static}"
+            hint = f"Python values are static arguments: static_argnames={static}, or static_argnums by position"
         elif name.startswith(RESULT):
             hint = "a traced function returns arrays, numbers and trees of them"
         else:

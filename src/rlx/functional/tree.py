@@ -137,7 +137,7 @@ def node(tree: Any) -> Node | None:
 def _static_names(kind: type) -> frozenset[str]:
     names = _static_fields.get(kind)
     if names is None:
-        fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
+        fields: Any = dataclasses.fields(kind)
         names = _static_fields[kind] = frozenset(f.name for f in fields if f.metadata.get("static"))
     return names
 
@@ -282,7 +282,7 @@ def ravel(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         raise GraphError("tree.ravel: the leaves have sizes that are known only at run time")
     offsets = [0]
     for n in sizes:
-        offsets.append(offsets[-1] + int(n))  # type: ignore[arg-type]
+        offsets.append(offsets[-1] + int(n))
 
     def unravel(flat: Any) -> Any:
         if type_of(flat).shape != (offsets[-1],):
