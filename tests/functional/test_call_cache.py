@@ -87,8 +87,8 @@ def test_a_closure_over_a_number_that_changes() -> None:
 
     for k in (1.0, 2.0, -0.0, 0.0, 3):
         np.testing.assert_allclose(rlx.grad(f)(X), np.full(3, k), atol=0)
-        np.testing.assert_allclose(rlx.jit(lambda x: x * k)(X), X * np.float32(k))
-        np.testing.assert_allclose(rlx.vmap(lambda x: x * k)(X), X * np.float32(k))
+        np.testing.assert_allclose(rlx.jit(lambda x: x * k)(X), X * np.float32(k))  # noqa: B023
+        np.testing.assert_allclose(rlx.vmap(lambda x: x * k)(X), X * np.float32(k))  # noqa: B023
     signs = [float(rlx.grad(lambda x: x * k)(1.0)) for k in (0.0, -0.0)]  # noqa: B023
     assert np.signbit(signs).tolist() == [False, True]
 
@@ -264,7 +264,7 @@ def test_nan_checks_see_cached_calls() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: open(x), lambda x: globals()["SCALE"] * x, lambda x: eval("SCALE") * x, lambda x: np.empty(3) * x,
+        open, lambda x: globals()["SCALE"] * x, lambda x: eval("SCALE") * x, lambda x: np.empty(3) * x,
         lambda x: np.random.default_rng().normal() * x, lambda x: vars(MODULE), lambda x: MODULE, Counter().loss,
         lambda x: __import__("time").time() * x, functools.lru_cache(lambda x: x), lambda x: setattr(MODULE, "n", x),
     ],

@@ -66,9 +66,8 @@ def test_discrete_samples_have_their_probabilities() -> None:
     assert counts_fit(lanes[:, 0], p) and counts_fit(lanes[:, 1], p[::-1])
     across = random.categorical(KEY, np.log(np.tile(p[:, None], (1, N))), axis=0)
     assert across.shape == (N,) and counts_fit(across, p)
-    bounded = rlx.jit(lambda k, low, high: random.randint(k, (N, 2), low, high))(
-        KEY, np.array([0, 5]), np.array([2, 9])
-    )
+    draw = rlx.jit(lambda k, low, high: random.randint(k, (N, 2), low, high))
+    bounded = draw(KEY, np.array([0, 5]), np.array([2, 9]))
     assert counts_fit(bounded[:, 0], np.ones(2)) and counts_fit(bounded[:, 1] - 5, np.ones(4))
 
 
@@ -76,7 +75,6 @@ def test_permutations_are_uniform() -> None:
     keys = random.split(KEY, 6000)
     orders = rlx.jit(rlx.vmap(lambda k: random.permutation(k, 3)))(keys)
     assert (np.sort(orders, 1) == np.arange(3)).all()
-    assert counts_fit((orders @ [9, 3, 1])[:, None] == [5, 7, 11, 15, 19, 21], np.ones(2)) is False
     codes = np.unique(orders @ [9, 3, 1], return_inverse=True)[1]
     assert counts_fit(codes, np.ones(6))
     x = np.arange(20.0).reshape(4, 5)
@@ -126,7 +124,7 @@ def test_names_of_other_libraries_say_what_they_are_called() -> None:
         random.choice(KEY, 4, (5,), replace=False)
     with pytest.raises(ShapeError, match=r"p is f64\[3\], there are 4 entries"):
         random.choice(KEY, 4, (5,), p=np.ones(3))
-    with pytest.raises(ShapeError, match=r"do not broadcast to \[3\]"):
+    with pytest.raises(ShapeError, match="sizes 2 and 3 do not broadcast"):
         random.bernoulli(KEY, np.full(2, 0.5), (3,))
     with pytest.raises(ShapeError, match=r"shape \[3\] does not end in \[2\]"):
         random.categorical(KEY, np.zeros((2, 4)), shape=(3,))

@@ -140,7 +140,7 @@ class Reader:
         static = None if node.static is None else self._static(node.static)
         return (class_key, node.keys, static, *[self.arguments(v, numbers) for v in node.children])
 
-    def _static(self, static: Any) -> Hashable:
+    def _static(self, static: Any) -> Any:
         return self.value(static)
 
     # -- other values -------------------------------------------------------------------------------------------------

@@ -317,7 +317,7 @@ def choice(key: Any, a: Any, shape: Shape = (), replace: bool = True, p: Any = N
         position = expand_dims(astype(apply("random_uniform", key, shape=wanted), "f64") * steps[-1], len(wanted))
         indices = minimum(sum(astype(less_equal(steps, position), "i32"), -1), size - 1)
     else:
-        _, indices = topk(log(astype(asarray(p), "f32")) + gumbel(key, (size,)), int(count))  # type: ignore[arg-type]
+        _, indices = topk(log(astype(asarray(p), "f32")) + gumbel(key, (size,)), int(count))
         indices = reshape(indices, wanted)
     indices = astype(indices, "i32")
     return indices if is_count else take(a, indices, at)

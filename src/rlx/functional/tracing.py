@@ -332,6 +332,25 @@ def reusable(graph: Graph) -> Callable[[Sequence[Any]], list[Any]]:
     return apply_again
 
 
+_transformed: OrderedDict[Hashable, Program] = OrderedDict()
+
+
+def apply_transformed(
+    source: Graph, options: Hashable, transform: Callable[[], Graph], operands: Sequence[Any]
+) -> list[Any]:
+    """Apply a transformed graph to operands. Outside of a trace, equal sources are transformed once."""
+    is_symbolic = current() is not None or any([isinstance(x, (Traced, Value)) for x in operands])
+    if is_symbolic or nan_switch.watching:
+        return list(apply_graph(transform(), operands))
+    key = (registry.version, source.fingerprint(), options)
+    program = _transformed.get(key)
+    if program is None:
+        program = _transformed[key] = Program(transform())
+        if len(_transformed) > _MAX_COMPILED:
+            _transformed.popitem(last=False)
+    return program.run(operands)
+
+
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a graph-building function of arrays: outside of a trace it is traced, compiled and run.
 

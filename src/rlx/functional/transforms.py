@@ -19,6 +19,7 @@ from rlx.functional.tracers import current, is_weak, type_of
 from rlx.functional.tracing import (
     Function,
     apply_graph,
+    apply_transformed,
     cached_call,
     label_of,
     leaf_types,
@@ -162,8 +163,12 @@ def _value_and_grad(function: Fun, argnums: int | Sequence[int], has_aux: bool, 
             problem = f"grad: {describe(function)} returns {shown}, wanted one float"
             raise ShapeError(problem, hint="sum it, or use jacrev")
         names = [_name(traced.graph, i) for i in which]
-        graph = graphs.value_and_grad(traced.graph, names, has_aux=True, keep=keep) if names else traced.graph
-        outputs_and_grads = apply_graph(graph, [*leaves, *traced.captured])
+
+        def transform() -> Graph:
+            return graphs.value_and_grad(traced.graph, names, has_aux=True, keep=keep) if names else traced.graph
+
+        options = ("value_and_grad", tuple(names), keep)
+        outputs_and_grads = apply_transformed(traced.graph, options, transform, [*leaves, *traced.captured])
         value = traced.outputs(outputs_and_grads[: len(outputs)])
         return value, _as_argument_trees(argnums, shapes, outputs_and_grads[len(outputs) :])
 
@@ -237,8 +242,10 @@ def _jvp(function: Fun, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> 
     if not floats:
         value = traced.outputs(apply_graph(traced.graph, [*leaves, *traced.captured]))
         return value, tree.map(zeros_like, value)
-    graph = graphs.jvp(traced.graph, [_name(traced.graph, i) for i in floats])
-    results = apply_graph(graph, [*leaves, *traced.captured, *(tangent_leaves[i] for i in floats)])
+    names = [_name(traced.graph, i) for i in floats]
+    operands = [*leaves, *traced.captured, *(tangent_leaves[i] for i in floats)]
+    options = ("jvp", tuple(names))
+    results = apply_transformed(traced.graph, options, lambda: graphs.jvp(traced.graph, names), operands)
     count = len(traced.graph.outputs)
     pushed = iter(results[count:])
     tangents_out = [
@@ -323,8 +330,10 @@ def _jacobian(name: str, function: Fun, argnums: int | Sequence[int], transform:
         traced, leaves = _trace_args("jacobian", function, args, kwargs)
         which, shapes = _selected_leaves("jacobian", args, argnums)
         _need_floats(traced, which)
-        graph = transform(traced.graph, [_name(traced.graph, i) for i in which])
-        blocks = apply_graph(graph, [*leaves, *traced.captured])
+        names = [_name(traced.graph, i) for i in which]
+        operands = [*leaves, *traced.captured]
+        options = (transform.__name__, tuple(names))
+        blocks = apply_transformed(traced.graph, options, lambda: transform(traced.graph, names), operands)
         rows = [blocks[i : i + len(which)] for i in range(0, len(blocks), len(which))]
         return traced.outputs([_as_argument_trees(argnums, shapes, row) for row in rows])
 
@@ -372,7 +381,9 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         size, operands = next(iter(sizes.values())), [*leaves, *traced.captured]
         if traced.printed is not None:
             emit_batch(traced, apply_graph(graphs.vmap(traced.printed, where, 0, size=size), operands))
-        return traced.outputs(apply_graph(graphs.vmap(graph, where, out, size=size), operands))
+        options = ("vmap", tuple(where.items()), tuple(out), size)
+        batched = apply_transformed(graph, options, lambda: graphs.vmap(graph, where, out, size=size), operands)
+        return traced.outputs(batched)
 
     return Transformed("vmap", function, call, in_axes=in_axes, out_axes=out_axes)
 
