@@ -177,6 +177,79 @@ class Counter:
         return np.sum(x) * self.factor
 
 
+class Hidden:
+    """An object whose attributes are made up."""
+
+    def __getattr__(self, name: str) -> Any:
+        return len(name)
+
+    def loss(self, x: Any) -> Any:
+        return np.sum(x) * self.factor
+
+
+class Logged(Counter):
+    """An object that writes when it is called."""
+
+    def loss(self, x: Any) -> Any:
+        print("called")
+        return super().loss(x)
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def loss(self, x: Any) -> Any:
+        return np.sum(x) * self.factor
+
+
+class Counting(Counter):
+    calls = 0
+
+    def loss(self, x: Any) -> Any:
+        self.calls += 1
+        return np.sum(x) * self.calls
+
+
+class Layered:
+    def __init__(self) -> None:
+        self.inner = Counter()
+        self.inner.parent = self  # type: ignore[attr-defined]
+        self.table = np.ones(3, np.float32)
+
+    def loss(self, x: Any) -> Any:
+        return np.sum(x * self.table) * self.inner.factor
+
+
+def test_objects_by_their_attributes(traces: list[str]) -> None:
+    layered, slotted, counting = Layered(), Slotted(), Counting()
+    gradient = rlx.grad(layered.loss)
+    np.testing.assert_array_equal(gradient(X), [1.0] * 3)
+    before = len(traces)
+    np.testing.assert_array_equal(gradient(X), [1.0] * 3)
+    np.testing.assert_array_equal(rlx.grad(Layered().loss)(X), [1.0] * 3)  # an equal object
+    assert len(traces) == before
+    layered.inner.factor = 2.0
+    np.testing.assert_array_equal(gradient(X), [2.0] * 3)
+    layered.table[1] = 5.0
+    np.testing.assert_array_equal(gradient(X), [2.0, 10.0, 2.0])
+    layered.inner = Counter()
+    np.testing.assert_array_equal(gradient(X), [1.0, 5.0, 1.0])
+    for i in (1.0, 2.0, 3.0):
+        slotted.factor = i
+        np.testing.assert_array_equal(rlx.grad(slotted.loss)(X), [i] * 3)
+        np.testing.assert_array_equal(rlx.grad(counting.loss)(X), [i] * 3)  # it changes itself
+    before_class = Counter.loss
+    try:
+        Counter.loss = lambda self, x: np.sum(x) * 7.0  # type: ignore[method-assign]
+        np.testing.assert_array_equal(rlx.grad(lambda x: layered.inner.loss(x))(X), [7.0] * 3)
+    finally:
+        Counter.loss = before_class  # type: ignore[method-assign]
+    np.testing.assert_array_equal(rlx.grad(lambda x: layered.inner.loss(x))(X), [1.0] * 3)
+
+
 def test_methods_of_arguments_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     def f(layer: Layer) -> Any:
         return np.sum(layer(X))
@@ -265,7 +338,8 @@ def test_nan_checks_see_cached_calls() -> None:
     "function",
     [
         open, lambda x: globals()["SCALE"] * x, lambda x: eval("SCALE") * x, lambda x: np.empty(3) * x,
-        lambda x: np.random.default_rng().normal() * x, lambda x: vars(MODULE), lambda x: MODULE, Counter().loss,
+        lambda x: np.random.default_rng().normal() * x, lambda x: vars(MODULE), lambda x: MODULE,
+        Hidden().loss, Logged().loss, Slotted().loss,
         lambda x: __import__("time").time() * x, functools.lru_cache(lambda x: x), lambda x: setattr(MODULE, "n", x),
     ],
 )  # fmt: skip

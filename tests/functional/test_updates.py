@@ -113,8 +113,8 @@ def test_dynamic_slices_are_moved_inside() -> None:
             updated[top : top + 2, left : left + 3] = -1
             block = -np.ones((2, 3))
             np.testing.assert_array_equal(rlx.dynamic_update_slice(x, block, (row, column)), updated)
-            starts = np.array([row, column])
-            np.testing.assert_array_equal(rlx.jit(rlx.dynamic_update_slice)(x, block, starts), updated)
+            corner = np.array([row, column])
+            np.testing.assert_array_equal(rlx.jit(rlx.dynamic_update_slice)(x, block, corner), updated)
     np.testing.assert_array_equal(rlx.dynamic_slice(X, 1, 2), X[1:3])
     slopes = rlx.grad(lambda x: np.sum(rlx.dynamic_slice(x, (1, 1), (2, 2)) ** 2))(x)
     wanted = np.zeros((4, 5))

@@ -2,8 +2,9 @@
 
 Outside of a trace, `rlx.grad(f)(x)` reuses its program if nothing that it depends on has changed. The key of `f` holds
 its code and the current values of its closure, globals and defaults, and those of the functions that it calls; arrays
-are compared by content, so a change in place also gives another key. A function has no key (`Unkeyable`) if it may
-depend on anything else, such as time, files, `np.random` or the attributes of an object: it is traced on every call.
+are compared by content, so a change in place also gives another key, and so does a changed attribute of an object. A
+function has no key (`Unkeyable`) if it may depend on anything else, such as time, files or `np.random`: it is traced on
+every call. The key is computed again after tracing, so a function that changes what it reads is not cached either.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rlx.dims import Dim
 from rlx.dtypes import DType
 from rlx.functional import tree
 
-MAX_ARRAY_BYTES = 4 << 20  # per captured array; the cache holds a copy of it
+MAX_ARRAY_BYTES = 4 << 20  # of all arrays that a function captures; the cache holds copies of them
 MAX_ENTRIES = 1000  # of a captured list, dict or set
 _CONTAINERS = {tuple, list, dict, set, frozenset}
 
@@ -50,7 +51,7 @@ _IMPURE_NUMPY_NAMES = (
 _IMPURE_NUMPY = set(_IMPURE_NUMPY_NAMES.split())
 _IMPURE_RLX = {"register", "register_dataclass", "explain", "nans"}
 _IMPURE_OP_NAMES = (
-    "STORE_GLOBAL DELETE_GLOBAL STORE_ATTR DELETE_ATTR IMPORT_NAME IMPORT_FROM LOAD_NAME LOAD_BUILD_CLASS "
+    "STORE_GLOBAL DELETE_GLOBAL IMPORT_NAME IMPORT_FROM LOAD_NAME LOAD_BUILD_CLASS "
     "LOAD_FROM_DICT_OR_GLOBALS LOAD_FROM_DICT_OR_DEREF LOAD_LOCALS LOAD_SUPER_ATTR"
 )
 _IMPURE_OPS = set(_IMPURE_OP_NAMES.split())
@@ -58,6 +59,10 @@ _BETWEEN = {"PUSH_NULL", "CACHE", "NOP", "EXTENDED_ARG", "PRECALL"}  # instructi
 
 
 _NumpyFunction: type = type(np.sum)  # dispatches on the type of its arguments
+
+
+class _Plain:
+    """A class whose objects have attributes and no other state."""
 
 
 class Unkeyable(Exception):
@@ -71,8 +76,6 @@ class _Content:
     __slots__ = ("_hash", "array")
 
     def __init__(self, array: Array) -> None:
-        if array.dtype.hasobject or array.nbytes > MAX_ARRAY_BYTES:
-            raise Unkeyable
         self.array = np.ascontiguousarray(array).reshape(array.shape)
         self._hash = hash((array.shape, array.dtype.str, self.array.reshape(-1)[:8].tobytes()))
 
@@ -97,8 +100,9 @@ class Reader:
 
     def __init__(self) -> None:
         self.contents: list[_Content] = []
+        self.bytes = 0  # of the contents
         self.data: list[Any] = []
-        self._functions: dict[int, int] = {}  # id -> number, for functions that call themselves
+        self._numbers: dict[int, int] = {}  # of functions and objects, by id: they may refer to each other
         self._classes: dict[type, int] = {}
 
     def own(self) -> None:
@@ -154,6 +158,9 @@ class Reader:
         if kind is FunctionType:
             return self._function(x)
         if kind is np.ndarray:
+            self.bytes += x.nbytes
+            if x.dtype.hasobject or self.bytes > MAX_ARRAY_BYTES:
+                raise Unkeyable
             content = _Content(x)
             self.contents.append(content)
             return content
@@ -193,19 +200,37 @@ class Reader:
         if kind.__module__.startswith("rlx.") and dataclasses.is_dataclass(x):  # such as TensorType
             return (kind, *[self.value(getattr(x, f.name)) for f in dataclasses.fields(x)])
         node = tree.node(x)
-        if node is None:
+        if node is not None:
+            return (self._class(kind), node.keys, self.value(node.static), *[self.value(v) for v in node.children])
+        return self._instance(x)
+
+    def _instance(self, x: Any) -> Hashable:
+        """Return the key of an object whose entire state is its attributes."""
+        kind = type(x)
+        if type(kind) is not type or kind.__module__.startswith("rlx."):
             self._unknown()
-        return (self._class(kind), node.keys, self.value(node.static), *[self.value(v) for v in node.children])
+        sizes = (kind.__basicsize__, kind.__dictoffset__)  # a base written in C would have fields of its own
+        if sizes != (_Plain.__basicsize__, _Plain.__dictoffset__) or any(
+            ["__slots__" in vars(b) for b in kind.__mro__]
+        ):
+            self._unknown()
+        if kind.__getattribute__ is not object.__getattribute__ or hasattr(kind, "__getattr__"):
+            self._unknown()
+        number = self._numbers.get(id(x))
+        if number is not None:
+            return ("again", number)
+        self._numbers[id(x)] = len(self._numbers)
+        return (self._class(kind), self.value(vars(x)))
 
     def _unknown(self) -> NoReturn:
         raise Unkeyable
 
     # -- functions ----------------------------------------------------------------------------------------------------
     def _function(self, function: FunctionType) -> Hashable:
-        number = self._functions.get(id(function))
+        number = self._numbers.get(id(function))
         if number is not None:
             return ("again", number)
-        self._functions[id(function)] = len(self._functions)
+        self._numbers[id(function)] = len(self._numbers)
         code, module = function.__code__, function.__globals__.get("__name__") or ""
         if module == "numpy" or module.startswith("numpy."):
             if function.__name__ in _IMPURE_NUMPY:

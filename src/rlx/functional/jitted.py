@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # reports are imported on demand
 
 Fun = Callable[..., Any]
 MAX_KNOWN = 1024  # combinations of argument types that are found without binding the signature
-_shared = CallCache(256)  # of all jitted functions, by what they read
+_shared = CallCache()  # of all jitted functions, by what they read
 
 
 class Jitted:

@@ -250,12 +250,16 @@ class CachedCall(Program):
         return self.function.outputs(outputs)
 
 
+_MAX_CALLS = 256  # cached calls
+_MAX_KEY_BYTES = 64 << 20  # of arrays in their keys
+
+
 class CallCache:
     """Programs of calls by key; the oldest are dropped."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._calls: dict[Hashable, CachedCall] = {}
+        self._sizes: dict[Hashable, int] = {}  # bytes of arrays in keys
         self._lock = Lock()
 
     def get(self, key: Hashable) -> CachedCall | None:
@@ -265,12 +269,13 @@ class CallCache:
         """Store a call; `reader` built the key, whose arrays are copied."""
         reader.own()
         with self._lock:
-            while len(self._calls) >= self._capacity:
-                del self._calls[next(iter(self._calls))]
-            self._calls[key] = call
+            while self._calls and (len(self._calls) >= _MAX_CALLS or sum(self._sizes.values()) > _MAX_KEY_BYTES):
+                oldest = next(iter(self._calls))
+                del self._calls[oldest], self._sizes[oldest]
+            self._calls[key], self._sizes[key] = call, reader.bytes
 
 
-_calls = CallCache(256)
+_calls = CallCache()
 
 
 def function_key(function: Any) -> tuple[Hashable, Reader] | None:
