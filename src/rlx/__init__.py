@@ -193,7 +193,10 @@ __all__ = ["__version__", *_PUBLIC, *_FUNCTIONS]
 def __getattr__(name: str) -> Any:
     place = ("rlx.functional", name) if name in _FUNCTIONS else _PUBLIC.get(name)
     if place is None:
-        raise AttributeError(f"module 'rlx' has no attribute {name!r}")
+        from rlx.jax_names import hint  # only needed for errors
+
+        known = None if name.startswith("_") else hint(name)
+        raise AttributeError(f"module 'rlx' has no attribute {name!r}" + (f": {known}" if known else ""))
     with paused():
         if name in ("Graph", "Value", "MaskKind", "op"):
             importlib.import_module("rlx.hir.blocks")  # registers the ops and blocks

@@ -214,7 +214,8 @@ class Reader:
             ["__slots__" in vars(b) for b in kind.__mro__]
         ):
             self._unknown()
-        if kind.__getattribute__ is not object.__getattribute__ or hasattr(kind, "__getattr__"):
+        lookup: Any = kind.__getattribute__
+        if lookup is not object.__getattribute__ or hasattr(kind, "__getattr__"):
             self._unknown()
         number = self._numbers.get(id(x))
         if number is not None:

@@ -17,6 +17,7 @@ from rlx.functional.arrays import (
     expand_dims,
     flip,
     minimum,
+    not_equal,
     pad,
     reshape,
     stack,
@@ -133,7 +134,8 @@ def scan(
     )
     if len(sizes) != 1 or None in sizes:
         shown = ", ".join(str(type_of(x)) for x in rows)
-        raise ShapeError(f"scan: length is {length}, xs are {shown or 'none'}; wanted one number of rows")
+        hint = "give xs with one row per step, or length="
+        raise ShapeError(f"scan: length is {length}, xs are {shown or 'none'}; wanted one number of rows", hint=hint)
     steps: Size = next(iter(sizes))  # type: ignore[assignment]
     inner = [t.with_shape(*t.shape[1:]) for t in (type_of(x) for x in rows)]
     body, carry = _step("scan", f, init, xs, inner, pair=True)
@@ -167,6 +169,10 @@ def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = 
     body, carry = _step("while_loop", body_fun, init, pair=False)
     weak = [is_weak(x) for x in carry]
     more = _body(cond_fun, init, types=[type_of(x) for x in carry], weak=weak, prints=False)
+    if [(o.type.rank, o.dtype.is_bool) for o in more.graph.outputs] != [(0, True)]:
+        shown = ", ".join(str(o.type) for o in more.graph.outputs) or "nothing"
+        hint = "compare it with a number, as in c > 0, or use np.any(c)"
+        raise DTypeError(f"while_loop: cond_fun returns {shown}, wanted one bool", hint=hint)
     if body.prints:
         return _printing_while(cond_fun, body, shape.unflatten(carry), shape, max_steps, truncate)
     captured = list(dict.fromkeys([*more.captured, *body.captured]))
@@ -275,10 +281,17 @@ def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
 
 
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
-    """Return `true_fun(*operands)` or `false_fun(*operands)`; only the chosen one runs."""
+    """Return `true_fun(*operands)` or `false_fun(*operands)`; only the chosen one runs.
+
+    A number is true unless it is 0.
+    """
+    type_ = type_of(predicate)
+    if type_.rank:
+        hint = "rlx.where chooses by element; np.any(x) and np.all(x) are one bool"
+        raise ShapeError(f"cond: the predicate is {type_}, wanted one bool", hint=hint)
     if not is_traced(predicate):
         return (true_fun if bool(predicate) else false_fun)(*operands)
-    return _cond(predicate, true_fun, false_fun, *operands)
+    return _cond(predicate if type_.dtype.is_bool else not_equal(predicate, 0), true_fun, false_fun, *operands)
 
 
 def switch(index: Any, branches: Sequence[Fun], *operands: Any) -> Any:
