@@ -147,6 +147,7 @@ def _leaked(x: Traced) -> NoReturn:
     raise GraphError(f"{x!r}: is used outside of the traced function that created it", hint=hint)
 
 
+_NEEDS_DATA = "It has no data while it is traced: return it from the function, or use rlx.debug.print."
 _STATIC_SIZE = "a size is a Python number: pass it as a static argument, rlx.jit(f, static_argnums=...)"
 
 
@@ -285,9 +286,6 @@ class Traced(Operators):
         if module or name not in arrays.FUNCTIONS:  # such as numpy.linalg
             _unsupported(f"{module}.{name}" if module else name, None if module else nearest(name, arrays.FUNCTIONS))
         return getattr(arrays, arrays.FUNCTIONS[name])(*args, **kwargs)
-
-
-_NEEDS_DATA = "It has no data while it is traced: return it from the function, or use rlx.debug.print."
 
 
 def _unsupported(name: str, hint: str | None) -> NoReturn:

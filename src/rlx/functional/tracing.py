@@ -328,7 +328,7 @@ def reusable(graph: Graph) -> Callable[[Sequence[Any]], list[Any]]:
     programs: list[Program] = []
 
     def apply_again(operands: Sequence[Any]) -> list[Any]:
-        if current() is not None or nan_switch.watching or any([isinstance(x, (Traced, Value)) for x in operands]):
+        if current() is not None or nan_switch.watching or any([isinstance(x, Value) for x in operands]):
             return list(apply_graph(graph, operands))
         if not programs:
             programs.append(Program(graph))
@@ -344,7 +344,7 @@ def apply_transformed(
     source: Graph, options: Hashable, transform: Callable[[], Graph], operands: Sequence[Any]
 ) -> list[Any]:
     """Apply a transformed graph to operands. Outside of a trace, equal sources are transformed once."""
-    is_symbolic = current() is not None or any([isinstance(x, (Traced, Value)) for x in operands])
+    is_symbolic = current() is not None or any([isinstance(x, Value) for x in operands])
     if is_symbolic or nan_switch.watching:
         return list(apply_graph(transform(), operands))
     key = (registry.version, source.fingerprint(), options)
