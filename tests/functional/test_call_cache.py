@@ -266,6 +266,22 @@ def test_methods_of_arguments_and_objects(monkeypatch: pytest.MonkeyPatch) -> No
         np.testing.assert_allclose(rlx.grad(functools.partial(lambda s, x: np.sum(x) * s, scale))(X), [scale] * 3)
 
 
+class Config(dict[str, Any]):
+    """A dict with attributes."""
+
+
+def test_attributes_beside_the_fields_of_a_tree() -> None:
+    layer, config = Layer(X), Config(scale=1.0)
+    for extra in (1.0, 2.0):
+        layer.extra = config.extra = extra  # type: ignore[attr-defined]
+        np.testing.assert_allclose(rlx.grad(lambda x: np.sum(x) * layer.extra)(X), [extra] * 3)  # type: ignore[attr-defined]
+        np.testing.assert_allclose(rlx.grad(lambda x: np.sum(x) * config.extra)(X), [extra] * 3)  # type: ignore[attr-defined]
+    for scale in (1.0, 2.0):
+        layer.w = X * scale
+        config["scale"] = scale
+        np.testing.assert_allclose(rlx.grad(lambda x: np.sum(x * layer.w) * config["scale"])(X), X * scale**2)
+
+
 def test_custom_rules_that_change() -> None:
     @rlx.custom_vjp
     def clipped(x: Any) -> Any:

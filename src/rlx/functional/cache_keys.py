@@ -200,9 +200,11 @@ class Reader:
         if kind.__module__.startswith("rlx.") and dataclasses.is_dataclass(x):  # such as TensorType
             return (kind, *[self.value(getattr(x, f.name)) for f in dataclasses.fields(x)])
         node = tree.node(x)
-        if node is not None:
-            return (self._class(kind), node.keys, self.value(node.static), *[self.value(v) for v in node.children])
-        return self._instance(x)
+        if node is None:
+            return self._instance(x)
+        children = [self.value(v) for v in node.children]
+        attributes = getattr(x, "__dict__", None)  # also those that are not part of the tree
+        return (self._class(kind), node.keys, self.value(node.static), *children, self.value(attributes))
 
     def _instance(self, x: Any) -> Hashable:
         """Return the key of an object whose entire state is its attributes."""
