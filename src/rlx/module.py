@@ -453,7 +453,7 @@ class GraphModule(ModuleOps):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(name)
-            name = registry.SPELLINGS.get(name, name)
+            name = registry.current_name(name)
             if not is_op(name) and name not in _READS and not hasattr(Graph, name):
                 known = [*registry.OPS, *(n for n in dir(GraphModule) if not n.startswith("_"))]
                 raise AttributeError(f"GraphModule has no attribute {name!r}. {nearest(name, known) or ''}".strip())

@@ -39,7 +39,7 @@ class Emit(FlowCtx, EmitOps):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            known = is_op(registry.SPELLINGS.get(name, name)) or callable(getattr(Graph, name, None))
+            known = is_op(registry.current_name(name)) or callable(getattr(Graph, name, None))
             if name.startswith("_") or not known:
                 raise AttributeError(f"Emit has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
             method = getattr(self.hir(), name)

@@ -3,7 +3,7 @@
 # ruff: noqa: E501
 """Ops as methods, for type checkers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol, Self, TypeAlias
@@ -454,8 +454,8 @@ class _Builders:
         self, x: Operand, *, axis: int = -1, exclusive: bool = False, out_shape: ShapeLike | None = None
     ) -> Value:
         """Cumulative sum along an axis; `exclusive` leaves out the element itself. Summed in index order."""
-    def barrier(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """Identity that blocks CSE: passes do not merge computations across it (JAX: `optimization_barrier`)."""
+    def optimization_barrier(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Identity that blocks CSE: passes do not merge computations across it (as in JAX)."""
     def sample_tokens(
         self, logits: Operand, uniform: Operand, temperature: Operand, top_k: Operand, top_p: Operand, min_p: Operand,
         allowed: Operand | None = None, history: Operand | None = None, prompt_length: Operand | None = None,
@@ -554,9 +554,9 @@ class _Builders:
         g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g replaces g in the
         last step, or g + momentum · u if `nesterov`.
         """
-    def settled(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+    def read_before_update(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """A copy of `x` outside states, so that a value computed before a state's update can be read after it."""
-    def after(self, x: Operand, *done: Operand | Sequence[Operand], out_shape: ShapeLike | None = None) -> Value:
+    def depends_on(self, x: Operand, *done: Operand | Sequence[Operand], out_shape: ShapeLike | None = None) -> Value:
         """`x`, computed after all of `done`: keeps state updates alive whose results nobody reads."""
     def attention_block(
         self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, *, num_heads: int, head_dim: int,
@@ -859,7 +859,7 @@ class ModuleOps(_Builders):
     fixed: set[str]
     stages: dict[str, Value]
     def append(
-        self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
+        self, op: str, operands: tuple[Value | None, ...], attrs: Mapping[str, Any], types: tuple[TensorType, ...],
         origin: Origin | None = None
     ) -> Node:
         """Append a node whose types are known, for passes and parsers. Users call the ops."""
@@ -1072,7 +1072,7 @@ class EmitOps(_Builders):
     fixed: set[str]
     stages: dict[str, Value]
     def append(
-        self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
+        self, op: str, operands: tuple[Value | None, ...], attrs: Mapping[str, Any], types: tuple[TensorType, ...],
         origin: Origin | None = None
     ) -> Node:
         """Append a node whose types are known, for passes and parsers. Users call the ops."""
@@ -1654,8 +1654,8 @@ class ValueOps:
         """
     def cumsum(self, *, axis: int = -1, exclusive: bool = False, out_shape: ShapeLike | None = None) -> Self:
         """Cumulative sum along an axis; `exclusive` leaves out the element itself. Summed in index order."""
-    def barrier(self, *, out_shape: ShapeLike | None = None) -> Self:
-        """Identity that blocks CSE: passes do not merge computations across it (JAX: `optimization_barrier`)."""
+    def optimization_barrier(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Identity that blocks CSE: passes do not merge computations across it (as in JAX)."""
     def rope(
         self, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
         out_shape: ShapeLike | None = None
@@ -1762,9 +1762,9 @@ class ValueOps:
         g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g replaces g in the
         last step, or g + momentum · u if `nesterov`.
         """
-    def settled(self, *, out_shape: ShapeLike | None = None) -> Self:
+    def read_before_update(self, *, out_shape: ShapeLike | None = None) -> Self:
         """A copy of `x` outside states, so that a value computed before a state's update can be read after it."""
-    def after(self, *done: Operand | Sequence[Operand], out_shape: ShapeLike | None = None) -> Self:
+    def depends_on(self, *done: Operand | Sequence[Operand], out_shape: ShapeLike | None = None) -> Self:
         """`x`, computed after all of `done`: keeps state updates alive whose results nobody reads."""
     def linear(
         self, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,

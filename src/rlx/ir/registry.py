@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -163,11 +164,20 @@ class OpDef:
 OPS: dict[str, OpDef] = {}
 version = 0  # counts removed declarations, for caches of what ops mean
 SPELLINGS = {"quantize": "quantise", "dequantize": "dequantise", "fake_quantize": "fake_quantise"}  # as methods
+RENAMED = {"barrier": "optimization_barrier", "settled": "read_before_update", "after": "depends_on"}  # in 0.2.0
+
+
+def current_name(name: str) -> str:
+    """The name of the op that is also spelled `name`, or was called so in the version before, which warns."""
+    if name in RENAMED and name not in OPS:
+        warnings.warn(f"the op {name} is now called {RENAMED[name]}", DeprecationWarning, stacklevel=3)
+        return RENAMED[name]
+    return SPELLINGS.get(name, name)
 
 
 def get(name: str) -> OpDef:
     """Look up an op by name."""
-    definition = OPS.get(name)
+    definition = OPS.get(name) or OPS.get(current_name(name))
     if definition is None:
         raise GraphError(f"op: no op is called {name!r}", hint=nearest(name, OPS))
     return definition

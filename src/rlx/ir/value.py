@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +30,7 @@ class Node:
     id: int
     op: str
     operands: tuple[Value | None, ...]
-    attrs: dict[str, Any]
+    attrs: Mapping[str, Any]  # read-only
     types: tuple[TensorType, ...]
     origin: Origin
     graph: Graph

@@ -199,7 +199,7 @@ class AttentionKernel:
         return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
     def operands(self) -> dict[str, bool]:
-        """The words that are addresses of operands, and whether the kernel writes them."""
+        """The words that are operands, and whether the kernel writes them."""
         tensors = {"q": False, "k": False, "v": False, "out": True}
         if self.cached:
             return tensors | {"positions": False, "table": False} | ({"rows": False} if self.ragged else {})
@@ -262,7 +262,7 @@ class AttentionGradKernel:
         return head + strides + rows + ("mask_batch", "mask_head", "mask_query")
 
     def operands(self) -> dict[str, bool]:
-        """The words that are addresses of operands, and whether the kernel writes them."""
+        """The words that are operands, and whether the kernel writes them."""
         return dict.fromkeys(self.READS, False) | dict.fromkeys(self.WRITES, True)
 
     def arithmetic(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -313,6 +314,11 @@ class CompiledGraph:
             stored_small = type_.dtype.is_packed or type_.dtype is not type_.dtype.wide
             if stored_small and isinstance(weights.get(name), np.ndarray):
                 release(weights[name])
+
+    def forget_rows(self) -> None:
+        """Deprecated: the old name of `drop_table_pages`."""
+        warnings.warn("CompiledGraph.forget_rows is now called drop_table_pages", DeprecationWarning, stacklevel=2)
+        self.drop_table_pages()
 
     # -- looking -------------------------------------------------------------------------------------------------------
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:

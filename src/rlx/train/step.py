@@ -81,7 +81,7 @@ def step_graph(
         elif node.op == "state":
             raise GraphError(f"step: the loss reads state {node.attrs['name']!r}, which has no gradient")
     # Values read after the first update must not alias memory that an update changes.
-    results = [graph.one("settled", v) for v in inline(graph, both, leaves)]
+    results = [graph.one("read_before_update", v) for v in inline(graph, both, leaves)]
     outputs, grads = results[: -len(trained)], results[-len(trained) :]
     moment_states = {p: tuple(f"{optimiser.name}.{m}:{p}" for m in optimiser.moments) for p in trained}
     moments = {
@@ -105,7 +105,7 @@ def step_graph(
             returned = ", ".join(str(v.type) for v in after)
             raise GraphError(f"step: {optimiser.name} gives {returned} for {name!r}, {type_}, and its moments")
         updated += after
-    graph.set_outputs([graph.one("after", outputs[0], *updated), *outputs[1:]])
+    graph.set_outputs([graph.one("depends_on", outputs[0], *updated), *outputs[1:]])
     return StepGraph(graph, tuple(updated), trained, moment_states, inputs)
 
 

@@ -182,7 +182,8 @@ def _rematerialise(where: str, source: Graph, new_graph: Graph, start: int, keep
     saved = dict(zip(cut.saved, results[count:], strict=True))
     saved |= dict(zip((n[0] for n in body.inputs), leaf_values, strict=False))
     # Weights need no barrier: values that depend on them alone are computed once, when weights are set.
-    barriers = [v if v.node.op == "param" else final.one("barrier", v) for v in (saved[n] for n in cut.needs)]
+    needed = [saved[n] for n in cut.needs]
+    barriers = [v if v.node.op == "param" else final.one("optimization_barrier", v) for v in needed]
     return _prune(final.set_outputs([*results[:count], *inline(final, cut.backward, [*barriers, *cts])]))
 
 
