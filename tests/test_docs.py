@@ -40,6 +40,8 @@ PAGES = [
     "looking-inside.md",
     "flow.md",
     "functions.md",
+    "coming-from-jax.md",
+    "slow.md",
     "training.md",
     "adding-an-op.md",
     "adding-a-model.md",

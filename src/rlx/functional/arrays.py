@@ -70,6 +70,8 @@ from rlx.functional.elementwise import zeros_like as zeros_like
 from rlx.functional.indexing import At as At
 from rlx.functional.indexing import argsort as argsort
 from rlx.functional.indexing import at as at
+from rlx.functional.indexing import dynamic_slice as dynamic_slice
+from rlx.functional.indexing import dynamic_update_slice as dynamic_update_slice
 from rlx.functional.indexing import index as index
 from rlx.functional.indexing import one_hot as one_hot
 from rlx.functional.indexing import sort as sort

@@ -171,6 +171,7 @@ class OpDef:
 
 
 OPS: dict[str, OpDef] = {}
+version = 0  # counts removed declarations, for caches of what ops mean
 SPELLINGS = {"quantize": "quantise", "dequantize": "dequantise", "fake_quantize": "fake_quantise"}  # as methods
 RENAMED = {"barrier": "optimization_barrier", "settled": "read_before_update", "after": "depends_on"}  # in 0.2.0
 
