@@ -14,7 +14,7 @@ NAMES = {
     "ModelRecipe", "ModelVariant", "MultiOutputHandle", "QuantScheme", "Report", "Session", "SideOutputs", "TensorType",
     "Value", "VisionModel", "WeightSource", "compile",
     "debug", "diff", "dim", "dim_max", "dim_min", "dtype", "errors", "export", "flow", "load", "load_exported", "op",
-    "stage", "sym", "functional", "random", "train", "transforms", "tree", "__version__",
+    "numpy", "stage", "sym", "functional", "random", "train", "transforms", "tree", "__version__",
 }  # fmt: skip
 
 # Functions of arrays, NumPy's names among them.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlx import errors as errors
     from rlx import flow as flow
     from rlx import functional as functional
+    from rlx import numpy as numpy
     from rlx import train as train
     from rlx import transforms as transforms
     from rlx.dtypes import dtype as dtype
@@ -162,6 +163,7 @@ _PUBLIC = {
     "functional": ("rlx.functional", ""),
     "load": ("rlx.engine.load", "load"),
     "load_exported": ("rlx.engine.export", "load_exported"),
+    "numpy": ("rlx.numpy", ""),
     "op": ("rlx.lir.forms.custom", "op"),
     "random": ("rlx.functional.random", ""),
     "stage": ("rlx.ir.provenance", "stage"),

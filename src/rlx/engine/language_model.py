@@ -89,10 +89,6 @@ class TextStream(Iterator[str]):
         self._cancel = Cancel()
         self._pieces = _pieces(model, sequence, run, self._cancel)
 
-    def __repr__(self) -> str:
-        state = "ended" if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED else "running"
-        return f"<text stream of {self._model!r}, {state}>"
-
     def __next__(self) -> str:
         return next(self._pieces)
 

@@ -19,7 +19,7 @@ from rlx.functional.custom import custom_vjp as custom_vjp
 from rlx.functional.jitted import explain as explain
 from rlx.functional.jitted import jit as jit
 from rlx.functional.tracing import eval_shape as eval_shape
-from rlx.functional.tracing import trace as trace
+from rlx.functional.tracing import trace as trace  # type: ignore[assignment]  # NumPy's is in rlx.numpy
 from rlx.functional.transforms import checkpoint as checkpoint
 from rlx.functional.transforms import grad as grad
 from rlx.functional.transforms import hessian as hessian

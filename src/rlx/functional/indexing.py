@@ -11,18 +11,8 @@ import numpy as np
 
 from rlx.dtypes import dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
-from rlx.functional.elementwise import (
-    equal,
-    iota,
-    less,
-    logical_or,
-    maximum,
-    minimum,
-    negative,
-    not_equal,
-    where,
-    zeros,
-)
+from rlx.functional.creation import iota, zeros
+from rlx.functional.elementwise import equal, less, logical_or, maximum, minimum, negative, not_equal, where
 from rlx.functional.operands import as_value, asarray, astype, traced
 from rlx.functional.shapes import broadcast_to, expand_dims, moveaxis, ravel, reshape, roll, transpose
 from rlx.functional.tracers import Traced, current, traces, type_of

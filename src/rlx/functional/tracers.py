@@ -220,7 +220,7 @@ class Traced(Operators):
         self._unknown("float", "rlx and NumPy functions accept it as it is")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self._unknown("numbers", "np.stack([x, y]) and rlx.asarray(x) accept it, np.array([x, y]) does not")
+        self._unknown("numbers", "np.stack([x, y]) and rlx.numpy.array([x, y]) accept it, np.array([x, y]) does not")
 
     def __format__(self, spec: str) -> str:
         if spec:
@@ -268,25 +268,14 @@ class Traced(Operators):
         raise AttributeError(f"a traced array has no {name!r}. {hint or ''}".strip())
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        from rlx.functional import arrays
+        from rlx.functional.dispatch import call_ufunc
 
-        name = arrays.UFUNCS.get(ufunc.__name__)
-        if method != "__call__":
-            hint = arrays.UFUNC_METHODS.get(f"{ufunc.__name__}.{method}")
-            _unsupported(f"{ufunc.__name__}.{method}", hint)
-        if name is None:
-            _unsupported(ufunc.__name__, nearest(ufunc.__name__, arrays.UFUNCS))
-        if kwargs:
-            _unsupported(f"{ufunc.__name__} with {', '.join(f'{k}=' for k in kwargs)}", "assign the result to a name")
-        return getattr(arrays, name)(*inputs)
+        return call_ufunc(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        from rlx.functional import arrays
+        from rlx.functional.dispatch import call_function
 
-        name, module = function.__name__, function.__module__.removeprefix("numpy").lstrip(".")
-        if module or name not in arrays.FUNCTIONS:  # such as numpy.linalg
-            _unsupported(f"{module}.{name}" if module else name, None if module else nearest(name, arrays.FUNCTIONS))
-        return getattr(arrays, arrays.FUNCTIONS[name])(*args, **kwargs)
+        return call_function(function, args, kwargs)
 
 
 class HeldArray(Traced):
@@ -301,11 +290,6 @@ class HeldArray(Traced):
         trace = Trace(Graph(name))
         super().__init__(trace, declare(trace.graph, name, type_))
         self.array = array
-
-
-def _unsupported(name: str, hint: str | None) -> NoReturn:
-    hint = hint or "use supported functions instead; dir(rlx) lists them"
-    raise GraphError(f"numpy.{name}: is not supported on traced arrays", hint=hint, notes=[f"at: {here()}"])
 
 
 _NUMPY_NAMES = {"div": "divide", "pow": "power", "neg": "negative"}
