@@ -33,6 +33,7 @@ NAMES |= {
     "squeeze", "stack", "std", "stop_gradient", "sub", "subtract", "sum", "swapaxes", "take", "take_along_axis",
     "tan", "tanh", "tensordot", "tile", "topk", "trace", "transpose", "tril", "triu", "value_and_grad", "var",
     "vjp", "vmap", "where", "while_loop", "zeros", "zeros_like",
+    "associative_scan", "dynamic_slice", "dynamic_update_slice", "eval_shape", "linearize", "switch",
 }  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from rlx.functional.elementwise import softplus as softplus
 from rlx.functional.elementwise import sub as sub
 from rlx.functional.indexing import At as At
 from rlx.functional.indexing import at as at
+from rlx.functional.indexing import dynamic_slice as dynamic_slice
+from rlx.functional.indexing import dynamic_update_slice as dynamic_update_slice
 from rlx.functional.indexing import index as index
 from rlx.functional.indexing import one_hot as one_hot
 from rlx.functional.indexing import topk as topk

@@ -62,8 +62,8 @@ def _stacked(x: Any) -> Any:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether x is symbolic: a traced array, or a value of a graph built by hand."""
-    return isinstance(x, (Traced, Value))
+    """Whether x is symbolic: a traced array, or a value of a graph built by hand or of a model flow."""
+    return isinstance(x, (Traced, Value)) or hasattr(type(x), "__rlx_value__")
 
 
 def has_traced(x: Any) -> bool:

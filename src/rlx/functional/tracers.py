@@ -102,13 +102,14 @@ class Trace:
             return x
         if x.trace is self or x.trace.graph is self.graph:
             return x.value
-        if x.trace not in _stack.get():
+        if x.trace not in _stack.get() and not isinstance(x, HeldArray):
             _leaked(x)
         if self.by_hand:
             hint = "build both in one graph, or trace a function of both"
             raise GraphError(f"{x!r}: belongs to a traced function, not to graph {self.graph.name!r}", hint=hint)
         if x not in self.captured:
-            self.captured[x] = declare(self.graph, "captured", x.value.type)
+            name = x.trace.graph.name if isinstance(x, HeldArray) else "captured"
+            self.captured[x] = declare(self.graph, name, x.value.type)
         return self.captured[x]
 
     def constant(self, x: Any) -> Value:
@@ -147,6 +148,10 @@ def _leaked(x: Traced) -> NoReturn:
     raise GraphError(f"{x!r}: is used outside of the traced function that created it", hint=hint)
 
 
+_NEEDS_DATA = "It has no data while it is traced: return it from the function, or use rlx.debug.print."
+_STATIC_SIZE = "a size is a Python number: pass it as a static argument, rlx.jit(f, static_argnums=...)"
+
+
 class Traced(Operators):
     """A traced array (JAX: tracer): it has a shape and a dtype, but no data.
 
@@ -181,7 +186,8 @@ class Traced(Operators):
 
     def __len__(self) -> int:
         if not self.shape or not isinstance(self.shape[0], int):
-            raise GraphError(f"{self!r}: has no length while it is traced", hint="shape[0] is its first size")
+            hint = "shape[0] is its first size" if self.shape else _STATIC_SIZE
+            raise GraphError(f"{self!r}: has no length while it is traced", hint=hint, notes=[f"at: {here()}"])
         return self.shape[0]
 
     def __repr__(self) -> str:
@@ -206,7 +212,9 @@ class Traced(Operators):
         self._unknown("int", "a number that code depends on is a static argument: rlx.jit(f, static_argnums=...)")
 
     def __index__(self) -> int:
-        self._unknown("index", "rlx.take reads by data, and rlx.scan or rlx.fori_loop count")
+        self._unknown(
+            "index", f"rlx.take(x, i) and rlx.dynamic_slice(x, i, n) read NumPy arrays by data; {_STATIC_SIZE}"
+        )
 
     def __float__(self) -> float:
         self._unknown("float", "rlx and NumPy functions accept it as it is")
@@ -255,7 +263,9 @@ class Traced(Operators):
         function = None if name.startswith("_") else function_of(name)
         if function is not None:
             return functools.partial(function, self)
-        raise AttributeError(f"a traced array has no {name!r}. {nearest(name, arrays.METHODS) or ''}".strip())
+        hint = _NEEDS_DATA if name in ("numpy", "tolist", "tobytes", "block_until_ready") else None
+        hint = hint or nearest(name, [*arrays.METHODS, *arrays.PROPERTIES, "shape", "dtype", "ndim", "size"])
+        raise AttributeError(f"a traced array has no {name!r}. {hint or ''}".strip())
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         from rlx.functional.dispatch import call_ufunc
@@ -266,6 +276,20 @@ class Traced(Operators):
         from rlx.functional.dispatch import call_function
 
         return call_function(function, args, kwargs)
+
+
+class HeldArray(Traced):
+    """An array that traced functions read as an input, where any other array becomes a constant of their graph.
+
+    Weights of models are held: they are large, and graphs do not depend on their values.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, name: str, array: Array, type_: TensorType) -> None:
+        trace = Trace(Graph(name))
+        super().__init__(trace, declare(trace.graph, name, type_))
+        self.array = array
 
 
 _NUMPY_NAMES = {"div": "divide", "pow": "power", "neg": "negative"}
@@ -283,6 +307,8 @@ def as_array(x: Any) -> Array:
     if isinstance(x, (np.ndarray, np.generic)):
         dtype(x.dtype)
         return np.asarray(x)
+    if isinstance(x, HeldArray):
+        return x.array
     if isinstance(x, (bool, int, float)):
         try:
             return np.asarray(x, dtype(type(x)).numpy)
