@@ -13,6 +13,7 @@ from rlx.arrays import Array
 from rlx.dtypes import F64
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load_settings import CONTEXT, session_for
+from rlx.engine.tokens_apart import check_flow
 from rlx.errors import BindError, CapabilityError, GraphError, RequestError
 from rlx.flow.flow import BuiltModel, ModelFlow
 from rlx.flow.generation import INPUTS, for_generation, for_sequences
@@ -93,7 +94,9 @@ def load_flow(
         hint = "end it with lm_head(vocab, hidden, tied=...)"
         raise GraphError(f"load: flow {flow.name!r} ends in {logits.type}, expected {wanted}", hint=hint)
     flow = for_generation(flow, built)
-    _check_inputs(flow, weights)
+    generating = flow.build(weights, strict=False)
+    _check_inputs(generating)
+    check_flow(generating)
     file = ArrayFile(flow.name, weights)
     sizes = Sizes(logits.shape[-1], _positions(flow, settings["context"]))
     family = Family(flow.name, KIND, (), (), ModelConfig, {}, lambda config, context, factors: flow)
@@ -142,13 +145,12 @@ def _tokenizer(source: Tokenizer | str | Path | None, vocab: int) -> Tokenizer |
     return source
 
 
-def _check_inputs(flow: ModelFlow, weights: Mapping[str, Array]) -> None:
+def _check_inputs(built: BuiltModel) -> None:
     """Raise if the flow has inputs that generation does not set."""
-    nodes = flow.build(weights, strict=False).module.inputs
-    names = [str(node.attrs["name"]) for node in nodes if node.op == "input"]
+    names = [str(node.attrs["name"]) for node in built.module.inputs if node.op == "input"]
     others = [name for name in names if name not in INPUTS and not name.startswith("table")]
     if others:
         raise GraphError(
-            f"load: flow {flow.name!r} has an input {others[0]!r}, which generation does not set",
+            f"load: flow {built.module.name!r} has an input {others[0]!r}, which generation does not set",
             hint="generation sets tokens and positions",
         )

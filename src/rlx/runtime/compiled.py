@@ -159,6 +159,11 @@ class CompiledGraph:
         """The weights as they were set, or as the model's files have them; empty if neither is available."""
         return self._params or (self._sources_of() if self._sources_of is not None else {})
 
+    def fixed_params(self) -> dict[str, Array]:
+        """The params that a flow computed itself, such as RoPE tables, as far as they are set, in host memory."""
+        known = self.known_params()
+        return {name: np.asarray(self.allocator.download(known[name])) for name in sorted(self.graph.fixed & set(known))}
+
     def host_weights(self) -> dict[str, Array]:
         """All weights that the program reads, in host memory. Weights set as NumPy arrays are not copied."""
         bound = self.executable.weights
