@@ -21,7 +21,6 @@ from rlx.flow.stages.embed import RopeTables
 from rlx.flow.weights import MapWeights
 from rlx.formats.tensor_file import TensorEntry, TensorFile
 from rlx.formats.tokenizer import Tokenizer
-from rlx.models.config import ModelConfig
 from rlx.models.family import Family, FileWeights
 from rlx.models.load import Checkpoint
 from rlx.types import concrete
@@ -77,8 +76,11 @@ class FlowModel(LanguageModel):
         self._no_files("save", "write its params: safetensors.numpy.save_file(dict(model.params), path)")
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
-        """Raise: an export refers to the files of a model."""
-        self._no_files("export", "rlx.export(flow.build(params).compile(), path) exports the compiled graph")
+        """Write the compiled model to a file, with its weights: it has no other files that an export could refer to."""
+        if not weights:
+            hint = "export(path, weights=True)"
+            raise CapabilityError(f"export: the weights of flow {self.name!r} are in no file", hint=hint)
+        return super().export(path, weights=True)
 
 
 def load_flow(
@@ -99,12 +101,24 @@ def load_flow(
     check_flow(generating)
     file = ArrayFile(flow.name, weights)
     sizes = Sizes(logits.shape[-1], _positions(flow, settings["context"]))
-    family = Family(flow.name, KIND, (), (), ModelConfig, {}, lambda config, context, factors: flow)
+    family = flow_family(flow.name, flow)
     names = FileWeights(file, {name: name for name in weights}, 0)
     checkpoint = Checkpoint(file.path, file, family, sizes, names, _tokenizer(tokenizer, sizes.vocab))
     chosen = {**settings, "profile": settings["profile"] or flow.compile_profile}
     session = session_for(settings["device"], threads)
     return FlowModel(checkpoint, name=flow.name, session=session, **chosen)
+
+
+def flow_family(name: str, flow: ModelFlow | None) -> Family:
+    """The stand-in for a family: one flow for all settings. An export has no flow, only what was compiled from it."""
+
+    def assemble(config: Sizes, context: int, factors: Array | None) -> ModelFlow:
+        if flow is None:
+            hint = "rlx.load(flow, params=...) has it"
+            raise CapabilityError(f"{name}: the export does not have the flow that it was compiled from", hint=hint)
+        return flow
+
+    return Family(name, KIND, (), (), Sizes, {}, assemble)  # type: ignore[arg-type]
 
 
 def _parts(source: ModelFlow | BuiltModel, params: Mapping[str, Any] | None) -> tuple[ModelFlow, dict[str, Array]]:

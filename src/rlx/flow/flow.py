@@ -34,6 +34,7 @@ from rlx.module import GraphModule
 from rlx.notebook import box, preformatted, table
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.compiled import output_names as unnamed
 from rlx.runtime.kv_spec import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
 from rlx.target import KvLayout
@@ -123,7 +124,7 @@ class BuiltModel:
             actual = graph.level.upper() if isinstance(graph, Graph) else "another level"
             raise GraphError(f"{where}: the graph is at {actual}, expected {level.upper()}")
         count = len(graph.outputs)
-        names = ["output", *(f"output.{i}" for i in range(1, count))] if output_names is None else list(output_names)
+        names = unnamed(count) if output_names is None else list(output_names)
         if len(names) != count or not names:
             raise GraphError(f"{where}: {len(names)} names for {count} outputs")
         source = MapWeights(params)
@@ -381,7 +382,7 @@ class ModelFlow(StageList):
             raise GraphError(f"flow {self.name!r}: has no input")
         source = as_source(weights)
         graph = Graph(self.name, level=HIR)
-        ctx = FlowCtx(graph, weights=source, profile=self.compile_profile, state=FlowState(training=training))
+        ctx = Emit(graph, weights=source, profile=self.compile_profile, state=FlowState(training=training))
         for name, shape, kind in self.inputs:
             ctx.input(name, shape, kind)
         if self.cache is not None:

@@ -73,6 +73,7 @@ class CompiledGraph:
         self.profile = profile
         self.input_types: dict[str, TensorType] = dict(signature.inputs)
         self.param_types: dict[str, TensorType] = dict(signature.params)
+        self.output_names = output_names(len(signature.outputs))  # those of a built flow are its own
         self._states = list(signature.states)
         self._load = parts if callable(parts) else (lambda: parts)
         self.allocator = device.backend.allocator  # for the memory that runs read and write
@@ -411,8 +412,14 @@ class CompiledGraph:
 
         kinds = {"input": self.input_types, "param": self.param_types}
         rows = [(kind, name, str(type_)) for kind, types in kinds.items() for name, type_ in types.items()]
-        rows += [("output", str(i), str(type_)) for i, type_ in enumerate(self.signature.outputs)]
+        named = zip(self.output_names, self.signature.outputs, strict=True)
+        rows += [("output", name, str(type_)) for name, type_ in named]
         return box(repr(self)[1:-1], table(("kind", "name", "type"), rows))
+
+
+def output_names(count: int) -> list[str]:
+    """The names of outputs that nobody has named."""
+    return ["output", *(f"output.{i}" for i in range(1, count))][:count]
 
 
 def input_specs(signature: Signature) -> list[InputSpec]:

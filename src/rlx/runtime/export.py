@@ -90,6 +90,7 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
         "inputs": [[n.op, n.attrs["name"], str(n.types[0])] for n in graph.inputs],
         "params": {n.attrs["name"]: str(n.types[0]) for n in graph.params},
         "outputs": [str(v.type) for v in graph.outputs],
+        "output_names": compiled.output_names,
         "kernels": sorted({k for p in programs for k in p.kernels()}),
         "routines": code.symbols,
         "code": list(code.sections),
@@ -192,6 +193,7 @@ def from_export(file: ExportFile, *, threads: int | None = None, store: WeightSt
     compiled = CompiledGraph(
         signature, parts, Device(device_backend.name), shared, profile, bound=weights is not None, params=params
     )
+    compiled.output_names = list(manifest["output_names"])
     if FIXED in manifest["sections"]:
         with as_format_errors(file):
             compiled.set_params(file.arrays(FIXED))
