@@ -121,7 +121,14 @@ MASK = np.arange(6) < np.array(LENGTHS)[:, None]
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("none", "f32"), ("none", "i32"), ("custom", "bool"), ("causal", "f32"), ("causal", "bool"), ("sliding(2)", "i32")],
+    [
+        ("none", "f32"),
+        ("none", "i32"),
+        ("custom", "bool"),
+        ("causal", "f32"),
+        ("causal", "bool"),
+        ("sliding(2)", "i32"),
+    ],
 )
 def test_attention_does_not_see_padding(kind: str, dtype: str) -> None:
     flow = ModelFlow("padded").input("x", ("batch", "seq", DIM)).input("mask", ("batch", "seq"), dtype)
@@ -152,7 +159,9 @@ def test_masks_that_nothing_supplies_are_named() -> None:
 
 
 def test_a_padding_mask_is_left_out_where_a_flow_generates() -> None:
-    masked = ModelFlow("mine").input("tokens", ("batch", "seq"), "i32").input("mask", ("batch", "seq")).rope(64, DIM // 2)
+    masked = (
+        ModelFlow("mine").input("tokens", ("batch", "seq"), "i32").input("mask", ("batch", "seq")).rope(64, DIM // 2)
+    )
     masked = masked.attn_mask("batch", "seq", "mask").embed("embed", shape=(VOCAB, DIM)).attention("attn", 2)
     masked, plain = (flow.lm_head(VOCAB, DIM, tied=True) for flow in (masked, base()))
     params = {name: array * 20 for name, array in plain.init(rlx.random.key(0)).items()}

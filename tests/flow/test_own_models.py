@@ -311,7 +311,9 @@ def test_a_tree_shows_what_was_edited_and_what_is_left_out() -> None:
         stack = LayerStack().rms_norm(f"l.{i}.norm", EPS).attention(f"l.{i}.attn", 2, rope=None)
         return stack.swiglu(f"l.{i}.g", f"l.{i}.u", f"l.{i}.d", intermediate_size=2)
 
-    flow = ModelFlow("f").input("x", ("batch", "seq", 8)).repeat_layers(12, layer).layer("end", lambda s: s.dropout(0.1))
+    flow = (
+        ModelFlow("f").input("x", ("batch", "seq", 8)).repeat_layers(12, layer).layer("end", lambda s: s.dropout(0.1))
+    )
     lines = str(flow).splitlines()
     assert lines[1] == "  layers.0 to layers.11" and len(lines) == 8
     assert lines[3] == "    attn: Attention(prefix='l.0.attn', num_heads=2, rope=None)"

@@ -29,7 +29,6 @@ from rlx.types import TensorType, sym
 from rlx.types import evaluate as size_of
 
 
-
 @dataclass(frozen=True)
 class TracedEdit:
     """The functions of one stage as a graph, whose inputs are the stage's value, then numbers."""

@@ -77,7 +77,7 @@ class _TokenCheck:
             if self._is_cut(node):
                 if node.op in MIXING and not self._reads_state(node):
                     return node
-                for operand in self._checked(node.operands):
+                for operand in self._read_by(node):
                     if not self._is_apart(operand):
                         return self._origin_of(operand)
                 for value in node.results:
@@ -121,6 +121,11 @@ class _TokenCheck:
     def _reads_state(self, node: Node) -> bool:
         return any(operand in self.states for operand in node.operands)
 
+    def _read_by(self, node: Node) -> list[Value]:
+        """The operands of a cut node that are checked. With a state, integers say which tokens are padding."""
+        values = self._checked(node.operands)
+        return [value for value in values if value.dtype.is_float] if self._reads_state(node) else values
+
     def _checked(self, values: Sequence[Value | None]) -> list[Value]:
         return [value for value in values if value is not None and value in self.varying]
 
@@ -130,7 +135,7 @@ class _TokenCheck:
         for node in reversed(self.graph.nodes):
             is_output = any(value in self.graph.outputs for value in node.results)
             if self._is_cut(node):
-                needed.update(value.node for value in self._checked(node.operands))
+                needed.update(value.node for value in self._read_by(node))
             elif node in needed or is_output:
                 needed.update({node, *(operand.node for operand in node.operands if operand is not None)})
         return needed

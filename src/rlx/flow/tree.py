@@ -48,7 +48,7 @@ def _named(depth: int, name: str, stage: FlowStage) -> Iterator[Line]:
 def _repeats(stage: Repeat, depth: int) -> Iterator[Line]:
     first = 0
     layers = [list(_named(depth, "", stage.at(i))) for i in range(stage.count)]
-    for last, layer in enumerate(layers):
+    for last in range(stage.count):
         if last + 1 < stage.count and _same_layer(layers[first], first, layers[last + 1], last + 1):
             continue
         path = f"{stage.name}.{first}" + (f" to {stage.name}.{last}" if last > first else "")

@@ -163,7 +163,9 @@ class CompiledGraph:
     def fixed_params(self) -> dict[str, Array]:
         """The params that a flow computed itself, such as RoPE tables, as far as they are set, in host memory."""
         known = self.known_params()
-        return {name: np.asarray(self.allocator.download(known[name])) for name in sorted(self.graph.fixed & set(known))}
+        return {
+            name: np.asarray(self.allocator.download(known[name])) for name in sorted(self.graph.fixed & set(known))
+        }
 
     def host_weights(self) -> dict[str, Array]:
         """All weights that the program reads, in host memory. Weights set as NumPy arrays are not copied."""
