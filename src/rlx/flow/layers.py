@@ -350,8 +350,8 @@ class StageList(ABC):
         """Self-attention with its output projection, with weights `prefix.q_proj.weight`, `k`, `v` and `o`.
 
         `num_kv_heads` below `num_heads` is grouped-query attention. `rope` names the RoPE tables that `rope(...)` adds
-        before; None is for no RoPE. With `mask="none"`, tokens attend to all tokens, padding included, unless `attn_mask`
-        comes before. `qk_norm` norms queries and keys per head.
+        before; None is for no RoPE. With `mask="none"`, tokens attend to all tokens, padding included, unless
+        `attn_mask` comes before. `qk_norm` norms queries and keys per head.
         """
         heads = num_heads, num_kv_heads, head_dim
         return self.stage(attention.Attention(prefix, *heads, mask=mask, rope=rope, bias=bias, qk_norm=qk_norm))
