@@ -51,7 +51,7 @@ def entry(kernel: Kernel, variant: str) -> str:
     return f"{kernel.symbol.replace('.', '_')}_{variant}"
 
 
-def words_struct(fields: Mapping[str, str]) -> str:
-    """The parameter struct of a kernel: C types by field name, all of 8 bytes."""
+def words_struct(fields: Mapping[str, str], name: str = "Words") -> str:
+    """The parameter struct of a kernel: C types by field name, all of 8 bytes. Names are unique in a module."""
     lines = [f"  {kind} {name};" for name, kind in fields.items()]
-    return "\n".join(["struct Words {", *lines, "  u8* scratch;", "  Fault* fault;", "  i64 launch;", "};"])
+    return "\n".join([f"struct {name} {{", *lines, "  u8* scratch;", "  Fault* fault;", "  i64 launch;", "};"])
