@@ -98,7 +98,9 @@ class CudaExecutable(Executable):
 
     def units(self, key: Key) -> list[int]:
         sizes = dict(zip(self.symbols, key, strict=True))
-        return [sum(math.prod(p.grid) for p in one.plan.passes) for one in plan_launches(self._program, sizes, self.target)]
+        return [
+            sum(math.prod(p.grid) for p in one.plan.passes) for one in plan_launches(self._program, sizes, self.target)
+        ]
 
     def reserved_bytes(self) -> int:
         return self._arena.size if self._arena is not None else 0
@@ -113,7 +115,9 @@ class CudaExecutable(Executable):
     def constants(self) -> Mapping[str, CudaArray]:
         if self._constants is None:
             values = {name: b.value.data for name, b in self._program.buffers.items() if b.value is not None}
-            self._constants = {n: CudaArray(v.shape, v.dtype, self.gpu, None, host=np.array(v)) for n, v in values.items()}
+            self._constants = {
+                n: CudaArray(v.shape, v.dtype, self.gpu, None, host=np.array(v)) for n, v in values.items()
+            }
         return self._constants
 
     def fault_memory(self) -> Memory:
@@ -323,7 +327,9 @@ class _Prepared:
     # -- graphs --
     def _capture(self, inputs: Sequence[CudaArray]) -> None:
         """Gives inputs and outputs fixed places and records all launches."""
-        sizes = [0 if n in self.owner._states else _round(a.nbytes) for n, a in zip(self.program.inputs, inputs, strict=True)]
+        sizes = [
+            0 if n in self.owner._states else _round(a.nbytes) for n, a in zip(self.program.inputs, inputs, strict=True)
+        ]
         if sum(sizes) > LARGEST_COPY:
             self._can_capture = False
             return

@@ -285,5 +285,8 @@ def _check_driver_version(cu: Any) -> None:
     _, driver = cu.cuDriverGetVersion()
     compiler = int(version().split(".")[0])
     if driver // 1000 < compiler:
-        have, hint = f"{driver // 1000}.{driver % 1000 // 10}", ".venv/bin/pip install -e '.[cuda12]', or a newer driver"
+        have, hint = (
+            f"{driver // 1000}.{driver % 1000 // 10}",
+            ".venv/bin/pip install -e '.[cuda12]', or a newer driver",
+        )
         raise CapabilityError(f"cuda: the driver is for CUDA {have}, the compiler for CUDA {compiler}", hint=hint)

@@ -66,7 +66,7 @@ def compile_source(source: str, arch: str, *, options: Sequence[str] = ()) -> Cu
     if stored is not None:
         log, _, code = stored.partition(b"\0")
         return Cubin(code, log.decode())
-    cubin = _compile(source, flags)
+    cubin = _compile(source, flags, "CUBIN")
     store.write(_KIND, key, cubin.log.encode() + b"\0" + cubin.code)
     global _compiled
     _compiled += 1
@@ -81,7 +81,14 @@ def units_compiled() -> int:
     return _compiled
 
 
-def _compile(source: str, flags: Sequence[str]) -> Cubin:
+def compile_ptx(source: str, arch: str) -> str:
+    """PTX of a translation unit for a virtual architecture such as `compute_90a`."""
+    flags = (f"--gpu-architecture={arch}", *(option for option in OPTIONS if "ptxas" not in option))
+    return _compile(source, flags, "PTX").code.decode().rstrip("\0")
+
+
+def _compile(source: str, flags: Sequence[str], form: str) -> Cubin:
+    """Compiles to a form that NVRTC has a getter for: CUBIN or PTX."""
     library = require_wheels().nvrtc
     error, program = library.nvrtcCreateProgram(source.encode(), b"rlx.cu", 0, [], [])
     _check(library, error)
@@ -91,7 +98,8 @@ def _compile(source: str, flags: Sequence[str]) -> Cubin:
         text = log.decode(errors="replace").rstrip("\0 \n")
         if error != library.nvrtcResult.NVRTC_SUCCESS:
             raise LowerError(f"cuda: generated code does not compile: {_first_error(text)}", notes=[text[-4000:]])
-        return Cubin(_bytes(library, program, library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN), text)
+        size, read = getattr(library, f"nvrtcGet{form}Size"), getattr(library, f"nvrtcGet{form}")
+        return Cubin(_bytes(library, program, size, read), text)
     finally:
         library.nvrtcDestroyProgram(program)
 
