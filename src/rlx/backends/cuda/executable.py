@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.base import ArrayType, Executable, InputSpec, Key
-from rlx.backends.cuda.gpu import Graph, Gpu
+from rlx.backends.cuda.gpu import Gpu, Graph
 from rlx.backends.cuda.launch_plan import FAULT, SCRATCH, can_fault, plan_launches, variants
 from rlx.backends.cuda.memory import ALIGNMENT, CudaArray, Memory
 from rlx.backends.cuda.modules import load_variants

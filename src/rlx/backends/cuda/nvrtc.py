@@ -111,7 +111,7 @@ def _first_error(log: str) -> str:
 def _bytes(library: Any, program: Any, size_of: Any, read: Any) -> bytes:
     error, size = size_of(program)
     _check(library, error)
-    buffer = b" " * size
+    buffer: bytes = b" " * size
     (error,) = read(program, buffer)
     _check(library, error)
     return buffer
