@@ -40,30 +40,31 @@ _Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("delete
 _held: dict[int, Any] = {}  # records that other libraries hold, by address
 
 
-@_Deleter
 def _delete(managed: Any) -> None:
     _held.pop(ctypes.addressof(managed.contents), None)
 
 
-_new_capsule = ctypes.pythonapi.PyCapsule_New
+_delete_record = _Deleter(_delete)
+
+# Functions of Python's own interface; a destructor gets the capsule as an address, not as an object.
+_python = ctypes.PyDLL(None)
+_new_capsule = _python.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_is_valid = ctypes.pythonapi.PyCapsule_IsValid
-_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
-_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_is_valid = _python.PyCapsule_IsValid
+_is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+_pointer = _python.PyCapsule_GetPointer
 _pointer.restype = ctypes.c_void_p
 _pointer.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
-_is_valid_pointer = ctypes.pythonapi.PyCapsule_IsValid
-_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-@_Destructor
 def _drop_unused(capsule: int) -> None:
-    """Runs when a capsule that nobody took is collected; who takes it renames it."""
-    check = ctypes.pythonapi.PyCapsule_IsValid
-    check.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
-    if check(capsule, NAME):
+    """Runs when a capsule is collected. Who takes one renames it, so this one nobody took."""
+    if _is_valid(capsule, NAME):
         _held.pop(_pointer(capsule, NAME), None)
+
+
+_destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_drop_unused)
 
 
 def capsule(array: CudaArray) -> Any:
@@ -81,7 +82,7 @@ def capsule(array: CudaArray) -> Any:
     record.tensor = _Tensor(
         array.start, _Device(*array.__dlpack_device__()), rank, _DataType(code, 8 * size, 1), shape, strides, 0
     )
-    record.deleter = _delete
+    record.deleter = _delete_record
     address = ctypes.addressof(record)
     _held[address] = (record, shape, strides, array.memory)
-    return _new_capsule(address, NAME, ctypes.cast(_drop_unused, ctypes.c_void_p))
+    return _new_capsule(address, NAME, ctypes.cast(_destructor, ctypes.c_void_p))

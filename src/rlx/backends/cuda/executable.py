@@ -39,18 +39,16 @@ class CudaExecutable(Executable):
         self, program: Program, target: CudaTarget, device: Gpu, inputs: Sequence[InputSpec] | None = None,
         *, long_lived: bool = False,
     ) -> None:  # fmt: skip
-        self._program, self.target, self.gpu = program, target, device
+        self._program, self.gpu = program, device
+        self.target: CudaTarget = target
         self.symbols, self.reads = program.symbols, tuple(program.weights)
         self._lives = lifetimes(program)
-        self._states = {spec.name for spec in inputs or () if spec.written}
-        self._names = [spec.name for spec in inputs or ()]
-        self._long_lived = long_lived
+        self.states = {spec.name for spec in inputs or () if spec.written}
         self._weights: Mapping[str, CudaArray] = {}
         self._constants: dict[str, CudaArray] | None = None
         self._arena: Memory | None = None
         self._fault: Memory | None = None
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
-        self._last: tuple[dict[str, Any], _Prepared] | None = None
         self.faults = any(can_fault(kernel) for kernel in program.kernels().values())
 
     @property
@@ -71,7 +69,7 @@ class CudaExecutable(Executable):
     def _forget(self) -> None:
         for prepared in self._prepared.values():
             prepared.release()
-        self._prepared, self._last = {}, None
+        self._prepared = {}
 
     def image(self) -> Program:
         """The program is all there is to store; machine code has a cache of its own."""
@@ -137,9 +135,8 @@ class CudaExecutable(Executable):
         return outputs
 
     def _prepare(self, key: Key, inputs: Sequence[Any]) -> _Prepared:
-        states = tuple(
-            array.address for name, array in zip(self._program.inputs, inputs, strict=True) if name in self._states
-        )
+        named = zip(self._program.inputs, inputs, strict=True)
+        states = tuple(array.address for name, array in named if name in self.states)
         known = (key, states)
         prepared = self._prepared.pop(known, None)
         if prepared is None:
@@ -148,9 +145,6 @@ class CudaExecutable(Executable):
             prepared = _Prepared(self, key)
         self._prepared[known] = prepared  # the most recently used is last
         return prepared
-
-    def run_again(self, inputs: object) -> list[CudaArray] | None:
-        return None
 
     def trace(self, key: Key, inputs: Sequence[Any]) -> tuple[list[CudaArray], Trace]:
         with self.gpu.lock:
@@ -328,7 +322,7 @@ class _Prepared:
     def _capture(self, inputs: Sequence[CudaArray]) -> None:
         """Gives inputs and outputs fixed places and records all launches."""
         sizes = [
-            0 if n in self.owner._states else _round(a.nbytes) for n, a in zip(self.program.inputs, inputs, strict=True)
+            0 if n in self.owner.states else _round(a.nbytes) for n, a in zip(self.program.inputs, inputs, strict=True)
         ]
         if sum(sizes) > LARGEST_COPY:
             self._can_capture = False
@@ -336,8 +330,8 @@ class _Prepared:
         self._slots = Memory(self.gpu, sum(sizes), f"inputs of program {self.program.name!r}")
         self._staged = np.zeros(sum(sizes), np.uint8)
         self._offsets = [0, *np.cumsum(sizes).tolist()]
-        for name, array, at in zip(self.program.inputs, inputs, self._offsets, strict=False):
-            state = name in self.owner._states
+        for (name, array), at in zip(named, self._offsets, strict=False):
+            state = name in self.owner.states
             self._place(name, array.address if state else self._slots.address + at)
         self._results = self._new_outputs()
         for name, array in zip(self.program.outputs, self._results, strict=True):
@@ -360,7 +354,7 @@ class _Prepared:
         assert self._slots is not None
         staged: list[tuple[int, int]] = []
         for name, array, at in zip(self.program.inputs, inputs, self._offsets, strict=False):
-            if name in self.owner._states or not array.nbytes:
+            if name in self.owner.states or not array.nbytes:
                 continue
             if array.host is not None:
                 self._staged[at : at + array.nbytes] = array.host.reshape(-1).view(np.uint8)

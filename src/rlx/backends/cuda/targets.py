@@ -45,7 +45,7 @@ SM_120 = CudaTarget("sm_120", arch="sm_120", capability=120, processors=170, sha
 BY_NAME = {t.name: t for t in (SM_80, SM_86, SM_89, SM_90, SM_100, SM_120)}
 
 
-def nearest_target(capability: int, **facts: int) -> CudaTarget:
+def nearest_target(capability: int, **facts: Any) -> CudaTarget:
     """The target of a device: the newest one in the table that it runs, with the facts of the device."""
     runs = [t for t in BY_NAME.values() if t.capability <= capability]
     if not runs:
