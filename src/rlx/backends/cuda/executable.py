@@ -321,9 +321,8 @@ class _Prepared:
     # -- graphs --
     def _capture(self, inputs: Sequence[CudaArray]) -> None:
         """Gives inputs and outputs fixed places and records all launches."""
-        sizes = [
-            0 if n in self.owner.states else _round(a.nbytes) for n, a in zip(self.program.inputs, inputs, strict=True)
-        ]
+        named = list(zip(self.program.inputs, inputs, strict=True))
+        sizes = [0 if name in self.owner.states else _round(array.nbytes) for name, array in named]
         if sum(sizes) > LARGEST_COPY:
             self._can_capture = False
             return
