@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.backends.cuda.nvrtc import compile_source, version
 from rlx.backends.cuda.targets import CudaTarget, nearest_target
 from rlx.backends.cuda.wheels import require_wheels
 from rlx.errors import CapabilityError, KernelError, ResourceError
@@ -159,6 +160,10 @@ class Gpu:
         """A kernel that has been loaded, by name."""
         return self._functions.get(name)
 
+    def build(self, source: str, arch: str) -> bytes:
+        """Compiles a translation unit."""
+        return compile_source(source, arch).code
+
     def load(self, cubin: bytes, names: dict[str, int]) -> None:
         """Loads kernels; `names` has the bytes of dynamic shared memory that each may take."""
         with self.lock, self._current():
@@ -280,8 +285,6 @@ def gpu_count() -> int:
 
 def _check_driver_version(cu: Any) -> None:
     """A driver older than the bindings' major version cannot load what their NVRTC compiles."""
-    from rlx.backends.cuda.nvrtc import version
-
     _, driver = cu.cuDriverGetVersion()
     compiler = int(version().split(".")[0])
     if driver // 1000 < compiler:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from rlx.backends.cuda.generators import generator
 from rlx.backends.cuda.gpu import Function, Gpu
 from rlx.backends.cuda.kernel_plan import entry
-from rlx.backends.cuda.nvrtc import Cubin, compile_source
 from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import Kernel
@@ -24,32 +23,26 @@ def source(kernel: Kernel, variant: str, target: CudaTarget) -> str:
     return f"namespace ns_{name} {{\n{generator(kernel).source(kernel, variant, target)}\n}}\n"
 
 
-def compile_variants(variants: Sequence[Variant], target: CudaTarget) -> list[tuple[Cubin, list[Variant]]]:
-    """Compiles variants for a target, spread over translation units. Needs no GPU."""
-    if not variants:
-        return []
-    count = max(1, min(MOST_UNITS, os.cpu_count() or 1, len(variants)))
+def translation_units(variants: Sequence[Variant], target: CudaTarget) -> list[tuple[str, list[Variant]]]:
+    """CUDA C of variants, spread over translation units that compile at the same time."""
+    count = min(MOST_UNITS, os.cpu_count() or 1, len(variants))
     ordered = sorted(variants, key=lambda v: (v[0].kind, entry(v[0], v[1])))  # the slow kinds spread evenly
     units = [ordered[i::count] for i in range(count)]
-    texts = [PRELUDE + "".join(source(kernel, name, target) for kernel, name, _ in unit) for unit in units]
-    with ThreadPoolExecutor(count) as pool:
-        cubins = list(pool.map(lambda text: compile_source(text, target.arch), texts))
-    return list(zip(cubins, units, strict=True))
+    return [(PRELUDE + "".join(source(kernel, name, target) for kernel, name, _ in unit), unit) for unit in units]
 
 
 def load_variants(variants: Sequence[Variant], target: CudaTarget, device: Gpu) -> dict[tuple[str, str], Function]:
     """The functions of variants on a GPU, by kernel symbol and variant; compiles and loads what is missing."""
     with device.lock:
-        missing = [v for v in variants if device.function(_key(v)) is None]
-        for cubin, unit in compile_variants(missing, target):
-            device.load(cubin.code, {_key(v): v[2] for v in unit})
+        missing = [v for v in variants if device.function(entry(v[0], v[1])) is None]
+        units = translation_units(missing, target)
+        with ThreadPoolExecutor(max(len(units), 1)) as pool:
+            built = list(pool.map(lambda unit: device.build(unit[0], target.arch), units))
+        for code, (_, unit) in zip(built, units, strict=True):
+            device.load(code, {entry(kernel, name): shared for kernel, name, shared in unit})
     functions: dict[tuple[str, str], Function] = {}
-    for variant in variants:
-        function = device.function(_key(variant))
+    for kernel, name, _ in variants:
+        function = device.function(entry(kernel, name))
         assert function is not None, "it has just been loaded"
-        functions[variant[0].symbol, variant[1]] = function
+        functions[kernel.symbol, name] = function
     return functions
-
-
-def _key(variant: Variant) -> str:
-    return entry(variant[0], variant[1])
