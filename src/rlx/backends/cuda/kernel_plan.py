@@ -19,7 +19,7 @@ EXTRA_WORDS = ("scratch", "fault", "launch")  # after the words of the kernel
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One CUDA kernel of a launch. `variant` names its source among those of the LIR kernel: `rows_32`, `tile_128x64`."""
+    """One CUDA kernel of a launch. `variant` names one of the sources of the LIR kernel, such as `rows_32`."""
 
     variant: str
     grid: tuple[int, int, int]
