@@ -149,8 +149,8 @@ class Emitter:
             restrict = " __restrict__" if self.variant.distinct else ""
             const = "" if param.written else "const "
             self.line(f"{const}{kind}*{restrict} const p_{param.name} = w.{_field(param.name)};")
+        kind = self.index_type(True)
         for name in self.kernel.args:
-            kind = self.index_type(True)
             self.line(f"const {kind} a_{name} = ({kind})w.{_field(name)};")
 
     def chunk(self) -> None:

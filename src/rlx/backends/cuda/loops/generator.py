@@ -6,6 +6,7 @@ they determine the order of sums, so results do not depend on the batch size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ THREADS_PER_PROCESSOR = 2048
 MOST_SPLITS = 65535  # blocks along y
 
 
-class LoopGenerator:
+class LoopsGenerator:
     """Writes CUDA C for loop kernels."""
 
     def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
@@ -63,9 +64,9 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget, *, la
 
 
 def _are_distinct(kernel: LoopKernel, words: Mapping[str, int]) -> bool:
-    """Whether no two operands share memory: words of operands are then different numbers."""
-    numbers = [words[p.name] for p in kernel.params]
-    return len(set(numbers)) == len(numbers) > 1
+    """Whether nothing that the kernel writes has a second name: words of operands number their buffers."""
+    buffers = Counter(words[p.name] for p in kernel.params)
+    return all(buffers[words[p.name]] == 1 for p in kernel.params if p.written)
 
 
 def _power(threads: int) -> int:
