@@ -36,7 +36,7 @@ from rlx.lir.loops import LoopKernel
 
 Array = np.ndarray[Any, Any]
 HEADER = (Path(__file__).parent / "emulator.hpp").read_text()
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 _ENTRY = re.compile(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)\(const (\w+) w\)')
 _MEETS = re.compile(r"__sync|reduce_|__shfl")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +56,11 @@ class EmulatedTarget(CudaTarget):
 
 
 TARGET = EmulatedTarget(**{f.name: getattr(SM_90, f.name) for f in fields(SM_90)})
+
+
+def _compile(*arguments: str) -> None:
+    done = subprocess.run(["g++", *FLAGS, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
 
 
 @dataclass
@@ -134,15 +139,23 @@ class EmulatedGpu(Gpu):
             f'extern "C" void call_{name}(const void* w) {{ ns_{name}::{name}(*(const ns_{name}::{words}*)w); }}'
             for name, words in _ENTRY.findall(kernels)
         ]
-        text = "\n".join([HEADER, SCALARS, kernels, *thunks, ""])
-        key = hashlib.blake2b(f"{FLAGS}{text}".encode(), digest_size=12).hexdigest()
+        header = self.precompiled_header()
+        text = "\n".join([f'#include "{header.name}"', kernels, *thunks, ""])
+        key = hashlib.blake2b(f"{header.name}{text}".encode(), digest_size=12).hexdigest()
         library = self.folder / f"{key}.so"
         if not library.exists():
             written = library.with_suffix(".cpp")
             written.write_text(text)
-            done = subprocess.run(["g++", *FLAGS, str(written), "-o", str(library)], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[:4000]
+            _compile("-shared", str(written), "-o", str(library))
         return str(library).encode()
+
+    def precompiled_header(self) -> Path:
+        text = HEADER + SCALARS
+        header = self.folder / f"{hashlib.blake2b(f'{FLAGS}{text}'.encode(), digest_size=6).hexdigest()}.hpp"
+        if not header.exists():
+            header.write_text(text)
+            _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
+        return header
 
     def load(self, cubin: bytes, names: dict[str, int]) -> None:
         library = ctypes.CDLL(cubin.decode())

@@ -38,8 +38,8 @@ class LoopsGenerator:
         return Emitter(kernel, Variant.parse(variant), entry(kernel, variant)).source()
 
 
-def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget, *, lanes: int | None = None) -> KernelPlan:
-    """The pass of a launch; none if there are no units. `lanes` overrides the number of threads per unit."""
+def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+    """The pass of a launch; none if there are no units."""
     sizes = _Sizes(kernel, words)
     units = sizes.extent(kernel.root.extent)
     if units <= 0:
@@ -55,7 +55,7 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget, *, la
         return KernelPlan((Pass(str(variant), (min(blocks, slots // BLOCK), 1, 1), BLOCK),))
     free = is_free(kernel)
     longest = max((sizes.threads(loop, 1 if free else PACKS_PER_THREAD, pack) for loop in loops), default=1)
-    lanes = lanes or _power(min(longest, BLOCK if free else MOST_LANES))
+    lanes = _power(min(longest, BLOCK if free else MOST_LANES))
     variant = Variant(lanes, pack, narrow, distinct)
     blocks = -(-units * lanes // variant.threads)
     splits = max(1, min(-(-longest // lanes), slots // (units * lanes), MOST_SPLITS)) if free else 1
@@ -103,9 +103,7 @@ class _Sizes:
     def pack(self, loops: list[SharedLoop]) -> int:
         """The largest pack that divides the extents of all loops that access packs; for chunks any, they have a tail."""
         packed = [(loop, loop.packing) for loop in loops if loop.packing is not None]
-        if not packed:
-            return 1
-        pack = min(largest_pack(self.kernel, packing) for _, packing in packed)
+        pack = min((largest_pack(self.kernel, loop) for loop, _ in packed), default=1)
         if self.kernel.chunk:
             return pack
         while any(self.extent(loop.extent) % pack for loop, _ in packed):
