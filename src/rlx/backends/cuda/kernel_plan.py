@@ -40,7 +40,11 @@ class Generator(Protocol):
     """Writes CUDA C for one kind of LIR kernel."""
 
     def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
-        """Decides how to run a launch. `words` has all sizes by name, and 1 for each operand that is present."""
+        """Decides how to run a launch.
+
+        `words` has all sizes by name, and for each operand that is present the number of its buffer, from 1: operands
+        of one buffer may share memory.
+        """
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         """CUDA C of a variant, after `PRELUDE`: an `extern "C" __global__` function called `entry(kernel, variant)`."""

@@ -60,13 +60,14 @@ def _planned(
     operands: list[tuple[int, str]] = []
     steps: dict[str, Array] = {}
     known: dict[str, int] = {}
+    buffers: dict[str, int] = {}  # numbered from 1
     for i, (name, word) in enumerate(zip(kernel.words, launch.words, strict=True)):
         if word is None:
             continue
         if isinstance(word, View):
             operands.append((i, word.buffer))
             words[i] = evaluate(word.offset, sizes) * word.dtype.size
-            known[name] = 1
+            known[name] = buffers.setdefault(word.buffer, len(buffers) + 1)
             for symbol, step in offset_steps(word.offset, symbols).items():
                 change = steps.setdefault(symbol, np.zeros_like(words))
                 change[i] = evaluate(step, sizes) * word.dtype.size
