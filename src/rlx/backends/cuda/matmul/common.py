@@ -1,0 +1,96 @@
+"""What all matmul variants share: the order of summation, the parameter struct, and C for an element of the result."""
+
+from __future__ import annotations
+
+from rlx.backends.cuda.kernel_plan import words_struct
+from rlx.backends.cuda.matmul.expressions import c_expression
+from rlx.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, U32, DType
+from rlx.lir.kernels import EpilogueOperand, MatmulKernel, sum_name
+
+CHUNKS = 8  # k is cut into at most this many
+SMALLEST_CHUNK = 128  # a multiple of the depth of a tile
+C_TYPE = {
+    F64: "double", F32: "float", F16: "f16", BF16: "bf16", I64: "i64", I32: "i32", I16: "i16", I8: "i8", U32: "u32",
+    U8: "u8", BOOL: "bool",
+}  # fmt: skip
+
+
+def chunk_size(k: int) -> int:
+    """Products per chunk."""
+    return SMALLEST_CHUNK * max(1, -(-k // (SMALLEST_CHUNK * CHUNKS)))
+
+
+def chunk_count(k: int) -> int:
+    return max(1, -(-k // chunk_size(k)))
+
+
+def multiplied(kernel: MatmulKernel) -> DType:
+    """The type of the factors: that of the weights, to which 16-bit weights round a wider A; else that of A."""
+    return kernel.stored if kernel.stored is not None and kernel.dtype is F32 else kernel.dtype
+
+
+def on_tensor_cores(kernel: MatmulKernel) -> bool:
+    return multiplied(kernel).size == 2
+
+
+def preamble(kernel: MatmulKernel) -> str:
+    """Types, the parameter struct, the chunks of k, and `finish`, which stores an element of the result."""
+    operands = kernel.operands()
+    types = {o.name: o.dtype for o in kernel.epilogue_operands}
+    types |= {"a": kernel.dtype, "index": kernel.index}
+
+    def field(word: str) -> str:
+        if word not in operands:
+            return "i64"
+        kind = C_TYPE[types.get(word, kernel.stored or kernel.dtype)]
+        return f"{kind}*" if operands[word] else f"const {kind}*"
+
+    acc = C_TYPE[kernel.accumulator]
+    return f"""
+typedef {C_TYPE[kernel.dtype]} A;
+typedef {C_TYPE[kernel.stored or kernel.dtype]} B;
+typedef {acc} Acc;
+constexpr int WEIGHTS = {kernel.weights};
+constexpr bool TRANSPOSED = {str(kernel.transposed).lower()};
+constexpr i64 CHUNK_UNIT = {SMALLEST_CHUNK}, MOST_CHUNKS = {CHUNKS};
+{words_struct({word: field(word) for word in kernel.words})}
+INLINE int chunk_size(i64 k) {{
+  i64 count = (k + CHUNK_UNIT * MOST_CHUNKS - 1) / (CHUNK_UNIT * MOST_CHUNKS);
+  return (int)(CHUNK_UNIT * (count > 1 ? count : 1));
+}}
+INLINE i64 least(i64 a, i64 b) {{ return a < b ? a : b; }}
+INLINE const B* weights_of(const Words& w, int weight) {{ return {_weights(kernel)}; }}
+// Address of A[row][0] of a batch, and the step along k.
+INLINE const A* row_of(const Words& w, i64 b0, i64 b1, i64 row) {{
+  return w.a + b0 * w.a_batch0 + b1 * w.a_batch1 + row * (TRANSPOSED ? 1 : w.a_row);
+}}
+INLINE i64 step_of(const Words& w) {{ return TRANSPOSED ? w.a_row : 1; }}
+{_finish(kernel)}"""
+
+
+def _weights(kernel: MatmulKernel) -> str:
+    return "w.b" if kernel.weights == 1 else "weight ? w.b1 : w.b"
+
+
+def _address(operand: EpilogueOperand) -> str:
+    name = operand.name
+    column = " + column" if operand.columns else ""
+    return f"w.{name} + b0 * w.{name}_batch0 + b1 * w.{name}_batch1 + row * w.{name}_row{column}"
+
+
+def _finish(kernel: MatmulKernel) -> str:
+    """C of `finish`: the epilogue at (row, column), from the sums of all weights."""
+    acc = C_TYPE[kernel.accumulator]
+    sums = ", ".join(f"{acc} {sum_name(i)}" for i in range(2))
+    lines = [f"INLINE void finish(const Words& w, i64 b0, i64 b1, i64 row, i64 column, {sums}) {{"]
+    reads = [o for o in kernel.epilogue_operands if not o.written]
+    writes = [o for o in kernel.epilogue_operands if o.written]
+    values = ["acc"]
+    if kernel.epilogue is not None:
+        lines += [f"  const {C_TYPE[o.dtype]} {o.name} = *({_address(o)});" for o in reads]
+        for let in kernel.epilogue.lets:
+            lines.append(f"  const {C_TYPE[let.value.dtype]} {let.name} = {c_expression(let.value)};")
+        values = [c_expression(value) for value in kernel.epilogue.values]
+    for operand, value in zip(writes, values, strict=True):
+        lines.append(f"  store({_address(operand)}, {value});")
+    return "\n".join([*lines, "}"])
