@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from rlx.backends.cuda.kernel_plan import words_struct
-from rlx.backends.cuda.matmul.expressions import c_expression
-from rlx.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, U32, DType
+from rlx.backends.cuda.loops import operations
+from rlx.backends.cuda.loops.operations import MEMORY, VALUE
+from rlx.dtypes import F32, DType
+from rlx.errors import LowerError
 from rlx.lir.kernels import EpilogueOperand, MatmulKernel, sum_name
+from rlx.lir.loops import Apply, Choose, Const, Expr, Ref
 
 CHUNKS = 8  # k is cut into at most this many
 SMALLEST_CHUNK = 128  # a multiple of the depth of a tile
-C_TYPE = {
-    F64: "double", F32: "float", F16: "f16", BF16: "bf16", I64: "i64", I32: "i32", I16: "i16", I8: "i8", U32: "u32",
-    U8: "u8", BOOL: "bool",
-}  # fmt: skip
 
 
 def chunk_size(k: int) -> int:
@@ -42,21 +41,20 @@ def preamble(kernel: MatmulKernel) -> str:
     def field(word: str) -> str:
         if word not in operands:
             return "i64"
-        kind = C_TYPE[types.get(word, kernel.stored or kernel.dtype)]
+        kind = MEMORY[types.get(word, kernel.stored or kernel.dtype).name]
         return f"{kind}*" if operands[word] else f"const {kind}*"
 
-    acc = C_TYPE[kernel.accumulator]
     return f"""
-typedef {C_TYPE[kernel.dtype]} A;
-typedef {C_TYPE[kernel.stored or kernel.dtype]} B;
-typedef {acc} Acc;
+typedef {MEMORY[kernel.dtype.name]} A;
+typedef {MEMORY[(kernel.stored or kernel.dtype).name]} B;
+typedef {MEMORY[kernel.accumulator.name]} Acc;
 constexpr int WEIGHTS = {kernel.weights};
 constexpr bool TRANSPOSED = {str(kernel.transposed).lower()};
-constexpr i64 CHUNK_UNIT = {SMALLEST_CHUNK}, MOST_CHUNKS = {CHUNKS};
+constexpr int CHUNK_UNIT = {SMALLEST_CHUNK}, MOST_CHUNKS = {CHUNKS};
 {words_struct({word: field(word) for word in kernel.words})}
 INLINE int chunk_size(i64 k) {{
-  i64 count = (k + CHUNK_UNIT * MOST_CHUNKS - 1) / (CHUNK_UNIT * MOST_CHUNKS);
-  return (int)(CHUNK_UNIT * (count > 1 ? count : 1));
+  const int count = (u32)(k + CHUNK_UNIT * MOST_CHUNKS - 1) / (CHUNK_UNIT * MOST_CHUNKS);
+  return CHUNK_UNIT * (count > 1 ? count : 1);
 }}
 INLINE i64 least(i64 a, i64 b) {{ return a < b ? a : b; }}
 INLINE const B* weights_of(const Words& w, int weight) {{ return {_weights(kernel)}; }}
@@ -80,17 +78,36 @@ def _address(operand: EpilogueOperand) -> str:
 
 def _finish(kernel: MatmulKernel) -> str:
     """C of `finish`: the epilogue at (row, column), from the sums of all weights."""
-    acc = C_TYPE[kernel.accumulator]
-    sums = ", ".join(f"{acc} {sum_name(i)}" for i in range(2))
-    lines = [f"INLINE void finish(const Words& w, i64 b0, i64 b1, i64 row, i64 column, {sums}) {{"]
     reads = [o for o in kernel.epilogue_operands if not o.written]
     writes = [o for o in kernel.epilogue_operands if o.written]
-    values = ["acc"]
+    sums = ", ".join(f"Acc {sum_name(i)}" for i in range(2))
+    lines = [f"INLINE void finish(const Words& w, i64 b0, i64 b1, i64 row, i64 column, {sums}) {{"]
+    values: tuple[Expr, ...] = (Ref("acc", kernel.accumulator),)
     if kernel.epilogue is not None:
-        lines += [f"  const {C_TYPE[o.dtype]} {o.name} = *({_address(o)});" for o in reads]
+        lines += [f"  const {VALUE[o.dtype.name]} {o.name} = {_load(o)};" for o in reads]
         for let in kernel.epilogue.lets:
-            lines.append(f"  const {C_TYPE[let.value.dtype]} {let.name} = {c_expression(let.value)};")
-        values = [c_expression(value) for value in kernel.epilogue.values]
+            lines.append(f"  const {VALUE[let.value.dtype.name]} {let.name} = {c_text(let.value)};")
+        values = kernel.epilogue.values
     for operand, value in zip(writes, values, strict=True):
-        lines.append(f"  store({_address(operand)}, {value});")
+        lines.append(f"  *({_address(operand)}) = {operations.cast(c_text(value), value.dtype, operand.dtype)};")
     return "\n".join([*lines, "}"])
+
+
+def _load(operand: EpilogueOperand) -> str:
+    text = f"*({_address(operand)})"
+    return f"({text} != 0)" if operand.dtype.is_bool else text
+
+
+def c_text(expr: Expr) -> str:
+    """A value of an epilogue as C."""
+    match expr:
+        case Ref():
+            return expr.name
+        case Const():
+            return operations.constant(expr.value, expr.dtype)
+        case Choose():
+            return f"({c_text(expr.condition)} ? {c_text(expr.then)} : {c_text(expr.other)})"
+        case Apply():
+            kind = expr.args[1 if expr.op == "select" else 0].dtype
+            return operations.apply(expr.op, [c_text(a) for a in expr.args], kind, expr.dtype)
+    raise LowerError(f"cuda: an epilogue contains {type(expr).__name__}", hint="epilogues have no loads or loops")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlx.backends.cuda.matmul.common import C_TYPE, multiplied
+from rlx.backends.cuda.loops.operations import MEMORY
+from rlx.backends.cuda.matmul.common import multiplied
 from rlx.dtypes import BF16
 from rlx.lir.kernels import OUT_OF_RANGE, MatmulKernel
 
@@ -57,7 +58,7 @@ def fragment_types(kernel: MatmulKernel) -> str:
   if (group >= 0 && group < w.groups) return group;
   report(w.fault, (i32)w.launch, {OUT_OF_RANGE});"""
     return f"""
-typedef {C_TYPE[kind]} T;
+typedef {MEMORY[kind.name]} T;
 INLINE i64 group_of(const Words& w, i64 row) {{{group if kernel.grouped == "rows" else ""}
   return 0;
 }}

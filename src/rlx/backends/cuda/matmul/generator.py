@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlx.backends.cuda.kernel_plan import KernelPlan, Pass
+from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
 from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, on_tensor_cores
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
@@ -51,21 +51,25 @@ class MatmulGenerator:
         return plan_rows(kernel, words, target) or plan_tiles(kernel, words, target)
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
-        kernel = _matmul(kernel)
-        name, _, letters = variant.partition("_")
-        a, b, split, early = (letter in letters for letter in "abse")
-        if name.startswith("rows"):
-            return rows.source(kernel, variant, rows=int(name.removeprefix("rows")), early=early)
-        if name.startswith("tile"):
-            tile = TILES[name.removeprefix("tile")]
-            stages = tile.stages_in(target.shared_bytes)
-            return tiles.tile_source(kernel, variant, tile, stages=stages, a=a, b=b, split=split, early=early)
-        if name.startswith("narrow"):
-            return tiles.narrow_source(kernel, variant, of_b=name == "narrowb", a=a, b=b, split=split)
-        k_first = letters == "k"
-        if name.startswith("fmarows"):
-            return simt.rows_source(kernel, variant, tokens=int(name.removeprefix("fmarows")), k_first=k_first)
-        return simt.tile_source(kernel, variant, size=int(name.removeprefix("fma")), k_first=k_first)
+        text = _source(_matmul(kernel), variant, target)
+        return f"namespace {entry(kernel, variant)}_ {{\n{text}\n}}\n"  # variants of one unit define the same names
+
+
+def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
+    name, _, letters = variant.partition("_")
+    a, b, split, early = (letter in letters for letter in "abse")
+    if name.startswith("rows"):
+        return rows.source(kernel, variant, rows=int(name.removeprefix("rows")), early=early)
+    if name.startswith("tile"):
+        tile = TILES[name.removeprefix("tile")]
+        stages = tile.stages_in(target.shared_bytes)
+        return tiles.tile_source(kernel, variant, tile, stages=stages, a=a, b=b, split=split, early=early)
+    if name.startswith("narrow"):
+        return tiles.narrow_source(kernel, variant, of_b=name == "narrowb", a=a, b=b, split=split)
+    k_first = letters == "k"
+    if name.startswith("fmarows"):
+        return simt.rows_source(kernel, variant, tokens=int(name.removeprefix("fmarows")), k_first=k_first)
+    return simt.tile_source(kernel, variant, size=int(name.removeprefix("fma")), k_first=k_first)
 
 
 def _matmul(kernel: Kernel) -> MatmulKernel:

@@ -21,7 +21,7 @@ constexpr int TILE = 8 * ROWS / WEIGHTS;    // columns
 constexpr int SUMS = (ROWS + 1) / 2;        // mma accumulators
 
 // A row of the weights: row `r` of group `group` of a tile.
-INLINE i64 column_of(i64 tile, int group, int r) {
+INLINE i64 column_of(int tile, int group, int r) {
   return WEIGHTS == 2 ? tile * TILE + 8 * (group >> 1) + r : tile * TILE + 8 * group + r;
 }
 
@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant_
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
   const int k = (int)w.k, chunk = chunk_size(k), chunks = k > 0 ? (k + chunk - 1) / chunk : 1;
   const int part = warp % chunks, team = warp / chunks, teams = blockDim.x / (32 * chunks);
-  const i64 blocks = gridDim.x / (w.batch0 * w.batch1);             // per matrix
-  const i64 batch = blockIdx.x / blocks, b0 = batch / w.batch1, b1 = batch % w.batch1;
+  const u32 blocks = gridDim.x / (u32)(w.batch0 * w.batch1);        // per matrix
+  const u32 batch = blockIdx.x / blocks, b0 = batch / (u32)w.batch1, b1 = batch % (u32)w.batch1;
   const i64 first_row = GROUPED ? blockIdx.y : 0;
   const int m = GROUPED ? 1 : (int)w.m;
   const int pitch = (k + 63) / 64 * 64 + 32;                       // of a row of x, in elements
@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant_
   float* meeting = (float*)(shared + (i64)m * pitch * 2);          // [2][teams][chunks][ROWS][m][8]
   const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
   const int begin = part * chunk, depth = (int)least(chunk, k - begin), steps = (depth + 31) / 32;
-  const i64 tiles = (w.n + TILE - 1) / TILE, stride = blocks * teams;
-  i64 tile = blockIdx.x % blocks * teams + team;
+  const int tiles = (u32)(w.n + TILE - 1) / TILE, stride = blocks * teams;
+  int tile = blockIdx.x % blocks * teams + team;
   i64 group_offset = b0 * w.b_batch0 + b1 * w.b_batch1;
 
   const bool direct = w.b_k == 1 && k % 32 == 0 && w.b_n % 8 == 0 && w.b_batch0 % 8 == 0 && w.b_batch1 % 8 == 0
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant_
   uint4 f[STEPS][ROWS];
   const B* at[ROWS];
   // Addresses of this lane's rows in a tile; rows past the end repeat the last one and are not stored.
-  auto locate = [&](i64 t) {
+  auto locate = [&](int t) {
 #pragma unroll
     for (int g = 0; g < ROWS; g++)
       at[g] = weights_of(w, WEIGHTS == 2 ? g & 1 : 0) + group_offset + least(column_of(t, g, r), w.n - 1) * w.b_n + begin + 8 * c;
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant_
         acc += from[p * per_chunk];
         if (WEIGHTS == 2) acc1 += from[p * per_chunk + m * 8];
       }
-      const i64 n = tile * TILE + column;
+      const int n = tile * TILE + column;
       if (n < w.n) finish(w, b0, b1, first_row + token, n, acc, acc1);
     }
   }

@@ -24,13 +24,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant
   start_next();
   wait_for_inputs();
   const int tid = threadIdx.x, tn = tid % ACROSS, tm = tid / ACROSS;
-  const i64 tiles_m = (w.m + SIDE - 1) / SIDE, tiles_n = (w.n + COLUMNS - 1) / COLUMNS;
-  const i64 batch = blockIdx.x / (tiles_m * tiles_n), b0 = batch / w.batch1, b1 = batch % w.batch1;
-  const i64 tile = blockIdx.x % (tiles_m * tiles_n), row0 = tile % tiles_m * SIDE, column0 = tile / tiles_m * COLUMNS;
+  const u32 tiles_m = (u32)(w.m + SIDE - 1) / SIDE, tiles_n = (u32)(w.n + COLUMNS - 1) / COLUMNS;
+  const u32 batch = blockIdx.x / (tiles_m * tiles_n), b0 = batch / (u32)w.batch1, b1 = batch % (u32)w.batch1;
+  const u32 tile = blockIdx.x % (tiles_m * tiles_n);
+  const i64 row0 = tile % tiles_m * SIDE, column0 = tile / tiles_m * COLUMNS;
   const i64 rows = w.m - row0, columns = w.n - column0;
   i64 k0 = 0, depth = w.k;
   piece_of(w, b0, k0, depth);
-  const int chunk = chunk_size(w.k), turns = (int)((depth + DEPTH - 1) / DEPTH);
+  const int chunk = chunk_size(w.k), turns = (u32)(depth + DEPTH - 1) / DEPTH;
   const A* a = row_of(w, b0, b1, row0) + k0 * step_of(w);
   const i64 a_row = TRANSPOSED ? 1 : w.a_row, a_k = step_of(w);
   i64 group = 0, next = 0;
@@ -135,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int k = (int)w.k, chunk = chunk_size(k), chunks = k > 0 ? (k + chunk - 1) / chunk : 1;
   const int part = warp % chunks, team = warp / chunks, teams = blockDim.x / (32 * chunks);
-  const i64 blocks = gridDim.x / (w.batch0 * w.batch1);
-  const i64 batch = blockIdx.x / blocks, b0 = batch / w.batch1, b1 = batch % w.batch1;
+  const u32 blocks = gridDim.x / (u32)(w.batch0 * w.batch1);
+  const u32 batch = blockIdx.x / blocks, b0 = batch / (u32)w.batch1, b1 = batch % (u32)w.batch1;
   const i64 first_row = GROUPED ? blockIdx.y : 0;
   const int m = GROUPED ? 1 : (int)w.m, pitch = (k + 31) / 32 * 32;
   Acc* xs = (Acc*)shared;                                                    // [TOKENS][pitch]
@@ -154,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
   }
   __syncthreads();
   const int begin = part * chunk, depth = (int)least(chunk, k - begin);
-  const i64 tiles = (w.n + TILE - 1) / TILE;
+  const int tiles = (u32)(w.n + TILE - 1) / TILE;
   int turn = 0;
-  for (i64 tile = blockIdx.x % blocks * teams + team; tile < tiles; tile += blocks * teams) {
+  for (int tile = blockIdx.x % blocks * teams + team; tile < tiles; tile += blocks * teams) {
     Acc sums[WEIGHTS][TOKENS];
 #pragma unroll
     for (int which = 0; which < WEIGHTS; which++) {

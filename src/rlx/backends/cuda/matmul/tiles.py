@@ -115,13 +115,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   const int warp_n = warp % WARPS_N, warp_m = warp / WARPS_N;
 
   // Tiles in groups of 8 along the rows of A: blocks that run together share operands in the L2 cache.
-  const i64 tiles_m = (w.m + BM - 1) / BM, tiles_n = (w.n + COLUMNS - 1) / COLUMNS;
-  const i64 batch = blockIdx.x / (tiles_m * tiles_n), b0 = batch / w.batch1, b1 = batch % w.batch1;
-  const i64 tile = blockIdx.x % (tiles_m * tiles_n);
-  const i64 band = tile / (8 * tiles_n), height = least(8, tiles_m - band * 8), inside = tile % (8 * tiles_n);
+  const u32 tiles_m = (u32)(w.m + BM - 1) / BM, tiles_n = (u32)(w.n + COLUMNS - 1) / COLUMNS;
+  const u32 batch = blockIdx.x / (tiles_m * tiles_n), b0 = batch / (u32)w.batch1, b1 = batch % (u32)w.batch1;
+  const u32 tile = blockIdx.x % (tiles_m * tiles_n), band = tile / (8 * tiles_n), inside = tile % (8 * tiles_n);
+  const u32 height = tiles_m - band * 8 < 8 ? tiles_m - band * 8 : 8;
   const i64 row0 = (band * 8 + inside % height) * BM, column0 = inside / height * COLUMNS;
 
-  const i64 pitch = (w.k + 7) / 8 * 8;      // of operands in scratch memory
+  const i64 pitch = (u32)(w.k + 7) / 8 * 8;      // of operands in scratch memory
   const Scratch scratch = scratch_of(w, pitch);
   const T* a; i64 a_pitch;
   if (A_IN_SCRATCH) {
@@ -143,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   i64 k0 = 0, depth = w.k;
   if (BY_DEPTH) wait_for_inputs();
   if (BY_DEPTH) piece_of(w, b0, k0, depth);
-  const int chunks = (int)((depth + chunk - 1) / chunk);
-  const int share = (chunks + (int)gridDim.y - 1) / (int)gridDim.y;   // chunks per block
+  const int chunks = (u32)(depth + chunk - 1) / (u32)chunk;
+  const int share = (chunks + gridDim.y - 1) / gridDim.y;   // chunks per block
   const int chunk0 = SPLIT ? blockIdx.y * share : 0, chunk1 = SPLIT ? (int)least(chunk0 + share, chunks) : chunks;
   const i64 begin = (i64)chunk0 * chunk, end = least((i64)chunk1 * chunk, depth);
   const int turns = end > begin ? (int)((end - begin + DEPTH - 1) / DEPTH) : 0;
@@ -345,27 +345,31 @@ NARROW = r"""
 extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Words w) {
   start_next();
   wait_for_inputs();
-  const i64 pitch = (w.k + 7) / 8 * 8, eights = pitch / 8;
+  const u32 eights = (u32)(w.k + 7) / 8;
+  const i64 pitch = 8 * eights;
   const Scratch scratch = scratch_of(w, pitch);
-  const i64 outer = OF_B ? (w.b_batch0 ? MATRICES : 1) : (w.a_batch0 ? w.batch0 : 1);
-  const i64 inner = (OF_B ? w.b_batch1 : w.a_batch1) ? w.batch1 : 1;
-  const i64 rows = OF_B ? w.n : w.m, count = (OF_B ? WEIGHTS : 1) * outer * inner * rows * eights;
+  const u32 outer = OF_B ? (w.b_batch0 ? MATRICES : 1) : (w.a_batch0 ? w.batch0 : 1);
+  const u32 inner = (OF_B ? w.b_batch1 : w.a_batch1) ? w.batch1 : 1;
+  const u32 rows = OF_B ? w.n : w.m, count = (OF_B ? WEIGHTS : 1) * outer * inner * rows;
   const i64 along = OF_B ? w.b_k : step_of(w);
-  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {
-    // Neighbours read neighbours: along k if that is contiguous, else along rows.
-    const i64 block = i / (rows * eights), rest = i % (rows * eights);
-    const i64 row = along == 1 ? rest / eights : rest % rows, at = 8 * (along == 1 ? rest % eights : rest / rows);
-    const i64 b1 = block % inner, b0 = block / inner % outer;
-    const bool whole = along == 1 && w.k % 8 == 0;
+  // A block takes rows, or eights of k: neighbours read neighbours, along k if that is contiguous, else along rows.
+  const u32 lines = along == 1 ? count : count / rows * eights, width = along == 1 ? eights : rows;
+  const u32 step = blockDim.x < width ? blockDim.x : width, at_once = blockDim.x / step;
+  for (u32 line = blockIdx.x * at_once + threadIdx.x / step; line < lines; line += gridDim.x * at_once)
+  for (u32 i = threadIdx.x % step; i < width && threadIdx.x < step * at_once; i += step) {
+    const u32 block = line / (along == 1 ? rows : eights), row = along == 1 ? line % rows : i;
+    const i64 at = 8 * (along == 1 ? i : line % eights);
+    const u32 b1 = block % inner, b0 = block / inner % outer;
+    const bool whole = along == 1;
     uint4 v;
     if (OF_B) {
-      const B* from = weights_of(w, (int)(block / (inner * outer))) + b0 * w.b_batch0 + b1 * w.b_batch1 + row * w.b_n + at * w.b_k;
+      const B* from = weights_of(w, block / (inner * outer)) + b0 * w.b_batch0 + b1 * w.b_batch1 + row * w.b_n + at * w.b_k;
       v = eight(from, along, w.k - at, whole && ((u64)from & 15) == 0);
     } else {
       const A* from = row_of(w, b0, b1, row) + at * along;
       v = eight(from, along, w.k - at, whole && ((u64)from & 15) == 0);
     }
-    *(uint4*)((OF_B ? scratch.b : scratch.a) + (block * rows + row) * pitch + at) = v;
+    *(uint4*)((OF_B ? scratch.b : scratch.a) + ((i64)block * rows + row) * pitch + at) = v;
   }
 }
 """
