@@ -7,7 +7,7 @@ from rlx.backends.cuda.loops import operations
 from rlx.backends.cuda.loops.operations import MEMORY, VALUE
 from rlx.dtypes import F32, DType
 from rlx.errors import LowerError
-from rlx.lir.kernels import EpilogueOperand, MatmulKernel, sum_name
+from rlx.lir.kernels import OUT_OF_RANGE, EpilogueOperand, MatmulKernel, sum_name
 from rlx.lir.loops import Apply, Choose, Const, Expr, Ref
 
 CHUNKS = 8  # k is cut into at most this many
@@ -49,7 +49,7 @@ typedef {MEMORY[kernel.dtype.name]} A;
 typedef {MEMORY[(kernel.stored or kernel.dtype).name]} B;
 typedef {MEMORY[kernel.accumulator.name]} Acc;
 constexpr int WEIGHTS = {kernel.weights};
-constexpr bool TRANSPOSED = {str(kernel.transposed).lower()};
+constexpr bool TRANSPOSED = {flag(kernel.transposed)};
 constexpr int CHUNK_UNIT = {SMALLEST_CHUNK}, MOST_CHUNKS = {CHUNKS};
 {words_struct({word: field(word) for word in kernel.words})}
 INLINE int chunk_size(i64 k) {{
@@ -63,7 +63,31 @@ INLINE const A* row_of(const Words& w, i64 b0, i64 b1, i64 row) {{
   return w.a + b0 * w.a_batch0 + b1 * w.a_batch1 + row * (TRANSPOSED ? 1 : w.a_row);
 }}
 INLINE i64 step_of(const Words& w) {{ return TRANSPOSED ? w.a_row : 1; }}
-{_finish(kernel)}"""
+{_groups(kernel)}{_finish(kernel)}
+"""
+
+
+def _groups(kernel: MatmulKernel) -> str:
+    """C of the matrix that a row selects, and of the piece of k that a result sums over."""
+    group = f"""
+  const i64 group = (i64)w.index[row];
+  if (group >= 0 && group < w.groups) return group;
+  report(w.fault, (i32)w.launch, {OUT_OF_RANGE});"""
+    piece = "start = (i64)w.index[result]; count = (i64)w.index[result + 1] - start;"
+    rows, depth = kernel.grouped == "rows", kernel.grouped == "depth"
+    return f"""
+constexpr bool GROUPED = {flag(rows)}, BY_DEPTH = {flag(depth)};
+INLINE i64 groups_of(const Words& w) {{ return {"w.groups" if rows else "w.batch0"}; }}
+INLINE i64 group_of(const Words& w, i64 row) {{{group if rows else ""}
+  return 0;
+}}
+INLINE void piece_of(const Words& w, i64 result, i64& start, i64& count) {{ {piece if depth else ""} }}
+"""
+
+
+def flag(value: bool) -> str:
+    """A C constant."""
+    return str(value).lower()
 
 
 def _weights(kernel: MatmulKernel) -> str:

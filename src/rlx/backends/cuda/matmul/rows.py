@@ -9,8 +9,8 @@ k, step 0 multiplies k % 8 < 4 and step 1 the others, here and in the tiles. The
 from __future__ import annotations
 
 from rlx.backends.cuda.kernel_plan import entry
-from rlx.backends.cuda.matmul.common import preamble
-from rlx.backends.cuda.matmul.fragments import FRAGMENTS, fragment_types
+from rlx.backends.cuda.matmul.common import flag, preamble
+from rlx.backends.cuda.matmul.fragments import fragments
 from rlx.lir.kernels import MatmulKernel
 
 LOADS = 16  # of 16 bytes in flight per lane
@@ -153,10 +153,10 @@ def source(kernel: MatmulKernel, variant: str, *, rows: int, early: bool) -> str
     """CUDA C; `rows` of the weights in eights per warp; `early`: weights are read before earlier launches have ended."""
     constants = f"""
 constexpr int ROWS = {rows // 8}, LOADS = {LOADS};
-constexpr bool EARLY = {str(early).lower()}, GROUPED = {str(kernel.grouped == "rows").lower()};
+constexpr bool EARLY = {flag(early)};
 """
     text = KERNEL.replace("NAME", entry(kernel, variant))
-    return preamble(kernel) + fragment_types(kernel) + FRAGMENTS + constants + text
+    return preamble(kernel) + fragments(kernel) + constants + text
 
 
 def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int) -> int:

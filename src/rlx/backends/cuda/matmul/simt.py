@@ -7,9 +7,10 @@ weights that are contiguous along k pass through shared memory, so that lanes re
 from __future__ import annotations
 
 from rlx.backends.cuda.kernel_plan import entry
-from rlx.backends.cuda.matmul.common import preamble
+from rlx.backends.cuda.matmul.common import flag, preamble
+from rlx.backends.cuda.matmul.instructions import instructions
 from rlx.dtypes import F64
-from rlx.lir.kernels import OUT_OF_RANGE, MatmulKernel
+from rlx.lir.kernels import MatmulKernel
 
 ROW_COLUMNS = 32  # columns per warp of `rows`
 
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant
   };
   do {
     if (GROUPED) {
-      i64 smallest = w_groups(w);
+      i64 smallest = groups_of(w);
       for (int i = tid & 31; i < SIDE && i < rows; i += 32) {
         const i64 g = group_of(w, row0 + i);
         if (g >= next && g < smallest) smallest = g;
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant
         smallest = other < smallest ? other : smallest;
       }
       group = smallest;
-      if (group >= w_groups(w)) break;
+      if (group >= groups_of(w)) break;
       next = group + 1;
     }
     Acc sums[EACH][EACH], total[EACH][EACH];
@@ -201,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
     for (int which = 0; which < WEIGHTS; which++)
 #pragma unroll
       for (int t = 0; t < TOKENS; t++) here[part * per_chunk + (which * TOKENS + t) * TILE + lane] = sums[which][t];
-    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "r"(32 * chunks) : "memory");
+    team_barrier(team + 1, 32 * chunks);
     for (int i = part * 32 + lane; i < m * TILE; i += 32 * chunks) {
       const i64 n = tile * TILE + i % TILE;
       Acc acc = 0, acc1 = 0;
@@ -216,26 +217,11 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
 """
 
 
-def _flag(value: bool) -> str:
-    return str(value).lower()
-
-
 def _head(kernel: MatmulKernel, k_first: bool) -> str:
-    rows, depth = kernel.grouped == "rows", kernel.grouped == "depth"
-    group = f"""
-  const i64 group = (i64)w.index[row];
-  if (group >= 0 && group < w.groups) return group;
-  report(w.fault, (i32)w.launch, {OUT_OF_RANGE});"""
-    piece = "start = (i64)w.index[group]; count = (i64)w.index[group + 1] - start;"
-    return f"""{preamble(kernel)}
-constexpr bool GROUPED = {_flag(rows)}, K_FIRST = {_flag(k_first)};
+    return f"""{preamble(kernel)}{instructions(kernel.dtype)}
+constexpr bool K_FIRST = {flag(k_first)};
 INLINE float fused(float a, float b, float c) {{ return fmaf(a, b, c); }}
 INLINE double fused(double a, double b, double c) {{ return fma(a, b, c); }}
-INLINE i64 w_groups(const Words& w) {{ return {"w.groups" if rows else "0"}; }}
-INLINE i64 group_of(const Words& w, i64 row) {{{group if rows else ""}
-  return 0;
-}}
-INLINE void piece_of(const Words& w, i64 group, i64& start, i64& count) {{ {piece if depth else ""} }}
 """
 
 

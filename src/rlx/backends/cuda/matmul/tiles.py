@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import entry
-from rlx.backends.cuda.matmul.common import CHUNKS, preamble
-from rlx.backends.cuda.matmul.fragments import FRAGMENTS, fragment_types
+from rlx.backends.cuda.matmul.common import CHUNKS, flag, preamble
+from rlx.backends.cuda.matmul.fragments import fragments
 from rlx.lir.kernels import MatmulKernel
 
 DEPTH = 64  # k per stage
@@ -69,18 +69,6 @@ KERNEL = r"""
 constexpr int DEPTH = 64, THREADS = 32 * WARPS_N * WARPS_M, MI = BN / WARPS_N / 16, NI = BM / WARPS_M / 8;
 constexpr int COLUMNS = BN / WEIGHTS, PITCH = BN + 4, STAGE = (BN + BM) * DEPTH;
 
-INLINE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-INLINE void copy16(u32 to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-}
-INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> INLINE void await() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-INLINE uint4 read16(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-  return v;
-}
-
 // Copies `ROWS` rows of a stage to shared memory: 16 bytes per thread and turn. Row i is at from + i * pitch; rows from
 // `rows` on and k from `depth` on are zero.
 template <int ROWS, int TURN, class S>
@@ -104,7 +92,7 @@ INLINE void copy_rows(u32 to, const S* from, i64 pitch, i64 rows, i64 depth, boo
       const int taken = (row >> 4) * TURN + (TURN == 16 ? row & 15 : row & 7);
       const u32 at = to + row * 128 + ((eighth ^ (row & 1) << 2) << 4);
       const uint4 v = eight(from + taken * pitch + 8 * eighth, 1, taken < rows ? left : 0, false);
-      asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+      write16(at, v);
     }
   }
 }
@@ -174,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
     if (first) { start_next(); if (!BY_DEPTH) wait_for_inputs(); }
     if (GROUPED) {
       // The smallest matrix from `next` on among the rows of this block.
-      i64 smallest = w_groups(w);
+      i64 smallest = groups_of(w);
       for (int i = lane; i < BM && i < rows; i += 32) {
         const i64 g = group_of(w, row0 + i);
         if (g >= next && g < smallest) smallest = g;
@@ -184,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
         smallest = other < smallest ? other : smallest;
       }
       group = smallest;
-      if (group >= w_groups(w)) break;
+      if (group >= groups_of(w)) break;
       next = group + 1;
     }
 #pragma unroll
@@ -326,7 +314,7 @@ struct Scratch { u32* counters; T* a; T* b; i64 b_size; float* sums; };
 INLINE i64 rounded_up(i64 bytes) { return (bytes + 255) / 256 * 256; }
 INLINE Scratch scratch_of(const Words& w, i64 pitch) {
   const i64 lefts = (w.a_batch0 ? w.batch0 : 1) * (w.a_batch1 ? w.batch1 : 1);
-  const i64 matrices = (w.b_batch0 ? MATRICES : 1) * (w.b_batch1 ? w.batch1 : 1);
+  const i64 matrices = (w.b_batch0 ? groups_of(w) : 1) * (w.b_batch1 ? w.batch1 : 1);
   u8* at = w.scratch + (SPLIT ? COUNTERS : 0);
   Scratch s;
   s.counters = (u32*)w.scratch;
@@ -348,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
   const u32 eights = (u32)(w.k + 7) / 8;
   const i64 pitch = 8 * eights;
   const Scratch scratch = scratch_of(w, pitch);
-  const u32 outer = OF_B ? (w.b_batch0 ? MATRICES : 1) : (w.a_batch0 ? w.batch0 : 1);
+  const u32 outer = OF_B ? (w.b_batch0 ? groups_of(w) : 1) : (w.a_batch0 ? w.batch0 : 1);
   const u32 inner = (OF_B ? w.b_batch1 : w.a_batch1) ? w.batch1 : 1;
   const u32 rows = OF_B ? w.n : w.m, count = (OF_B ? WEIGHTS : 1) * outer * inner * rows;
   const i64 along = OF_B ? w.b_k : step_of(w);
@@ -375,22 +363,10 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
 """
 
 
-def _flag(value: bool) -> str:
-    return str(value).lower()
-
-
-def _constants(kernel: MatmulKernel, *, a: bool, b: bool, split: bool) -> str:
-    rows = kernel.grouped == "rows"
+def _constants(*, a: bool, b: bool, split: bool) -> str:
     return f"""
-constexpr bool A_IN_SCRATCH = {_flag(a)}, B_IN_SCRATCH = {_flag(b)}, SPLIT = {_flag(split)};
-constexpr bool GROUPED = {_flag(rows)}, BY_DEPTH = {_flag(kernel.grouped == "depth")};
+constexpr bool A_IN_SCRATCH = {flag(a)}, B_IN_SCRATCH = {flag(b)}, SPLIT = {flag(split)};
 constexpr i64 COUNTERS = {COUNTERS};
-#undef MATRICES
-#define MATRICES w.{"groups" if rows else "batch0"}
-INLINE i64 w_groups(const Words& w) {{ return {"w.groups" if rows else "0"}; }}
-INLINE void piece_of(const Words& w, i64 group, i64& start, i64& count) {{
-  {"start = (i64)w.index[group]; count = (i64)w.index[group + 1] - start;" if kernel.grouped == "depth" else ""}
-}}
 """
 
 
@@ -402,11 +378,11 @@ def tile_source(
     constants = f"""
 constexpr int BN = {tile.columns}, BM = {tile.rows}, WARPS_N = {tile.warps[0]}, WARPS_M = {tile.warps[1]};
 constexpr int STAGES = {stages}, BLOCKS = {blocks};
-constexpr bool EARLY = {_flag(early)};
+constexpr bool EARLY = {flag(early)};
 """
     splitting = SPLITTING if split else WITHOUT_SPLITTING
     text = KERNEL.replace("NAME", entry(kernel, variant))
-    head = preamble(kernel) + fragment_types(kernel) + FRAGMENTS + _constants(kernel, a=a, b=b, split=split)
+    head = preamble(kernel) + fragments(kernel) + _constants(a=a, b=b, split=split)
     return head + constants + SCRATCH + splitting + text
 
 
@@ -418,8 +394,8 @@ INLINE bool is_last(const Scratch&) { return true; }
 
 
 def narrow_source(kernel: MatmulKernel, variant: str, *, of_b: bool, a: bool, b: bool, split: bool) -> str:
-    head = preamble(kernel) + fragment_types(kernel) + FRAGMENTS + _constants(kernel, a=a, b=b, split=split)
-    return f"{head}{SCRATCH}constexpr bool OF_B = {_flag(of_b)};\n{NARROW.replace('NAME', entry(kernel, variant))}"
+    head = preamble(kernel) + fragments(kernel) + _constants(a=a, b=b, split=split)
+    return f"{head}{SCRATCH}constexpr bool OF_B = {flag(of_b)};\n{NARROW.replace('NAME', entry(kernel, variant))}"
 
 
 def _rounded_up(size: int) -> int:
