@@ -15,6 +15,7 @@ from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import Kernel
 
 EXTRA_WORDS = ("scratch", "fault", "launch")  # after the words of the kernel
+NEVER_WRITTEN = 2  # for `plan`: the word of an operand that no launch of the program writes, such as a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Generator(Protocol):
     """Writes CUDA C for one kind of LIR kernel."""
 
     def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
-        """Decides how to run a launch. `words` has all sizes by name, and 1 for each operand that is present."""
+        """Decides how to run a launch. `words` has all sizes by name, and for each operand 1 or `NEVER_WRITTEN`."""
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         """CUDA C of a variant, after `PRELUDE`: an `extern "C" __global__` function called `entry(kernel, variant)`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
+from rlx.backends.cuda.kernel_plan import NEVER_WRITTEN, KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
 from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, on_tensor_cores
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
@@ -21,7 +21,6 @@ from rlx.lir.kernels import Kernel, MatmulKernel, weight_name
 FEW_ROWS = 8  # rows of A up to which the `rows` variants run
 FEW_GROUPED = 64  # the same for grouped rows, each of which is a product of its own
 NARROW_THREADS = 256
-NEVER_WRITTEN = 2  # value of an operand's word in `plan` if no launch of the program writes it
 # Seconds, bytes and products on which the choice of tiles rests; only ratios matter.
 LINE_RATE = 40e9  # bytes per second that a processor takes from the L2 cache
 TILE_RATE = {"128x128": 1.5e12, "128x64": 1.4e12, "64x128": 1.4e12, "64x64": 1.2e12}  # products per second
