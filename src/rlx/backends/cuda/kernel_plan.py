@@ -42,8 +42,8 @@ class Generator(Protocol):
     def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
         """Decides how to run a launch.
 
-        `words` has all sizes by name, and for each operand that is present the number of its buffer, from 1: operands
-        of one buffer may share memory.
+        `words` has all sizes by name, and for each operand that is present the number of its buffer, from 1, negative
+        if no launch of the program writes it, such as a weight. Operands of one buffer may share memory.
         """
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:

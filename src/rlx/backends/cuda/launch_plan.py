@@ -16,7 +16,7 @@ from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Check, LoopKernel, statements
-from rlx.lir.program import Launch, Program
+from rlx.lir.program import CONST, WEIGHT, Launch, Program
 from rlx.lir.views import View, offset_steps
 from rlx.types import Size, evaluate
 
@@ -49,12 +49,15 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
     """Plans every launch of a program."""
     symbols = program.loop_symbols()
     start = dict(sizes) | dict.fromkeys(symbols, 0)
-    return [_planned(i, launch, start, symbols, target) for i, launch in enumerate(program.launches)]
+    fixed = {name for name, buffer in program.buffers.items() if buffer.kind in (WEIGHT, CONST)}
+    fixed -= {view.buffer for launch in program.launches for view in launch.views(written=True)}
+    return [_planned(i, launch, start, symbols, fixed, target) for i, launch in enumerate(program.launches)]
 
 
 def _planned(
-    number: int, launch: Launch, sizes: Mapping[str, int], symbols: Iterable[str], target: CudaTarget
+    number: int, launch: Launch, sizes: Mapping[str, int], symbols: Iterable[str], fixed: set[str], target: CudaTarget
 ) -> PlannedLaunch:
+    """`fixed`: buffers that no launch of the program writes."""
     kernel = launch.kernel
     words = np.zeros(len(kernel.words) + len(EXTRA_WORDS), np.int64)
     operands: list[tuple[int, str]] = []
@@ -67,7 +70,8 @@ def _planned(
         if isinstance(word, View):
             operands.append((i, word.buffer))
             words[i] = evaluate(word.offset, sizes) * word.dtype.size
-            known[name] = buffers.setdefault(word.buffer, len(buffers) + 1)
+            buffer = buffers.setdefault(word.buffer, len(buffers) + 1)
+            known[name] = -buffer if word.buffer in fixed else buffer
             for symbol, step in offset_steps(word.offset, symbols).items():
                 change = steps.setdefault(symbol, np.zeros_like(words))
                 change[i] = evaluate(step, sizes) * word.dtype.size
