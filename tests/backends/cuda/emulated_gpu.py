@@ -7,10 +7,9 @@ that put products into the same slots are equal bit by bit here too. Copies in t
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +161,15 @@ INLINE u32 pair(float a, float b) { T x, y; store(&x, a); store(&y, b); return p
 
 
 class Emulated:
-    """Variants of a kernel, compiled for the host on first use."""
+    """A kernel on the host. Its variants are compiled when a plan first needs them."""
 
     def __init__(self, kernel: MatmulKernel, folder: Path, target: CudaTarget = SM_90) -> None:
         self.kernel, self.folder, self.target = kernel, folder, target
-        self.libraries: dict[str, Any] = {}
+        self.functions: dict[str, Any] = {}
 
     def launch(self, plan: KernelPlan, words: Mapping[str, Any]) -> int:
         """Runs the passes of a plan; arrays give their addresses. Returns the fault code."""
+        self.compile(plan)
         scratch = np.full(plan.scratch + 256, 0xFF, np.uint8)  # NaN: nothing reads what nobody wrote
         scratch = scratch[-scratch.ctypes.data % 256 :]
         scratch[: plan.zeroed] = 0
@@ -178,37 +178,32 @@ class Emulated:
         block = np.array([*values, scratch.ctypes.data, fault.ctypes.data, 0], np.int64)
         for one in plan.passes:
             grid = np.array(one.grid, np.uint32)
-            self._library(one.variant).run_kernel(
+            self.functions[one.variant](
                 block.ctypes.data_as(ctypes.c_void_p), grid.ctypes.data_as(ctypes.c_void_p),
                 ctypes.c_uint32(one.threads), ctypes.c_int64(one.shared),
             )  # fmt: skip
         assert not scratch[: plan.zeroed].any()
         return int(fault[1])
 
-    def _library(self, variant: str) -> Any:
-        if variant not in self.libraries:
-            self.libraries[variant] = ctypes.CDLL(str(self._compile(variant)))
-        return self.libraries[variant]
+    def compile(self, *plans: KernelPlan) -> None:
+        """Compiles what these plans need and is missing, in one go."""
+        variants = {one.variant: None for plan in plans for one in plan.passes if one.variant not in self.functions}
+        if not variants:
+            return
+        path = self.folder / f"{entry(self.kernel, '_'.join(variants))[:200]}.so"
+        source = path.with_suffix(".cpp")
+        source.write_text(HEADER + "\n".join(map(self._text, variants)))
+        command = ["g++", "-O1", "-w", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off", "-o", path, source]
+        subprocess.run([str(word) for word in command], check=True, capture_output=True)
+        library = ctypes.CDLL(str(path))
+        self.functions |= {variant: getattr(library, f"run_{variant}") for variant in variants}
 
-    def _compile(self, variant: str) -> Path:
-        name = entry(self.kernel, variant)
-        kind = multiplied(self.kernel)
+    def _text(self, variant: str) -> str:
+        name, kind = entry(self.kernel, variant), multiplied(self.kernel)
         text = MatmulGenerator().source(self.kernel, variant, self.target)
         text = text.replace(instructions(kind), OF_TYPE if kind.size == 2 else "")
         text = text.replace("extern __shared__ __align__(128) u8 shared[];", "u8* shared = shared_memory;")
         assert "asm" not in text
-        call = f"static void call(const void* w) {{ {name}_::{name}(*(const {name}_::Words*)w); }}"
-        export = 'extern "C" void run_kernel(const void* w, const u32* g, u32 t, i64 s) { run(call, w, g, t, s); }'
-        source = f"{HEADER}\n{text}\n{call}\n{export}\n"
-        digest = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
-        path = self.folder / f"{digest}.so"
-        if not path.exists():
-            (self.folder / f"{digest}.cpp").write_text(source)
-            command = ["g++", "-O1", "-w", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off", "-o", path]
-            subprocess.run([*map(str, command), str(self.folder / f"{digest}.cpp")], check=True, capture_output=True)
-        return path
-
-
-def strides(view: Any) -> Sequence[int]:
-    """Strides of an array in elements."""
-    return [s // view.itemsize for s in view.strides]
+        call = f"static void call_{variant}(const void* w) {{ {name}_::{name}(*(const {name}_::Words*)w); }}"
+        signature = f'extern "C" void run_{variant}(const void* w, const u32* g, u32 t, i64 s)'
+        return f"{text}\n{call}\n{signature} {{ run(call_{variant}, w, g, t, s); }}\n"
