@@ -10,7 +10,7 @@ from rlx.errors import LowerError
 from rlx.lir.kernels import Kernel
 
 WHERE = {
-    "loops": "rlx.backends.cuda.loops.generator:LoopGenerator",
+    "loops": "rlx.backends.cuda.loops.generator:LoopsGenerator",
     "matmul": "rlx.backends.cuda.matmul.generator:MatmulGenerator",
     "attention": "rlx.backends.cuda.attention.generator:AttentionGenerator",
     "attention_grad": "rlx.backends.cuda.attention.gradient:AttentionGradGenerator",

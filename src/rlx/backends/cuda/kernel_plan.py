@@ -15,7 +15,6 @@ from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import Kernel
 
 EXTRA_WORDS = ("scratch", "fault", "launch")  # after the words of the kernel
-NEVER_WRITTEN = 2  # for `plan`: the word of an operand that no launch of the program writes, such as a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,11 @@ class Generator(Protocol):
     """Writes CUDA C for one kind of LIR kernel."""
 
     def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
-        """Decides how to run a launch. `words` has all sizes by name, and for each operand 1 or `NEVER_WRITTEN`."""
+        """Decides how to run a launch.
+
+        `words` has all sizes by name, and for each operand that is present the number of its buffer, from 1, negative
+        if no launch of the program writes it, such as a weight. Operands of one buffer may share memory.
+        """
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         """CUDA C of a variant, after `PRELUDE`: an `extern "C" __global__` function called `entry(kernel, variant)`."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.backends.cuda.generators import generator
-from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, NEVER_WRITTEN, KernelPlan, entry
+from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Check, LoopKernel, statements
@@ -63,13 +63,15 @@ def _planned(
     operands: list[tuple[int, str]] = []
     steps: dict[str, Array] = {}
     known: dict[str, int] = {}
+    buffers: dict[str, int] = {}  # numbered from 1
     for i, (name, word) in enumerate(zip(kernel.words, launch.words, strict=True)):
         if word is None:
             continue
         if isinstance(word, View):
             operands.append((i, word.buffer))
             words[i] = evaluate(word.offset, sizes) * word.dtype.size
-            known[name] = NEVER_WRITTEN if word.buffer in fixed else 1
+            buffer = buffers.setdefault(word.buffer, len(buffers) + 1)
+            known[name] = -buffer if word.buffer in fixed else buffer
             for symbol, step in offset_steps(word.offset, symbols).items():
                 change = steps.setdefault(symbol, np.zeros_like(words))
                 change[i] = evaluate(step, sizes) * word.dtype.size

@@ -7,6 +7,10 @@ source also compiles on a host (`RLX_HOST`).
 from __future__ import annotations
 
 SCALARS = r"""
+#ifndef RLX_HOST
+#pragma nv_diag_suppress 177, 186  // generated code has names without uses, and checks whether unsigned integers are below 0
+#endif
+
 // -- integers: quotients round down (`floor_*`) or have non-negative operands; a zero divisor gives 0 --
 INLINE i32 quot(i32 a, i32 b) { return b == 0 ? 0 : (i32)((u32)a / (u32)b); }
 INLINE i32 rem(i32 a, i32 b) { return b == 0 ? 0 : (i32)((u32)a % (u32)b); }
@@ -85,7 +89,7 @@ INLINE i32 nearest(float x) { return __float2int_rn(x); }
 INLINE i64 nearest(double x) { return __double2ll_rn(x); }
 
 // -- packs: neighbouring elements in accesses of up to 16 bytes where the address allows --
-constexpr int pack_alignment(int bytes) { return bytes < 16 ? bytes : 16; }
+__device__ constexpr int pack_alignment(int bytes) { return bytes < 16 ? bytes : 16; }
 template <int N, typename T> struct alignas(pack_alignment(N * (int)sizeof(T))) Pack { T v[N]; };
 template <int N, typename T> INLINE bool is_aligned(const T* at) {
   return ((u64)at & (pack_alignment(N * (int)sizeof(T)) - 1)) == 0;

@@ -25,6 +25,7 @@ from rlx.backends.cuda.loops.structure import (
     outer_reductions,
     reduction_packing,
     values,
+    weight,
 )
 from rlx.dtypes import BOOL, I32, I64, DType
 from rlx.errors import LowerError
@@ -56,6 +57,7 @@ from rlx.lir.loops import (
 
 BLOCK = 256  # threads of a block that runs several units, or chunks
 WARP = 32
+LIGHT = 24  # operations of a body that is worth unrolling
 LONGEST_TEXT = 240  # of an expression, before it gets a name of its own
 
 
@@ -115,6 +117,7 @@ class Emitter:
     memo: dict[int, str] = field(default_factory=dict)  # C names of expressions, by id
     scope: _Scope = field(default_factory=lambda: _Scope(shared=True))
     pending: Effects = field(default_factory=Effects)  # of shared code since threads last synchronised
+    conditions: set[str] = field(default_factory=set)  # C names of lets that are 0 or 1
     tables: dict[Table, str] = field(default_factory=dict)
     slots: int = 0  # of partial results in shared memory
     count: int = 0
@@ -146,11 +149,10 @@ class Emitter:
         self.line("start_next();")
         for param in self.kernel.params:
             kind = MEMORY[param.dtype.name]
-            restrict = " __restrict__" if self.variant.distinct else ""
             const = "" if param.written else "const "
-            self.line(f"{const}{kind}*{restrict} const p_{param.name} = w.{_field(param.name)};")
+            self.line(f"{const}{kind}* const p_{param.name} = w.{_field(param.name)};")
+        kind = self.index_type(True)
         for name in self.kernel.args:
-            kind = self.index_type(True)
             self.line(f"const {kind} a_{name} = ({kind})w.{_field(name)};")
 
     def chunk(self) -> None:
@@ -304,6 +306,8 @@ class Emitter:
         name = self.fresh(let.name)
         self.line(f"const {self.type_of(let.value)} {name} = {text};")
         self.bind(let.name, name, index)
+        if isinstance(let.value, Apply) and let.value.op == "cast" and let.value.args[0].dtype is BOOL:
+            self.conditions.add(name)
 
     def lead(self) -> str:
         """A condition that holds in one thread of shared code."""
@@ -319,18 +323,24 @@ class Emitter:
     def serial_loop(self, loop: For) -> None:
         """A loop in which every thread runs all iterations."""
         kind, extent = self.extent_type(loop.extent), self.extent(loop.extent)
-        index = self.fresh(loop.index)
+        index, once = self.fresh(loop.index), extent in self.conditions
         touched = effects(loop) if self.scope.shared else Effects()
         repeats = touched.conflicts(touched, distinct=self.variant.distinct)
         if self.pending.conflicts(touched, distinct=self.variant.distinct):
             self.synchronise()
         before = self.pending  # still holds afterwards if there are no iterations
-        with self.block(f"for ({kind} {index} = 0; {index} < {extent}; {index}++)"):
+        if once:
+            head, index = f"if ({extent})", "0"
+        else:
+            head = f"for ({kind} {index} = 0; {index} < {extent}; {index}++)"
+            if self.scope.shared or weight(*loop.body) > LIGHT:
+                self.line("#pragma unroll 1")
+        with self.block(head):
             self.bind(loop.index, index, self.is_extent_index(loop.extent))
             self.body(loop.body)
-            if repeats:
+            if repeats and not once:
                 self.synchronise()  # the next iteration, or what follows, may touch the same memory
-        self.pending = before if repeats else before | touched
+        self.pending = before if repeats and not once else before | touched
 
     def split_loop(self, loop: For, *, tail: bool = False) -> None:
         """Splits the iterations of a vector loop over threads, in packs where possible."""
@@ -528,6 +538,8 @@ class Emitter:
         self.line(f"{kind} {total} = {operations.identity(expr.op, expr.dtype)};")
         index, type_ = self.fresh(expr.index), self.extent_type(expr.extent)
         scope = replace(self.scope, shared=False)
+        if weight(Let("", expr)) > LIGHT:
+            self.line("#pragma unroll 1")
         with self.block(f"for ({type_} {index} = 0; {index} < {self.extent(expr.extent)}; {index}++)", scope):
             self.bind(expr.index, index, True)
             self.line(f"{total} = {operations.combine(expr.op, total, self.wide(expr.value))};")
@@ -547,7 +559,8 @@ class Emitter:
         step = f"threads * {pack}" if pack > 1 else "threads"
         start = f"thread * {pack}" if pack > 1 else "thread"
         private = _Scope(shared=False)
-        self.line("#pragma unroll 4")
+        heavy = sum(weight(Let("", reduction)) for reduction in group) > LIGHT
+        self.line(f"#pragma unroll {1 if heavy else 4}")
         with self.block(f"for ({index_type} {first} = {start}; {first} < {extent}; {first} += {step})", private):
             self.bind(group[0].index, first, True)
             if packing is None:

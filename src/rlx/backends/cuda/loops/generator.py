@@ -6,6 +6,7 @@ they determine the order of sums, so results do not depend on the batch size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ THREADS_PER_PROCESSOR = 2048
 MOST_SPLITS = 65535  # blocks along y
 
 
-class LoopGenerator:
+class LoopsGenerator:
     """Writes CUDA C for loop kernels."""
 
     def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
@@ -37,8 +38,8 @@ class LoopGenerator:
         return Emitter(kernel, Variant.parse(variant), entry(kernel, variant)).source()
 
 
-def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget, *, lanes: int | None = None) -> KernelPlan:
-    """The pass of a launch; none if there are no units. `lanes` overrides the number of threads per unit."""
+def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+    """The pass of a launch; none if there are no units."""
     sizes = _Sizes(kernel, words)
     units = sizes.extent(kernel.root.extent)
     if units <= 0:
@@ -54,7 +55,7 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget, *, la
         return KernelPlan((Pass(str(variant), (min(blocks, slots // BLOCK), 1, 1), BLOCK),))
     free = is_free(kernel)
     longest = max((sizes.threads(loop, 1 if free else PACKS_PER_THREAD, pack) for loop in loops), default=1)
-    lanes = lanes or _power(min(longest, BLOCK if free else MOST_LANES))
+    lanes = _power(min(longest, BLOCK if free else MOST_LANES))
     variant = Variant(lanes, pack, narrow, distinct)
     blocks = -(-units * lanes // variant.threads)
     splits = max(1, min(-(-longest // lanes), slots // (units * lanes), MOST_SPLITS)) if free else 1
@@ -63,9 +64,9 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget, *, la
 
 
 def _are_distinct(kernel: LoopKernel, words: Mapping[str, int]) -> bool:
-    """Whether no two operands share memory: words of operands are then different numbers."""
-    numbers = [words[p.name] for p in kernel.params]
-    return len(set(numbers)) == len(numbers) > 1
+    """Whether nothing that the kernel writes has a second name: words of operands number their buffers."""
+    buffers = Counter(words[p.name] for p in kernel.params)
+    return all(buffers[words[p.name]] == 1 for p in kernel.params if p.written)
 
 
 def _power(threads: int) -> int:
@@ -102,9 +103,7 @@ class _Sizes:
     def pack(self, loops: list[SharedLoop]) -> int:
         """The largest pack that divides the extents of all loops that access packs; for chunks any, they have a tail."""
         packed = [(loop, loop.packing) for loop in loops if loop.packing is not None]
-        if not packed:
-            return 1
-        pack = min(largest_pack(self.kernel, packing) for _, packing in packed)
+        pack = min((largest_pack(self.kernel, loop) for loop, _ in packed), default=1)
         if self.kernel.chunk:
             return pack
         while any(self.extent(loop.extent) % pack for loop, _ in packed):

@@ -32,6 +32,7 @@ from rlx.lir.loops import (
 LARGEST_PACK = 8  # elements
 PACK_BYTES = 16
 PACK_REGISTERS = 64  # 32-bit registers that the packs of one loop may take
+PACK_OPERATIONS = 256  # operations for all elements of a pack
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -81,6 +82,20 @@ def values(stmt: Stmt) -> Iterator[Expr]:
             yield stmt.value
 
 
+def weight(*stmts: Stmt) -> int:
+    """The operations in statements, shared ones counted once."""
+    seen: set[int] = set()
+    waiting = [value for root in stmts for stmt in statements(root) for value in values(stmt)]
+    total = 0
+    while waiting:
+        expr = waiting.pop()
+        if id(expr) not in seen:
+            seen.add(id(expr))
+            total += isinstance(expr, Apply)
+            waiting += children(expr)
+    return total
+
+
 def is_free(kernel: LoopKernel) -> bool:
     """Whether threads of a unit never wait for each other: its only access to memory is one vector loop."""
     if kernel.chunk:
@@ -100,6 +115,7 @@ class SharedLoop:
     extent: int | Arg | Ref
     packing: Packing | None
     heavy: bool  # with loops inside
+    weight: int
 
 
 def shared_loops(kernel: LoopKernel) -> list[SharedLoop]:
@@ -119,13 +135,15 @@ def _shared_loops(stmt: Stmt) -> Iterator[SharedLoop]:
     for value in values(stmt):
         for reduction in outer_reductions(value):
             heavy = any(isinstance(e, Reduce) for e in walk(reduction.value))
-            yield SharedLoop(reduction.extent, reduction_packing((reduction,)), heavy)
+            yield SharedLoop(
+                reduction.extent, reduction_packing((reduction,)), heavy, weight(Let("", reduction.value))
+            )
 
 
 def _shared(loop: For) -> SharedLoop:
     inner = any(isinstance(s, For) for stmt in loop.body for s in statements(stmt))
     heavy = inner or any(isinstance(e, Reduce) for e in expressions(loop))
-    return SharedLoop(loop.extent, loop_packing(loop), heavy)
+    return SharedLoop(loop.extent, loop_packing(loop), heavy, weight(loop))
 
 
 def outer_reductions(expr: Expr) -> Iterator[Reduce]:
@@ -221,10 +239,14 @@ def _coefficient(expr: Expr, index: str, dependent: Iterable[str]) -> int | None
             return 0 if constant else None
 
 
-def largest_pack(kernel: LoopKernel, packing: Packing) -> int:
-    """Elements per pack: 16 bytes of the narrowest type, at most `LARGEST_PACK`, within a budget of registers."""
-    sizes = [kernel.params[access.param].dtype.size for access in (*packing.loads, *packing.stores)]
+def largest_pack(kernel: LoopKernel, loop: SharedLoop) -> int:
+    """Elements per pack: 16 bytes of the narrowest type, at most `LARGEST_PACK`, within budgets of registers and code."""
+    if loop.packing is None:
+        return 1
+    sizes = [kernel.params[access.param].dtype.size for access in (*loop.packing.loads, *loop.packing.stores)]
     pack = min(LARGEST_PACK, PACK_BYTES // min(sizes))
-    while pack > 1 and pack * sum(max(4, size) for size in sizes) > 4 * PACK_REGISTERS:
+    while pack > 1 and (
+        pack * sum(max(4, size) for size in sizes) > 4 * PACK_REGISTERS or pack * loop.weight > PACK_OPERATIONS
+    ):
         pack //= 2
     return pack

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlx.backends.cuda.kernel_plan import NEVER_WRITTEN, KernelPlan, Pass, entry
+from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
 from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, on_tensor_cores
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
@@ -80,7 +80,7 @@ def _matmul(kernel: Kernel) -> MatmulKernel:
 
 def _are_early(kernel: MatmulKernel, words: Mapping[str, int]) -> bool:
     """Whether weights may be read before earlier launches have ended."""
-    return not kernel.grouped and all(words[weight_name(i)] == NEVER_WRITTEN for i in range(kernel.weights))
+    return not kernel.grouped and all(words[weight_name(i)] < 0 for i in range(kernel.weights))
 
 
 # -- tensor cores -----------------------------------------------------------------------------------------------------
