@@ -19,10 +19,10 @@ from rlx.backends.cuda.loops.ranges import is_index
 from rlx.backends.cuda.loops.structure import (
     Effects,
     Packing,
+    each,
     effects,
     is_free,
     loop_packing,
-    outer_reductions,
     reduction_packing,
     values,
     weight,
@@ -52,7 +52,6 @@ from rlx.lir.loops import (
     Var,
     children,
     statements,
-    walk,
 )
 
 BLOCK = 256  # threads of a block that runs several units, or chunks
@@ -266,7 +265,7 @@ class Emitter:
             assert isinstance(first, Reduce)
             if (value.index, value.extent) != (first.index, first.extent):
                 break
-            if any(isinstance(e, Ref) and e.name in names for e in walk(value)):
+            if any(isinstance(e, Ref) and e.name in names for e in each(value)):
                 break
             if group and (reduction_packing((value,)) is None) != (reduction_packing((first,)) is None):
                 break  # otherwise the order of a sum would depend on its neighbours

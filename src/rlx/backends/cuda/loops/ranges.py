@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlx.backends.cuda.loops.structure import values
 from rlx.dtypes import BOOL, I8, I16, I64, U8
 from rlx.lir.loops import (
     Apply,
@@ -29,7 +30,6 @@ from rlx.lir.loops import (
     Var,
     children,
 )
-from rlx.backends.cuda.loops.structure import values
 
 Span = tuple[int, int]  # lowest and highest value
 LIMIT = 2**31 - 1
@@ -91,8 +91,7 @@ class Ranges:
         return low, high
 
     def _stmt(self, stmt: Stmt) -> None:
-        for value in values(stmt):
-            self._visit(value)
+        self._visit(*values(stmt))
         match stmt:
             case Let():
                 self.spans[stmt.name] = self.span(stmt.value)
@@ -115,18 +114,25 @@ class Ranges:
             raise TooLargeError
         self.spans[index] = None if size is None else (0, max(0, size[1] - 1))
 
-    def _visit(self, expr: Expr) -> None:
-        """Checks an expression and all inside it."""
-        outside = self.spans
-        if isinstance(expr, Reduce):
-            self.spans = dict(outside)
-            self._enter(expr.index, expr.extent)
-        for child in children(expr):
-            self._visit(child)
-        self.spans = outside
-        if isinstance(expr, Load):
-            self._offset(expr.at)
-        self.span(expr)
+    def _visit(self, *exprs: Expr) -> None:
+        """Checks expressions and all inside them."""
+        seen: set[int] = set()
+        waiting = list(exprs)
+        while waiting:
+            expr = waiting.pop()
+            if id(expr) in seen:
+                continue
+            seen.add(id(expr))
+            if isinstance(expr, Reduce):
+                outside, self.spans = self.spans, dict(self.spans)
+                self._enter(expr.index, expr.extent)
+                self._visit(expr.value)
+                self.spans = outside
+                continue
+            if isinstance(expr, Load):
+                self._offset(expr.at)
+            self.span(expr)
+            waiting += children(expr)
 
     def _offset(self, at: Place) -> None:
         low = high = 0
