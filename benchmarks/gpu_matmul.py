@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from rlx.backends.cuda.gpu import Gpu, gpu
-from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, NEVER_WRITTEN, KernelPlan, entry
+from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
 from rlx.backends.cuda.matmul.generator import MatmulGenerator, plan_rows, plan_tiles, tile_choices
 from rlx.backends.cuda.modules import load_variants
 from rlx.dtypes import BF16, F32
@@ -108,7 +108,7 @@ class Bench:
             done += step
 
     def sizes(self, case: Case, kernel: MatmulKernel) -> dict[str, int]:
-        words = {w: 0 for w in kernel.words} | dict.fromkeys(kernel.operands(), NEVER_WRITTEN)
+        words = {w: 0 for w in kernel.words} | dict.fromkeys(kernel.operands(), -1)
         words |= {"m": case.m, "n": case.n, "k": case.k, "batch0": 1, "batch1": 1, "a_row": case.k, "b_k": 1}
         return words | {"b_n": case.k, "x0_row": case.n, "y1_row": case.n}
 

@@ -12,7 +12,7 @@ import pytest
 from emulated_gpu import COMPILER, Emulated
 
 from rlx.arrays import Array
-from rlx.backends.cuda.kernel_plan import NEVER_WRITTEN, KernelPlan
+from rlx.backends.cuda.kernel_plan import KernelPlan
 from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, multiplied
 from rlx.backends.cuda.matmul.generator import Choice, MatmulGenerator, plan_rows, plan_tiles, tile_choices
 from rlx.backends.cuda.matmul.tiles import TILES
@@ -200,7 +200,7 @@ def test_chunks_depend_on_k_alone() -> None:
 
 # -- plans -----------------------------------------------------------------------------------------------------------
 def sizes_of(kernel: MatmulKernel, m: int, n: int, k: int) -> dict[str, int]:
-    words = dict.fromkeys(kernel.words, 0) | dict.fromkeys(kernel.operands(), NEVER_WRITTEN)
+    words = dict.fromkeys(kernel.words, 0) | dict.fromkeys(kernel.operands(), -1)
     return words | {"m": m, "n": n, "k": k, "batch0": 1, "batch1": 1, "a_row": k, "b_k": 1, "b_n": k}
 
 
