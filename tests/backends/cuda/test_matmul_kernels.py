@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated_gpu import COMPILER, Emulated
+from emulator import TARGET, EmulatedGpu, missing
 
 from rlx.arrays import Array
-from rlx.backends.cuda.kernel_plan import KernelPlan
+from rlx.backends.cuda.kernel_plan import KernelPlan, entry
 from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, multiplied
 from rlx.backends.cuda.matmul.generator import Choice, MatmulGenerator, plan_rows, plan_tiles, tile_choices
 from rlx.backends.cuda.matmul.tiles import TILES
+from rlx.backends.cuda.modules import source
 from rlx.backends.cuda.nvrtc import compile_source
 from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.targets import BY_NAME, SM_86, SM_90, CudaTarget
@@ -23,7 +24,7 @@ from rlx.dtypes import BF16, F16, F32, F64, DType
 from rlx.lir.kernels import OUT_OF_RANGE, Epilogue, EpilogueOperand, MatmulKernel
 from rlx.lir.loops import Let, Ref
 
-emulated = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+emulated = pytest.mark.skipif(bool(missing()), reason=missing())
 PlanOf = Callable[[MatmulKernel, Mapping[str, int], CudaTarget], KernelPlan | None]
 
 
@@ -106,10 +107,10 @@ class Product:
         value = sums[0] / (1 + np.exp(-sums[0])) * sums[1] if len(sums) == 2 else sums[0]
         return value + self.x if len(self.kernel.epilogue_operands) == 2 else value
 
-    def run(self, gpu: Emulated, plan_of: PlanOf) -> Array:
+    def run(self, gpu: EmulatedGpu, plan_of: PlanOf) -> Array:
         """The result, which is checked."""
         words, plan = self.words(), plan_of(self.kernel, self.sizes(), SM_90)
-        assert plan is not None and gpu.launch(plan, words) == 0
+        assert plan is not None and launch(gpu, self.kernel, plan, words) == 0
         bound = 1e-13 if self.kernel.accumulator is F64 else 4e-6
         np.testing.assert_allclose(words["y"], self.expected(), rtol=bound, atol=bound)
         result: Array = words["y"]
@@ -129,11 +130,28 @@ def planned(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget) 
     return MatmulGenerator().plan(kernel, words, target)
 
 
-def compiled(folder: Path, kernel: MatmulKernel, *uses: tuple[Product, PlanOf]) -> Emulated:
-    """The kernel with all that these uses need."""
-    gpu = Emulated(kernel, folder)
-    gpu.compile(*(plan for product, of in uses if (plan := of(kernel, product.sizes(), SM_90)) is not None))
+def compiled(folder: Path, kernel: MatmulKernel, *uses: tuple[Product, PlanOf]) -> EmulatedGpu:
+    """A GPU with all variants that these uses need."""
+    gpu = EmulatedGpu(folder)
+    plans = [plan for product, of in uses if (plan := of(kernel, product.sizes(), SM_90)) is not None]
+    variants = dict.fromkeys(one.variant for plan in plans for one in plan.passes)
+    text = PRELUDE + "".join(source(kernel, variant, TARGET) for variant in variants)
+    gpu.load(gpu.build(text, ""), {entry(kernel, variant): 0 for variant in variants})
     return gpu
+
+
+def launch(gpu: EmulatedGpu, kernel: MatmulKernel, plan: KernelPlan, words: Mapping[str, Any]) -> int:
+    """Runs the passes of a plan; returns the fault code."""
+    scratch, fault = gpu.allocate(plan.scratch), np.zeros(2, np.int32)
+    gpu.clear(scratch, plan.zeroed)
+    values = [words[w].ctypes.data if isinstance(words[w], np.ndarray) else int(words[w]) for w in kernel.words]
+    block = np.array([*values, scratch, fault.ctypes.data, 0], np.int64)
+    for one in plan.passes:
+        gpu.launch(gpu.function(entry(kernel, one.variant)), one.grid, one.threads, one.shared, block)
+    counters = np.zeros(plan.zeroed, np.uint8)
+    gpu.download(counters, scratch)
+    assert not counters.any()
+    return int(fault[1])
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -179,7 +197,8 @@ def test_rows_select_matrices(tmp_path: Path) -> None:
     assert product.first(9).run(gpu, planned).tobytes() == result[:, :9].tobytes()
     index[3] = 4
     for part in (product, product.first(9)):
-        assert gpu.launch(planned(part.kernel, part.sizes(), SM_90), part.words()) == OUT_OF_RANGE
+        plan = planned(part.kernel, part.sizes(), SM_90)
+        assert launch(gpu, part.kernel, plan, part.words()) == OUT_OF_RANGE
 
 
 @emulated
