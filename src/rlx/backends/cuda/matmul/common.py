@@ -76,7 +76,7 @@ def _groups(kernel: MatmulKernel) -> str:
     piece = "start = (i64)w.index[result]; count = (i64)w.index[result + 1] - start;"
     rows, depth = kernel.grouped == "rows", kernel.grouped == "depth"
     return f"""
-constexpr bool GROUPED = {flag(rows)}, BY_DEPTH = {flag(depth)};
+[[maybe_unused]] constexpr bool GROUPED = {flag(rows)}, BY_DEPTH = {flag(depth)};
 INLINE i64 groups_of(const Words& w) {{ return {"w.groups" if rows else "w.batch0"}; }}
 INLINE i64 group_of(const Words& w, i64 row) {{{group if rows else ""}
   return 0;

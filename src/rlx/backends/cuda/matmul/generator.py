@@ -85,9 +85,13 @@ def _are_early(kernel: MatmulKernel, words: Mapping[str, int]) -> bool:
 
 # -- tensor cores -----------------------------------------------------------------------------------------------------
 def plan_rows(
-    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, height: int = 0, teams: int = 0
-) -> KernelPlan | None:
-    """The variant for few rows of A; None if they are too many. `height`: rows of the weights per warp."""
+    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, height: int = 0, teams: int = 0,
+    resident: int = 0,
+) -> KernelPlan | None:  # fmt: skip
+    """The variant for few rows of A; None if they are too many.
+
+    The rest is chosen unless given: rows of the weights per warp, teams of warps per block, blocks per processor.
+    """
     m, n, k, batch = words["m"], words["n"], words["k"], words["batch0"] * words["batch1"]
     grouped = kernel.grouped == "rows"
     if kernel.grouped == "depth" or m > (FEW_GROUPED if grouped else FEW_ROWS):
@@ -99,12 +103,14 @@ def plan_rows(
         height = 16 if fills or kernel.weights == 2 else 8
     columns = height // kernel.weights
     if not teams:
-        teams = max(1, CHUNKS // chunks) * (2 if tokens > 4 else 1)
+        teams = max(1, CHUNKS // chunks)
+        if tokens > 4 and n * pairs >= 2 * teams * columns * target.processors:
+            teams *= 2  # that share the rows of A
     shared = rows.shared_bytes(k, tokens, height, teams, chunks)
     if shared > target.shared_bytes:
         return None
     count = -(-n // (columns * teams))
-    resident = min(2 if teams * chunks <= CHUNKS else 1, max(1, target.shared_bytes // max(shared, 1)))
+    resident = resident or min(2 if teams * chunks <= CHUNKS else 1, max(1, target.shared_bytes // max(shared, 1)))
     blocks = min(count, max(1, -(-target.processors * resident // pairs)))
     variant = f"rows{height}_{'e' if _are_early(kernel, words) else ''}"
     grid = (blocks * batch, m if grouped else 1, 1)

@@ -156,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   bool first = true;
   do {
     if (EARLY && first) {
-#pragma unroll
-      for (int s = 0; s < STAGES - 1; s++) if (s < turns) copy_weights(s);
+#pragma unroll 1
+      for (int s = 0; s < STAGES - 1 && s < turns; s++) copy_weights(s);
     }
     if (first) { start_next(); if (!BY_DEPTH) wait_for_inputs(); }
     if (GROUPED) {
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
       if (group >= groups_of(w)) break;
       next = group + 1;
     }
-#pragma unroll
+#pragma unroll 1
     for (int s = 0; s < STAGES - 1; s++) {
       if (s < turns) {
         if (!EARLY || !first) copy_weights(s);
