@@ -13,12 +13,20 @@ from rlx.backends.cuda.attention import rows_code, scalar_code, tensor_code
 from rlx.backends.cuda.attention.code_constants import constants, on_tensor_cores, words
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.targets import CudaTarget
+from rlx.dtypes import DType
 from rlx.lir.kernels import AttentionKernel, Kernel
 
 SPLIT, BLOCK = 128, 64  # keys, as in `rows_code`
 TILE = 16  # rows of a tile
-STATIC_SHARED = 12 << 10  # bytes of shared memory that kernels declare themselves, at most
+STATIC_SHARED = {"rows": 2 << 10, "splits": 8 << 10, "scalar": 44 << 10}  # bytes that kernels declare, at most
+MOST_QUERIES = 48 << 10  # bytes of queries of a tile of `scalar`
 WIDEST_SLICE = 128  # columns of values per block
+
+
+def takes(dtype: DType, storage: DType, head_dim: int) -> bool:
+    """Whether kernels take queries of this type and size over keys of type `storage`."""
+    on_tensor_cores = storage.size == 2 and storage.is_float and head_dim <= 256
+    return on_tensor_cores or TILE * head_dim * max(4, dtype.size) <= MOST_QUERIES
 
 
 class AttentionGenerator:
@@ -89,7 +97,7 @@ def _row_bytes(elements: int) -> int:
 def separate(kernel: AttentionKernel, target: CudaTarget) -> bool:
     """Whether `splits` has memory for keys and values at the same time."""
     both = SPLIT * (_row_bytes(kernel.head_dim) + _row_bytes(kernel.value_dim)) + TILE * _row_bytes(SPLIT)
-    return both + STATIC_SHARED <= target.shared_bytes
+    return both + STATIC_SHARED["splits"] <= target.shared_bytes
 
 
 def splits_shared(kernel: AttentionKernel, target: CudaTarget) -> int:
@@ -108,7 +116,7 @@ def _query_bytes(kernel: AttentionKernel, warps: int) -> int:
 
 def stages(kernel: AttentionKernel, warps: int, target: CudaTarget) -> int:
     """Blocks of keys and values in memory: the current one, and the next if there is space."""
-    total = _query_bytes(kernel, warps) + 2 * _stage_bytes(kernel) + STATIC_SHARED
+    total = _query_bytes(kernel, warps) + 2 * _stage_bytes(kernel) + STATIC_SHARED["rows"]
     return 2 if total <= target.shared_bytes else 1
 
 
@@ -125,7 +133,7 @@ def _spread(
     units = words["batch"] * words["kv_heads"] * -(-rows // TILE) * slices
     keys = words["capacity"] if kernel.cached else words["k_len"]
     most = max(1, -(-keys // SPLIT) + kernel.ring)
-    resident = max(1, min(4, target.shared_bytes // (shared + STATIC_SHARED)))
+    resident = max(1, min(4, target.shared_bytes // (shared + STATIC_SHARED[variant])))
     workers = min(most, max(1, target.processors * resident // units), 65535)
     if workers == 1:
         return KernelPlan((Pass(variant, (units, 1, 1), 128, shared),))
