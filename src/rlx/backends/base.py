@@ -37,6 +37,7 @@ MAX_THREADS = 4096  # a request for more is a typo
 ENTRY_POINTS = "rlx.backends"
 BUILT_IN = {
     "cpu": "rlx.backends.cpu.backend:CpuBackend",  # machine code for this processor, on all its cores
+    "cuda": "rlx.backends.cuda.backend:CudaBackend",  # NVIDIA GPUs, through CUDA C
     "reference": "rlx.backends.reference:ReferenceBackend",  # NumPy, one op at a time: the oracle for tests
     "toy": "rlx.backends.toy:ToyBackend",  # Python and NumPy from LIR: a backend small enough to read
 }

@@ -41,6 +41,11 @@ def sum_name(weight: int) -> str:
     return f"acc{weight or ''}"
 
 
+def weight_name(weight: int) -> str:
+    """The word of a weight that is an operand of its own: b, b1, ..."""
+    return f"b{weight or ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class Epilogue:
     """The values a matmul stores at (row, column), one per written operand.
@@ -70,7 +75,7 @@ class MatmulKernel:
 
     Products are accumulated in the type `accumulator`, which is what the epilogue sees. Without an epilogue the only
     operand is C, of the same type. B has a backend's `layout`, which may hold several `weights`, or is any strided
-    matrix; with `stored`, its elements are floats of that narrower type. `transposed`: A is stored as [batch, k, m],
+    matrix, and further weights are operands with the same strides; with `stored`, its elements are floats of that narrower type. `transposed`: A is stored as [batch, k, m],
     and `a_row` is the stride along k.
 
     `grouped` "rows": no batch; row i is multiplied by B[index[i]], and an index outside the `groups` is a fault.
@@ -104,11 +109,15 @@ class MatmulKernel:
         groups = ("index", "groups") if self.grouped else ()
         steps = ("", "_row", "_batch0", "_batch1")
         tail = tuple(f"{operand.name}{step}" for operand in self.epilogue_operands for step in steps)
-        return head + strides + groups + tail
+        return head + strides + groups + self._further_weights() + tail
+
+    def _further_weights(self) -> tuple[str, ...]:
+        """The words of weights after the first, unless one operand holds all."""
+        return tuple(weight_name(i) for i in range(1, self.weights if self.layout is None else 1))
 
     def operands(self) -> dict[str, bool]:
         """The words that are operands, and whether the kernel writes them."""
-        read = ("a", "b", "index") if self.grouped else ("a", "b")
+        read = ("a", "b", *self._further_weights(), *(("index",) if self.grouped else ()))
         return dict.fromkeys(read, False) | {operand.name: operand.written for operand in self.epilogue_operands}
 
     def arithmetic(self) -> str:

@@ -19,7 +19,7 @@ EXTRA_WORDS = ("scratch", "fault", "launch")  # after the words of the kernel
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One CUDA kernel of a launch. `variant` names its source among those of the LIR kernel: `rows_32`, `tile_128x64`."""
+    """One CUDA kernel of a launch. `variant` names one of the sources of the LIR kernel, such as `rows_32`."""
 
     variant: str
     grid: tuple[int, int, int]
@@ -40,7 +40,11 @@ class Generator(Protocol):
     """Writes CUDA C for one kind of LIR kernel."""
 
     def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
-        """Decides how to run a launch. `words` has all sizes by name, and 1 for each operand that is present."""
+        """Decides how to run a launch.
+
+        `words` has all sizes by name, and for each operand that is present the number of its buffer, from 1, negative
+        if no launch of the program writes it, such as a weight. Operands of one buffer may share memory.
+        """
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         """CUDA C of a variant, after `PRELUDE`: an `extern "C" __global__` function called `entry(kernel, variant)`."""
@@ -51,7 +55,7 @@ def entry(kernel: Kernel, variant: str) -> str:
     return f"{kernel.symbol.replace('.', '_')}_{variant}"
 
 
-def words_struct(fields: Mapping[str, str]) -> str:
-    """The parameter struct of a kernel: C types by field name, all of 8 bytes."""
+def words_struct(fields: Mapping[str, str], name: str = "Words") -> str:
+    """The parameter struct of a kernel: C types by field name, all of 8 bytes. Names are unique in a module."""
     lines = [f"  {kind} {name};" for name, kind in fields.items()]
-    return "\n".join(["struct Words {", *lines, "  u8* scratch;", "  Fault* fault;", "  i64 launch;", "};"])
+    return "\n".join([f"struct {name} {{", *lines, "  u8* scratch;", "  Fault* fault;", "  i64 launch;", "};"])

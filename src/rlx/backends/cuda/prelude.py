@@ -5,7 +5,9 @@ Header-free, so that NVRTC needs no include folders. Host code reads none of it.
 
 from __future__ import annotations
 
-PRELUDE = r"""
+from rlx.backends.cuda.scalars import SCALARS
+
+BASE = r"""
 typedef signed char i8;
 typedef unsigned char u8;
 typedef short i16;
@@ -51,3 +53,5 @@ INLINE void report(Fault* fault, i32 launch, i32 code) {
   if (atomicCAS(&fault->code, 0, code) == 0) fault->launch = launch;
 }
 """
+
+PRELUDE = BASE + SCALARS

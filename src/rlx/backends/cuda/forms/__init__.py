@@ -10,6 +10,11 @@ from rlx.lir.schedule import LoopForm, Scheduler
 from rlx.lir.views import View
 
 WHERE = {
+    "matmul": "linear.matmul",
+    "fused_matmul": "linear.fused_matmul",
+    "fused_grouped": "linear.fused_matmul",
+    "grouped_matmul": "linear.grouped_matmul",
+    "outer_of_runs": "linear.outer_of_runs",
     "attention": "attention.attention",
     "attention_lse": "attention.attention",
     "cached_attention": "attention.cached_attention",
