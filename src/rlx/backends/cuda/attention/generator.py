@@ -44,15 +44,19 @@ class AttentionGenerator:
                 if rows > warps * TILE // 2 and blocks >= target.processors * (warps // 4) // 2:
                     shared = rows_shared(kernel, warps, target)
                     return KernelPlan((Pass(f"rows_{warps * TILE}", (blocks, 1, 1), warps * 32, shared),))
-            return _spread(kernel, "splits", words, target, 1, splits_shared(kernel, target))
-        return _spread(kernel, "scalar", words, target, slices(kernel), scalar_shared(kernel))
+            return spread(kernel, "splits", words, target, 1, splits_shared(kernel, target))
+        return spread(kernel, "scalar", words, target, slices(kernel), scalar_shared(kernel))
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         assert isinstance(kernel, AttentionKernel)
         name = entry(kernel, variant)
         common = [rows_code.ROWS, rows_code.CACHED_ROWS if kernel.cached else rows_code.DENSE_ROWS, rows_code.MASKS]
         if variant == "scalar":
-            more = {"SLICE": min(kernel.value_dim, WIDEST_SLICE), "SLICES": slices(kernel), "HEAD_PITCH": _pitch(kernel)}
+            more = {
+                "SLICE": min(kernel.value_dim, WIDEST_SLICE),
+                "SLICES": slices(kernel),
+                "HEAD_PITCH": _pitch(kernel),
+            }
             parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
         elif variant == "splits":
             more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
@@ -125,7 +129,7 @@ def rows_shared(kernel: AttentionKernel, warps: int, target: CudaTarget) -> int:
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
-def _spread(
+def spread(
     kernel: AttentionKernel, variant: str, words: Mapping[str, int], target: CudaTarget, slices: int, shared: int
 ) -> KernelPlan:
     """Blocks of 16 rows, and as many workers for each as the GPU has space for."""
@@ -138,7 +142,9 @@ def _spread(
     if workers == 1:
         return KernelPlan((Pass(variant, (units, 1, 1), 128, shared),))
     real = 8 if kernel.dtype.size == 8 else 4
-    columns = min(_rounded(kernel.value_dim, 16 if variant == "splits" else 4), WIDEST_SLICE * (2 if variant == "splits" else 1))
+    columns = min(
+        _rounded(kernel.value_dim, 16 if variant == "splits" else 4), WIDEST_SLICE * (2 if variant == "splits" else 1)
+    )
     counts = _rounded(units * 4, 256)
     states = _rounded(units * most * min(TILE, rows) * 2 * real, 256)
     scratch = counts + states + units * most * min(TILE, rows) * columns * real
