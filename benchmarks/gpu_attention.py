@@ -146,11 +146,10 @@ def main() -> None:
             pairs = batch * queries * (keys - (queries - 1) / 2)
             label = f"batch {batch}, queries {queries}, keys {keys}/{capacity}"
             variant = name if name != "chosen" else f"= {plan.passes[0].variant}"
-            print(
-                f"{label:34} {variant:14} {grid:>12} {seconds * 1e6:8.2f} "
-                f"{batch * keys * KV_HEADS * DIM * 4 / seconds / 1e9:7.0f} {4 * HEADS * DIM * pairs / seconds / 1e12:8.1f}"
-                f"  {'yes' if result == bits else 'NO'}"
-            )
+            speed = batch * keys * KV_HEADS * DIM * 4 / seconds / 1e9
+            rate = 4 * HEADS * DIM * pairs / seconds / 1e12
+            same = "yes" if result == bits else "NO"
+            print(f"{label:34} {variant:14} {grid:>12} {seconds * 1e6:8.2f} {speed:7.0f} {rate:8.1f}  {same}")
         case.free()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rlx
+from rlx.backends.cuda.memory import CudaAllocator
 from rlx.errors import KernelError
 from rlx.ops.attention import parse_mask, visible
 
@@ -98,9 +99,10 @@ def test_values_are_those_of_the_definition(kind: str, dtype: str) -> None:
             "segments": rng.integers(-1, 3, (batch, keys)).astype(np.int32),
         }
         inputs = {
-            "q": numbers(1, batch, queries, heads, dim, dtype=dtype), "k": numbers(2, batch, keys, kv_heads, dim, dtype=dtype),
+            "q": numbers(1, batch, queries, heads, dim, dtype=dtype),
+            "k": numbers(2, batch, keys, kv_heads, dim, dtype=dtype),
             "v": numbers(3, batch, keys, kv_heads, value_dim, dtype=dtype),
-        }  # fmt: skip
+        }
         if mask_operand:
             inputs["mask"] = masks[mask_operand]
         run = dense(heads, kv_heads, dim, value_dim, kind, dtype, mask_operand)
@@ -163,7 +165,7 @@ class Cache:
 
     def __init__(self, rows: int, blocks: int, kv_heads: int, dim: int, storage: str, seed: int = 0) -> None:
         shape = (rows * blocks, kv_heads, 64, dim)
-        self.keys, self.values = (rlx.array(np.full(shape, np.nan, NUMPY[storage]), device="cuda") for _ in range(2))
+        self.keys, self.values = (CudaAllocator(0).upload(np.full(shape, np.nan, NUMPY[storage])) for _ in range(2))
         self.table = np.random.default_rng(seed).permutation(rows * blocks).astype(np.int32).reshape(rows, blocks)
 
     def run(self, compiled: Any, **inputs: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Attention and its gradient as launches of kernels that a backend implements: strides of tensors, pools and the mask."""
+"""Attention and its gradient as launches of kernels that backends implement: strides of tensors, pools and masks."""
 
 from __future__ import annotations
 

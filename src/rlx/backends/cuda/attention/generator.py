@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlx.backends.cuda.attention import rows_code, scalar_code, tensor_code
+from rlx.backends.cuda.attention import instructions, rows_code, scalar_code, tensor_code
 from rlx.backends.cuda.attention.code_constants import constants, on_tensor_cores, words
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.targets import CudaTarget
@@ -50,7 +50,12 @@ class AttentionGenerator:
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         assert isinstance(kernel, AttentionKernel)
         name = entry(kernel, variant)
-        common = [rows_code.ROWS, rows_code.CACHED_ROWS if kernel.cached else rows_code.DENSE_ROWS, rows_code.MASKS]
+        common = [
+            instructions.EXP2,
+            rows_code.ROWS,
+            rows_code.CACHED_ROWS if kernel.cached else rows_code.DENSE_ROWS,
+            rows_code.MASKS,
+        ]
         if variant == "scalar":
             more = {
                 "SLICE": min(kernel.value_dim, WIDEST_SLICE),
@@ -60,12 +65,19 @@ class AttentionGenerator:
             parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
         elif variant == "splits":
             more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
-            parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, tensor_code.TILES, tensor_code.SPLITS]
+            parts = [
+                *common,
+                rows_code.COMBINE,
+                rows_code.LOG_SUM,
+                instructions.TENSOR,
+                tensor_code.TILES,
+                tensor_code.SPLITS,
+            ]
         else:
             warps = int(variant.removeprefix("rows_")) // TILE
             more = {"SLICE": slice_width(kernel), "SLICES": slices(kernel), "WARPS": warps}
             more["STAGES"] = stages(kernel, warps, target)
-            parts = [*common, rows_code.LOG_SUM, tensor_code.TILES, tensor_code.ROW_TILES]
+            parts = [*common, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES, tensor_code.ROW_TILES]
         text = "\n".join([constants(kernel, more), words(kernel), *parts])
         return text.replace("ENTRY(", f"{name}(")
 

@@ -12,11 +12,10 @@ constexpr int BLOCK = 64, SPLIT = 128, BLOCKS_OF_SPLIT = SPLIT / BLOCK;
 constexpr i32 LARGEST = 0x7fffffff;
 constexpr bool MASKED = CUSTOM || BIAS || SEGMENTS;  // by an operand
 
-INLINE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 INLINE float lowest(float) { return __int_as_float(0xff800000); }
 INLINE double lowest(double) { return __longlong_as_double(0xfff0000000000000ll); }
-INLINE float larger(float a, float b) { return fmaxf(a, b); }
-INLINE double larger(double a, double b) { return fmax(a, b); }
+INLINE float upper(float a, float b) { return fmaxf(a, b); }
+INLINE double upper(double a, double b) { return fmax(a, b); }
 INLINE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 INLINE double fused(double a, double b, double c) { return __fma_rn(a, b, c); }
 
@@ -36,7 +35,7 @@ struct State { Real top, total; };
 // What the merge of a split does to a row: value = value · kept + value of the split · added.
 struct Merge { Real kept, added; };
 INLINE Merge merge(State& row, Real top, Real total) {
-  const Real highest = larger(row.top, top), base = reference(highest);
+  const Real highest = upper(row.top, top), base = reference(highest);
   const Merge factors = {weight(row.top - base), weight(top - base)};
   row.top = highest;
   row.total = fused(row.total, factors.kept, total * factors.added);
@@ -296,10 +295,10 @@ INLINE void combine(const Scratch& scratch, i32 splits, i32 rows, Finish finish)
         // The state before split i is a running maximum, which has no rounding: a scan gives the bits of the loop.
         const State own = lane < count ? load_state(scratch.states + (begin + lane) * rows + r)
                                        : State{lowest((Real)0), 0};
-        Real top = larger(own.top, begin ? carried[r] : lowest((Real)0));
+        Real top = upper(own.top, begin ? carried[r] : lowest((Real)0));
         for (i32 step = 1; step < 32; step *= 2) {
           const Real other = __shfl_up_sync(~0u, top, step);
-          if (lane >= step) top = larger(top, other);
+          if (lane >= step) top = upper(top, other);
         }
         Real before = __shfl_up_sync(~0u, top, 1);
         if (lane == 0) before = begin ? carried[r] : lowest((Real)0);

@@ -46,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
     states[threadIdx.x] = {lowest((Real)0), 0};
   }
   for (i32 i = threadIdx.x; i < ROWS * HEAD_PITCH; i += THREADS) {
-    const i32 r = i / HEAD_PITCH, d = i % HEAD_PITCH, query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
+    const i32 r = i / HEAD_PITCH, d = i % HEAD_PITCH, query = (first_row + r) / GROUP;
+    const i32 query_head = head * GROUP + (first_row + r) % GROUP;
     queries[i] = r < rows && d < HEAD_DIM
                      ? (Real)widen(w.q[batch * w.q_batch + query * w.q_seq + query_head * w.q_head + d]) : (Real)0;
   }
@@ -114,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
       if (half < rows) {
 #pragma unroll
         for (int r = 0; r < 8; r++) {
-          const i32 row = half + r, query = (first_row + row) / GROUP, query_head = head * GROUP + (first_row + row) % GROUP;
+          const i32 row = half + r, query = (first_row + row) / GROUP;
+          const i32 query_head = head * GROUP + (first_row + row) % GROUP;
           const bool visible = row < rows && start + key >= ranges[row].low && start + key <= ranges[row].high;
           scores[row][key] =
               visible ? masked(mask_row(w, batch, query_head, query), sums[r], start + key) : lowest((Real)0);
@@ -122,10 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
       }
       __syncthreads();
       for (i32 row = warp; row < rows; row += THREADS / 32) {
-        Real top = larger(scores[row][lane], scores[row][lane + 32]);
-        for (i32 step = 16; step; step /= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
+        Real top = upper(scores[row][lane], scores[row][lane + 32]);
+        for (i32 step = 16; step; step /= 2) top = upper(top, __shfl_xor_sync(~0u, top, step));
         const State before = parts[row];
-        top = larger(top, before.top);
+        top = upper(top, before.top);
         const Real base = reference(top);
         const Real near = weight(scores[row][lane] - base), far = weight(scores[row][lane + 32] - base);
         scores[row][lane] = near;
@@ -157,7 +159,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
     }
     __syncthreads();
     if (merges) {
-      if (threadIdx.x < rows) factors[threadIdx.x] = merge(states[threadIdx.x], parts[threadIdx.x].top, parts[threadIdx.x].total);
+      if (threadIdx.x < rows) {
+        const State part_state = parts[threadIdx.x];
+        factors[threadIdx.x] = merge(states[threadIdx.x], part_state.top, part_state.total);
+      }
       __syncthreads();
       if (own_row < rows) {
 #pragma unroll

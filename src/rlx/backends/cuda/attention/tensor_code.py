@@ -10,54 +10,6 @@ constexpr int HEAD_PITCH = (HEAD_STEPS * 2 | 1) * 16;   // bytes of a row of a t
 constexpr int VALUE_PITCH = (SLICE / 8 | 1) * 16;       // SLICE is a multiple of 16
 constexpr bool CHUNKS = HEAD_DIM % 8 == 0 && VALUE_DIM % 8 == 0;
 
-INLINE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-INLINE void copy_chunk(u32 to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
-}
-INLINE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> INLINE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-INLINE void store_word(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
-INLINE u32 load_word(u32 at) {
-  u32 x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
-  return x;
-}
-INLINE void store_chunk(u32 to, uint4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-INLINE uint4 load_chunk(u32 at) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
-  return x;
-}
-INLINE void load_matrices(u32 (&r)[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-INLINE void load_transposed(u32 (&r)[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-// -- elements of 16 bits: two in a word --
-INLINE u32 pair_of(bf16, float low, float high) {
-  u32 x;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-  return x;
-}
-INLINE u32 pair_of(f16, float low, float high) {
-  u32 x;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-  return x;
-}
-INLINE void multiply(bf16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-INLINE void multiply(f16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 constexpr u32 ONES = STORED_ONE << 16 | STORED_ONE;
 INLINE bool is_finite(u32 bits) { return (bits & STORED_EXPONENT) != STORED_EXPONENT; }
 INLINE u32 finite(u32 pair) {  // without infinities and NaN
@@ -79,7 +31,8 @@ __device__ __noinline__ void gather_chunk(u32 to, const Stored* row, i32 column,
 
 // Starts to copy keys, or the columns of a slice of values, from position `first` on; those that no row sees are zeros.
 template <bool VALUES, int COUNT, int THREADS>
-INLINE void load_tile(const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned) {
+INLINE void load_tile(
+    const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned) {
   constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2, PITCH = VALUES ? VALUE_PITCH : HEAD_PITCH;
   constexpr int END = VALUES ? VALUE_DIM : HEAD_DIM;
   const Stored* base = VALUES ? source.v : source.k;
@@ -246,7 +199,8 @@ template <int TILES_OF_8> INLINE void largest(float (&top)[2], const float (&s)[
   }
 }
 INLINE u32 weights_of(float low, float high, float base) {  // `base` is in base-2 units
-  return pair_of(Stored{}, exp2_fast(__fmaf_rn(low, (float)UNIT, -base)), exp2_fast(__fmaf_rn(high, (float)UNIT, -base)));
+  const float unit = (float)UNIT;
+  return pair_of(Stored{}, exp2_fast(__fmaf_rn(low, unit, -base)), exp2_fast(__fmaf_rn(high, unit, -base)));
 }
 """
 
@@ -264,7 +218,8 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
   const i32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2;
   const u32 keys = shared_address(memory), values = SEPARATE ? keys + KEY_BYTES : keys, weights = keys + WEIGHTS_AT;
   const i32 all_rows = (i32)w.q_len * GROUP, tiles = (all_rows + 15) / 16;
-  const i32 tile = blockIdx.x % tiles, unit = blockIdx.x / tiles, head = unit % (i32)w.kv_heads, batch = unit / (i32)w.kv_heads;
+  const i32 tile = blockIdx.x % tiles, unit = blockIdx.x / tiles, kv_heads = (i32)w.kv_heads;
+  const i32 head = unit % kv_heads, batch = unit / kv_heads;
   const i32 first_row = tile * 16, rows = min(16, all_rows - first_row), worker = blockIdx.y;
   start_next();
   wait_for_inputs();
@@ -360,7 +315,8 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
         const bool first = own[0], second = own[8 * WEIGHT_PITCH / 2];
 #pragma unroll
         for (int i = 0; i < OWN_PAIRS; i++)
-          if (warp + 4 * i < PAIRS) add_infinite<2>(part[i], values + key * VALUE_PITCH + (warp + 4 * i) * 32, first, second);
+          if (warp + 4 * i < PAIRS)
+            add_infinite<2>(part[i], values + key * VALUE_PITCH + (warp + 4 * i) * 32, first, second);
       }
       remove_infinite<SPLIT, 128>(values);
     }
@@ -379,7 +335,8 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
       multiply(Stored{}, sums, p, ONES, ONES);
 #pragma unroll
       for (int i = 0; i < OWN_PAIRS; i++)
-        if (warp + 4 * i < PAIRS) multiply_values<2>(part[i], p, values + step * 16 * VALUE_PITCH + (warp + 4 * i) * 32);
+        if (warp + 4 * i < PAIRS)
+          multiply_values<2>(part[i], p, values + step * 16 * VALUE_PITCH + (warp + 4 * i) * 32);
     }
     __syncthreads();  // every warp is done with the values
     if (SEPARATE) {
@@ -447,8 +404,8 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
 }
 """
 
-# A block has WARPS · 16 rows and walks all their keys, block by block, with the next one on its way. A warp has 16 rows,
-# with the results of the current split and those of all splits before in registers.
+# A block has WARPS · 16 rows and walks all their keys, block by block, with the next one on its way. A warp has 16
+# rows, with the results of the current split and those of all splits before in registers.
 ROW_TILES = r"""
 constexpr int THREADS = WARPS * 32, TILE_ROWS = WARPS * 16, COLUMN_TILES = SLICE / 8;
 constexpr int KEY_BYTES = BLOCK * HEAD_PITCH, STAGE_BYTES = KEY_BYTES + BLOCK * VALUE_PITCH;
@@ -462,7 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
   const i32 all_rows = (i32)w.q_len * GROUP, tiles = (all_rows + TILE_ROWS - 1) / TILE_ROWS;
   const i32 slice = blockIdx.x % SLICES, place = blockIdx.x / SLICES, units = (i32)(w.batch * w.kv_heads);
   // Tiles at the end see the most keys: they go first.
-  const i32 unit = place % units, tile = tiles - 1 - place / units, head = unit % (i32)w.kv_heads, batch = unit / (i32)w.kv_heads;
+  const i32 unit = place % units, tile = tiles - 1 - place / units, kv_heads = (i32)w.kv_heads;
+  const i32 head = unit % kv_heads, batch = unit / kv_heads;
   const i32 first_row = tile * TILE_ROWS, rows = min(TILE_ROWS, all_rows - first_row);
   start_next();
   wait_for_inputs();
@@ -545,8 +503,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
     const u32 keys = stages + (STAGES == 2 && (block & 1) ? STAGE_BYTES : 0), values = keys + KEY_BYTES;
     wait_for_copies<0>();
     bool infinite_values = false;
-    if (uneven && !is_common(seen, begin, BLOCK)) infinite_values = __syncthreads_or(has_infinite<BLOCK, THREADS>(values));
-    else __syncthreads();  // the block is there, and every warp is done with the one before
+    // The block is there, and every warp is done with the one before.
+    if (uneven && !is_common(seen, begin, BLOCK))
+      infinite_values = __syncthreads_or(has_infinite<BLOCK, THREADS>(values));
+    else
+      __syncthreads();
     if (STAGES == 2 && block < last) load(block + 1);
     if (block / BLOCKS_OF_SPLIT != split) {
       merge_split();
