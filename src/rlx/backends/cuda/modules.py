@@ -41,8 +41,9 @@ def load_variants(variants: Sequence[Variant], target: CudaTarget, device: Gpu) 
         for code, (_, unit) in zip(built, units, strict=True):
             device.load(code, {entry(kernel, name): shared for kernel, name, shared in unit})
     functions: dict[tuple[str, str], Function] = {}
-    for kernel, name, _ in variants:
+    for kernel, name, shared in variants:
         function = device.function(entry(kernel, name))
+        device.allow_shared(entry(kernel, name), shared)  # another launch may need more
         assert function is not None, "it has just been loaded"
         functions[kernel.symbol, name] = function
     return functions
