@@ -8,16 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rlx.backends.cuda.generators import generator
 from rlx.backends.cuda.gpu import Function, Gpu
-from rlx.backends.cuda.kernel_plan import entry
+from rlx.backends.cuda.kernel_plan import AnyKernel, entry
 from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.targets import CudaTarget
-from rlx.lir.kernels import Kernel
 
-Variant = tuple[Kernel, str, int]  # kernel, variant, most dynamic shared memory
+Variant = tuple[AnyKernel, str, int]  # kernel, variant, most dynamic shared memory
 MOST_UNITS = 8  # translation units compiled at the same time
 
 
-def source(kernel: Kernel, variant: str, target: CudaTarget) -> str:
+def source(kernel: AnyKernel, variant: str, target: CudaTarget) -> str:
     """CUDA C of one variant, in a namespace of its own."""
     name = entry(kernel, variant)
     return f"namespace ns_{name} {{\n{generator(kernel).source(kernel, variant, target)}\n}}\n"
