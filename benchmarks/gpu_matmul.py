@@ -120,7 +120,13 @@ class Bench:
         launches = []
         for copy in range(copies):
             start = self.weights + copy * case.weight_bytes
-            places = {"a": self.a[kernel.dtype], "b": start, "b1": start + case.n * case.k * 2, "x0": self.x, "y1": self.out}
+            places = {
+                "a": self.a[kernel.dtype],
+                "b": start,
+                "b1": start + case.n * case.k * 2,
+                "x0": self.x,
+                "y1": self.out,
+            }
             words = [places.get(w, sizes[w]) for w in kernel.words]
             launches.append(np.array([*words, self.scratch, 0, 0], np.int64))
         assert len(launches[0]) == len(kernel.words) + len(EXTRA_WORDS)
@@ -189,7 +195,11 @@ def main() -> int:
     args = parser.parse_args()
     device, start, results, unequal = gpu(), time.perf_counter(), list[dict[str, Any]](), 0
     bench = Bench(device)
-    todo = [(case, narrow) for case in cases(args.models, args.rows) for narrow in ((False, True) if case.m > FEW else (False,))]
+    todo = [
+        (case, narrow)
+        for case in cases(args.models, args.rows)
+        for narrow in ((False, True) if case.m > FEW else (False,))
+    ]
     work = [(case, narrow, kernel := kernel_of(case, narrow), bench.sizes(case, kernel)) for case, narrow in todo]
     every = {
         entry(kernel, p.variant): (kernel, p.variant, p.shared)
@@ -222,7 +232,9 @@ def main() -> int:
             results.append({"model": case.model, "part": case.part, "m": case.m, "a": str(kernel.dtype),
                             "variant": name, "us": seconds * 1e6, "TB/s": speed, "TFLOP/s": rate})  # fmt: skip
             if args.all or rank < 5 or name.startswith("*"):
-                print(f"{case.model:6} {case.part:8} {case.m:5} {kernel.dtype!s:4} {name:34} {seconds * 1e6:8.2f} {speed:6.2f} {rate:8.1f}")
+                print(
+                    f"{case.model:6} {case.part:8} {case.m:5} {kernel.dtype!s:4} {name:34} {seconds * 1e6:8.2f} {speed:6.2f} {rate:8.1f}"
+                )
     print(f"{unequal} variants with other bits; {time.perf_counter() - start:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

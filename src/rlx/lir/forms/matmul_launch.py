@@ -62,9 +62,7 @@ def launch_matmul(
         return _pieces(a, outs[0]) if depth else _collapse(a, b, operands, outs, packed or index is not None)
 
     plan = collapse_axes()
-    if (
-        plan is not None and is_transposed(a) and plan[1][0][-1] != 1
-    ):  # neither its rows nor its columns are contiguous
+    if plan is not None and is_transposed(a) and plan[1][0][-1] != 1:  # neither its rows nor its columns are contiguous
         a = s.copied(a)
         plan = collapse_axes()
     if plan is None:

@@ -47,7 +47,5 @@ def grouped_matmul(s: Scheduler, node: Node) -> Sequence[View]:
 def outer_of_runs(s: Scheduler, node: Node) -> Sequence[View]:
     x, y, offsets = (s.view(o) for o in node.operands)
     out = s.result(node)
-    launch_matmul(
-        s, x, [y], [], [out], None, weights=1, layout=None, columns=out.shape[2], index=offsets, depth=True
-    )
+    launch_matmul(s, x, [y], [], [out], None, weights=1, layout=None, columns=out.shape[2], index=offsets, depth=True)
     return [out]

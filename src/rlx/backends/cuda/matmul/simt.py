@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import flag, preamble
-from rlx.backends.cuda.matmul.instructions import instructions
 from rlx.dtypes import F64
 from rlx.lir.kernels import MatmulKernel
 
@@ -218,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
 
 
 def _head(kernel: MatmulKernel, k_first: bool) -> str:
-    return f"""{preamble(kernel)}{instructions(kernel.dtype)}
+    return f"""{preamble(kernel)}
 constexpr bool K_FIRST = {flag(k_first)};
 INLINE float fused(float a, float b, float c) {{ return fmaf(a, b, c); }}
 INLINE double fused(double a, double b, double c) {{ return fma(a, b, c); }}

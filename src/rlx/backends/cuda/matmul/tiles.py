@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import CHUNKS, flag, preamble
-from rlx.backends.cuda.matmul.fragments import fragments
+from rlx.backends.cuda.matmul.fragments import FRAGMENTS
 from rlx.lir.kernels import MatmulKernel
 
 DEPTH = 64  # k per stage
@@ -382,7 +382,7 @@ constexpr bool EARLY = {flag(early)};
 """
     splitting = SPLITTING if split else WITHOUT_SPLITTING
     text = KERNEL.replace("NAME", entry(kernel, variant))
-    head = preamble(kernel) + fragments(kernel) + _constants(a=a, b=b, split=split)
+    head = preamble(kernel) + FRAGMENTS + _constants(a=a, b=b, split=split)
     return head + constants + SCRATCH + splitting + text
 
 
@@ -394,7 +394,7 @@ INLINE bool is_last(const Scratch&) { return true; }
 
 
 def narrow_source(kernel: MatmulKernel, variant: str, *, of_b: bool, a: bool, b: bool, split: bool) -> str:
-    head = preamble(kernel) + fragments(kernel) + _constants(a=a, b=b, split=split)
+    head = preamble(kernel) + FRAGMENTS + _constants(a=a, b=b, split=split)
     return f"{head}{SCRATCH}constexpr bool OF_B = {flag(of_b)};\n{NARROW.replace('NAME', entry(kernel, variant))}"
 
 
