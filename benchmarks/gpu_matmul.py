@@ -10,6 +10,7 @@ All variants of a case must give the same bits.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -143,7 +144,7 @@ class Bench:
             device.replay(graphs[0])
             events.append(device.event())
         device.synchronize()
-        times = sorted(device.seconds(a, b) for a, b in zip(events, events[1:], strict=False))
+        times = sorted(device.seconds(a, b) for a, b in itertools.pairwise(events))
         device.destroy(graphs[0])
         return times[len(times) // 2] / count
 
@@ -215,7 +216,7 @@ def main() -> int:
     load_variants(list(every.values()), device.target, device)
     print(f"{device.name}: {len(every)} kernels compiled and loaded in {time.perf_counter() - start:.1f} s")
     print(f"{'model':6} {'part':8} {'m':>5} {'a':4} {'variant, grid, threads':34} {'us':>8} {'TB/s':>6} {'TFLOP/s':>8}")
-    for case, narrow, kernel, words in work:
+    for case, _, kernel, words in work:
         if time.perf_counter() - start > args.seconds:
             print(f"stopped after {args.seconds:.0f} s")
             break
@@ -232,9 +233,8 @@ def main() -> int:
             results.append({"model": case.model, "part": case.part, "m": case.m, "a": str(kernel.dtype),
                             "variant": name, "us": seconds * 1e6, "TB/s": speed, "TFLOP/s": rate})  # fmt: skip
             if args.all or rank < 5 or name.startswith("*"):
-                print(
-                    f"{case.model:6} {case.part:8} {case.m:5} {kernel.dtype!s:4} {name:34} {seconds * 1e6:8.2f} {speed:6.2f} {rate:8.1f}"
-                )
+                where = f"{case.model:6} {case.part:8} {case.m:5} {kernel.dtype!s:4} {name:34}"
+                print(f"{where} {seconds * 1e6:8.2f} {speed:6.2f} {rate:8.1f}")
     print(f"{unequal} variants with other bits; {time.perf_counter() - start:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

@@ -51,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant_
   int tile = blockIdx.x % blocks * teams + team;
   i64 group_offset = b0 * w.b_batch0 + b1 * w.b_batch1;
 
-  const bool direct = w.n >= TILE && w.b_k == 1 && k % 32 == 0 && w.b_n % 8 == 0 && w.b_batch0 % 8 == 0 && w.b_batch1 % 8 == 0
+  const bool whole_rows = w.b_n % 8 == 0 && w.b_batch0 % 8 == 0 && w.b_batch1 % 8 == 0;
+  const bool direct = w.n >= TILE && w.b_k == 1 && k % 32 == 0 && whole_rows
       && ((u64)weights_of(w, 0) & 15) == 0 && ((u64)weights_of(w, WEIGHTS - 1) & 15) == 0;
   uint4 f[STEPS][ROWS];
   const B* at[WEIGHTS] = {};
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant_
 
 
 def source(kernel: MatmulKernel, variant: str, *, rows: int, early: bool) -> str:
-    """CUDA C; `rows` of the weights in eights per warp; `early`: weights are read before earlier launches have ended."""
+    """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended."""
     constants = f"""
 constexpr int ROWS = {rows // 8}, LOADS = {LOADS}, AT_ONCE = 2;
 constexpr bool EARLY = {flag(early)};

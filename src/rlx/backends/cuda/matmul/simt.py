@@ -14,8 +14,8 @@ from rlx.lir.kernels import MatmulKernel
 ROW_COLUMNS = 32  # columns per warp of `rows`
 
 TILE = r"""
-constexpr int DEPTH = 16, ACROSS = SIDE / EACH, THREADS = ACROSS * ACROSS, PITCH = SIDE + 4, COPIES = SIDE * DEPTH / THREADS;
-constexpr int COLUMNS = SIDE / WEIGHTS;
+constexpr int DEPTH = 16, ACROSS = SIDE / EACH, THREADS = ACROSS * ACROSS, COPIES = SIDE * DEPTH / THREADS;
+constexpr int PITCH = SIDE + 4, COLUMNS = SIDE / WEIGHTS;
 
 extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ Words w) {
   extern __shared__ __align__(128) u8 shared[];
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
   const int m = GROUPED ? 1 : (int)w.m, pitch = (k + 31) / 32 * 32;
   Acc* xs = (Acc*)shared;                                                    // [TOKENS][pitch]
   Acc* own = xs + (i64)TOKENS * pitch + warp * TILE * WARP_PITCH;            // weights of this warp
-  Acc* meeting = xs + (i64)TOKENS * pitch + blockDim.x * WARP_PITCH;         // [2][teams][chunks][WEIGHTS][TOKENS][TILE]
+  Acc* meeting = xs + (i64)TOKENS * pitch + blockDim.x * WARP_PITCH;   // [2][teams][chunks][WEIGHTS][TOKENS][TILE]
   const int per_chunk = WEIGHTS * TOKENS * TILE, per_team = chunks * per_chunk;
   start_next();
   wait_for_inputs();
