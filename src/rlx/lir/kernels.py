@@ -157,12 +157,12 @@ class AttentionKernel:
     aligned at the end (query i is at position k_len - q_len + i).
 
     With a `page`, k and v are pools of pages in any order of pages and heads, read in place: pages of k are
-    `[head_dim][page]`, pages of v `[page][value_dim]`. `table[b][block]`, an i32, is the page of a block of
-    positions. Query i of batch entry b is at `positions[b][i]`, an i32, and attends to the keys up to there: all of
-    them (causal) or the last `window` (sliding). A negative position is padding, whose result is zero; a position of
-    `capacity` or above is a fault, as is a page outside the pool. Quantised pages are `[page][dim]` for both k and v,
-    with strides in 16-bit units. In a `ring`, position p is stored at p modulo `capacity`, a multiple of the page
-    size. `ragged`: batch entry b is a single token of row `rows[b]` of the table.
+    `[head_dim][page]`, or `[page][head_dim]` with `key_axes` "sd", pages of v `[page][value_dim]`. `table[b][block]`,
+    an i32, is the page of a block of positions. Query i of batch entry b is at `positions[b][i]`, an i32, and attends
+    to the keys up to there: all of them (causal) or the last `window` (sliding). A negative position is padding, whose
+    result is zero; a position of `capacity` or above is a fault, as is a page outside the pool. Quantised pages are
+    `[page][dim]` for both k and v, with strides in 16-bit units. In a `ring`, position p is stored at p modulo
+    `capacity`, a multiple of the page size. `ragged`: batch entry b is a single token of row `rows[b]` of the table.
 
     `lse`: also returns the log-sum-exp of the scores of each query, `[batch][head][q_len]`.
 
@@ -187,6 +187,7 @@ class AttentionKernel:
     ahead: int = 0
     segments: bool = False
     ragged: bool = False
+    key_axes: str = "ds"  # of a page of k, s: slot, d: element; "sd" has the word `k_seq`
 
     kind = "attention"
 
@@ -199,7 +200,7 @@ class AttentionKernel:
         """Arguments of a launch: operands, sizes, and strides in elements."""
         strides = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "out") for axis in ("batch", "seq", "head"))
         if self.cached:
-            pools = ("k_page", "k_head", "v_page", "v_seq", "v_head")
+            pools = ("k_page", "k_head", *(["k_seq"] if self.key_axes == "sd" else []), "v_page", "v_seq", "v_head")
             sizes = ("batch", "q_len", "capacity", "kv_heads", "pages", "table_rows")
             own = tuple(s for s in strides if s[0] not in "kv")
             return (*self.operands(), *sizes, *own, *pools, "positions_batch", "table_row")
@@ -220,7 +221,8 @@ class AttentionKernel:
 
     @cached_property
     def fingerprint(self) -> str:
-        later = {"ahead": 0, "segments": False, "ragged": False}  # at these defaults, digests do not include them
+        # At these defaults, digests do not include them.
+        later = {"ahead": 0, "segments": False, "ragged": False, "key_axes": "ds"}
         fields = {f: getattr(self, f) for f in self.__dataclass_fields__} | {"page": self.page or False}
         values = (value for name, value in fields.items() if name not in later or value != later[name])
         text = "|".join(map(repr, ("attention", *values)))

@@ -24,9 +24,9 @@ from unittest import mock
 
 import numpy as np
 
-from rlx.backends.cuda import backend, launch_plan, memory
+from rlx.backends.cuda import backend, executable, launch_plan, memory, modules
 from rlx.backends.cuda.gpu import Gpu
-from rlx.backends.cuda.kernel_plan import KernelPlan, Pass
+from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.launch_plan import PlannedLaunch
 from rlx.backends.cuda.loops.emitter import Variant
 from rlx.backends.cuda.matmul.instructions import instructions
@@ -262,8 +262,6 @@ def emulated_gpu(
     def changed(*args: Any) -> list[PlannedLaunch]:
         return [changes(planned) for planned in plan(*args)]
 
-    from rlx.backends.cuda import executable
-
     with (
         mock.patch.object(backend, "gpu", lambda index=0: gpu),
         mock.patch.object(backend, "gpu_count", lambda: 1),
@@ -271,3 +269,18 @@ def emulated_gpu(
         mock.patch.object(executable, "plan_launches", changed),
     ):
         yield gpu
+
+
+def launch(kernel: LoopKernel, arrays: list[Array], sizes: dict[str, int], variant: Variant, gpu: EmulatedGpu) -> int:
+    """Runs a variant of a kernel on arrays; returns the fault that it reports, 0 without one."""
+    name = entry(kernel, str(variant))
+    if gpu.function(name) is None:
+        gpu.load(gpu.build(PRELUDE + modules.source(kernel, str(variant), TARGET), TARGET.arch), {name: 0})
+    fault = np.zeros(2, np.int32)
+    words = [a.ctypes.data for a in arrays] + [sizes[n] for n in kernel.args] + [0, fault.ctypes.data, 3]
+    extent = kernel.root.extent
+    units = extent if isinstance(extent, int) else sizes[extent.name]
+    blocks = -(-units * max(variant.lanes, 1) // variant.threads)
+    gpu.launch(gpu.function(name), (max(blocks, 1), 1, 1), variant.threads, 0, np.array(words, np.int64))
+    assert fault[1] == 0 or fault[0] == 3
+    return int(fault[1])

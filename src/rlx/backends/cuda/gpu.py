@@ -172,7 +172,7 @@ class Gpu:
             attribute = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             for name, shared in names.items():
                 function = self._call(self._cu.cuModuleGetFunction, module, name.encode())
-                if shared > 48 * 1024:
+                if shared:  # what a kernel declares itself counts too
                     self._call(self._cu.cuFuncSetAttribute, function, attribute, shared)
                 self._functions[name] = function
 

@@ -15,6 +15,9 @@ WHERE = {
     "fused_grouped": "linear.fused_matmul",
     "grouped_matmul": "linear.grouped_matmul",
     "outer_of_runs": "linear.outer_of_runs",
+    "attention": "attention.attention",
+    "attention_lse": "attention.attention",
+    "cached_attention": "attention.cached_attention",
 }
 
 
