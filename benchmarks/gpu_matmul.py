@@ -166,12 +166,12 @@ class Bench:
 
 def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) -> dict[str, KernelPlan]:
     """The planner's own choice, and its rivals."""
-    target, found = device.target, dict[str, KernelPlan]()
+    target, rivals = device.target, dict[str, KernelPlan]()
 
     def add(plan: KernelPlan | None) -> None:
         if plan is not None:
             one = plan.passes[-1]
-            found.setdefault(f"{one.variant} {one.grid[0]}x{one.grid[1]} {one.threads}", plan)
+            rivals.setdefault(f"{one.variant} {one.grid[0]}x{one.grid[1]} {one.threads}", plan)
 
     add(MatmulGenerator().plan(kernel, words, target))
     if case.m <= FEW:
@@ -183,7 +183,7 @@ def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) 
         choices = sorted(tile_choices(kernel, words, target), key=lambda c: c.seconds)
         for choice in choices[: 8 if case.m < 512 else 6]:
             add(plan_tiles(kernel, words, target, choice=choice))
-    return found
+    return rivals
 
 
 def main() -> int:
