@@ -10,6 +10,7 @@ All variants of a case must give the same bits.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -120,7 +121,13 @@ class Bench:
         launches = []
         for copy in range(copies):
             start = self.weights + copy * case.weight_bytes
-            places = {"a": self.a[kernel.dtype], "b": start, "b1": start + case.n * case.k * 2, "x0": self.x, "y1": self.out}
+            places = {
+                "a": self.a[kernel.dtype],
+                "b": start,
+                "b1": start + case.n * case.k * 2,
+                "x0": self.x,
+                "y1": self.out,
+            }
             words = [places.get(w, sizes[w]) for w in kernel.words]
             launches.append(np.array([*words, self.scratch, 0, 0], np.int64))
         assert len(launches[0]) == len(kernel.words) + len(EXTRA_WORDS)
@@ -137,7 +144,7 @@ class Bench:
             device.replay(graphs[0])
             events.append(device.event())
         device.synchronize()
-        times = sorted(device.seconds(a, b) for a, b in zip(events, events[1:], strict=False))
+        times = sorted(device.seconds(a, b) for a, b in itertools.pairwise(events))
         device.destroy(graphs[0])
         return times[len(times) // 2] / count
 
@@ -159,12 +166,12 @@ class Bench:
 
 def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) -> dict[str, KernelPlan]:
     """The planner's own choice, and its rivals."""
-    target, found = device.target, dict[str, KernelPlan]()
+    target, rivals = device.target, dict[str, KernelPlan]()
 
     def add(plan: KernelPlan | None) -> None:
         if plan is not None:
             one = plan.passes[-1]
-            found.setdefault(f"{one.variant} {one.grid[0]}x{one.grid[1]} {one.threads}", plan)
+            rivals.setdefault(f"{one.variant} {one.grid[0]}x{one.grid[1]} {one.threads}", plan)
 
     add(MatmulGenerator().plan(kernel, words, target))
     if case.m <= FEW:
@@ -176,7 +183,7 @@ def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) 
         choices = sorted(tile_choices(kernel, words, target), key=lambda c: c.seconds)
         for choice in choices[: 8 if case.m < 512 else 6]:
             add(plan_tiles(kernel, words, target, choice=choice))
-    return found
+    return rivals
 
 
 def main() -> int:
@@ -189,7 +196,11 @@ def main() -> int:
     args = parser.parse_args()
     device, start, results, unequal = gpu(), time.perf_counter(), list[dict[str, Any]](), 0
     bench = Bench(device)
-    todo = [(case, narrow) for case in cases(args.models, args.rows) for narrow in ((False, True) if case.m > FEW else (False,))]
+    todo = [
+        (case, narrow)
+        for case in cases(args.models, args.rows)
+        for narrow in ((False, True) if case.m > FEW else (False,))
+    ]
     work = [(case, narrow, kernel := kernel_of(case, narrow), bench.sizes(case, kernel)) for case, narrow in todo]
     every = {
         entry(kernel, p.variant): (kernel, p.variant, p.shared)
@@ -205,7 +216,7 @@ def main() -> int:
     load_variants(list(every.values()), device.target, device)
     print(f"{device.name}: {len(every)} kernels compiled and loaded in {time.perf_counter() - start:.1f} s")
     print(f"{'model':6} {'part':8} {'m':>5} {'a':4} {'variant, grid, threads':34} {'us':>8} {'TB/s':>6} {'TFLOP/s':>8}")
-    for case, narrow, kernel, words in work:
+    for case, _, kernel, words in work:
         if time.perf_counter() - start > args.seconds:
             print(f"stopped after {args.seconds:.0f} s")
             break
@@ -222,7 +233,8 @@ def main() -> int:
             results.append({"model": case.model, "part": case.part, "m": case.m, "a": str(kernel.dtype),
                             "variant": name, "us": seconds * 1e6, "TB/s": speed, "TFLOP/s": rate})  # fmt: skip
             if args.all or rank < 5 or name.startswith("*"):
-                print(f"{case.model:6} {case.part:8} {case.m:5} {kernel.dtype!s:4} {name:34} {seconds * 1e6:8.2f} {speed:6.2f} {rate:8.1f}")
+                where = f"{case.model:6} {case.part:8} {case.m:5} {kernel.dtype!s:4} {name:34}"
+                print(f"{where} {seconds * 1e6:8.2f} {speed:6.2f} {rate:8.1f}")
     print(f"{unequal} variants with other bits; {time.perf_counter() - start:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

@@ -256,6 +256,7 @@ inline u8* aligned(const void* at) {
   if ((u64)at & 15) emulated::problem = "an access of 16 bytes is not aligned";
   return (u8*)at;
 }
+inline void fetch_near(const void*) {}
 inline u32 address(const void* at) { return (u32)((u8*)at - shared_memory); }
 inline uint4 load_once(const void* at) { return *(const uint4*)aligned(at); }
 inline void copy16(u32 to, const void* from, int bytes) {

@@ -39,7 +39,9 @@ from rlx.lir.loops import LoopKernel
 Array = np.ndarray[Any, Any]
 HEADER = (Path(__file__).parent / "emulator.hpp").read_text()
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
-_ENTRY = re.compile(r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) w\)')
+_ENTRY = re.compile(
+    r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) w\)'
+)
 _MEETS = re.compile(r"__sync|reduce_|__shfl|mma")
 _MATMUL_FORMS = {op: form for op, form in SM_90.forms().items() if "attention" not in op}
 _DYNAMIC = "extern __shared__ __align__(128) u8 shared[];"

@@ -134,5 +134,5 @@ def test_rows_select_their_matrix(rows: int, stored: str) -> None:
     again = np.asarray(compiled.run({"x": inputs[order], "index": chosen[order]})[0])
     assert again.tobytes() == np.asarray(outputs[0])[order].tobytes()
     chosen[1] = groups
-    with pytest.raises(rlx.errors.RlxError, match="index|range"):
+    with pytest.raises(rlx.errors.RlxError, match=r"index|range"):
         compiled.run({"x": inputs, "index": chosen})

@@ -99,7 +99,9 @@ class Product:
 
     def expected(self) -> Array:
         a = self.a.astype(multiplied(self.kernel).numpy).astype(np.float64)
-        matrices = [w.astype(np.float64) if self.index is None else w.astype(np.float64)[self.index] for w in self.weights]
+        matrices = [
+            w.astype(np.float64) if self.index is None else w.astype(np.float64)[self.index] for w in self.weights
+        ]
         if self.index is None:
             sums = [a @ w.swapaxes(1, 2) for w in matrices]
         else:
@@ -225,7 +227,9 @@ def sizes_of(kernel: MatmulKernel, m: int, n: int, k: int) -> dict[str, int]:
 
 def shown(m: int, n: int, k: int, target: CudaTarget = SM_90, **kernel: Any) -> list[str]:
     it = kernel_of(**kernel)
-    return [f"{p.variant} {p.grid[0]}x{p.grid[1]} {p.threads}" for p in planned(it, sizes_of(it, m, n, k), target).passes]
+    return [
+        f"{p.variant} {p.grid[0]}x{p.grid[1]} {p.threads}" for p in planned(it, sizes_of(it, m, n, k), target).passes
+    ]
 
 
 def test_plans_fill_the_gpu() -> None:
@@ -266,5 +270,3 @@ def test_kernels_keep_their_registers(target: CudaTarget) -> None:
     for name, used in resources.items():
         assert used.spilled == 0, name
         assert used.registers <= (128 if "rows" in name else 255), name
-
-

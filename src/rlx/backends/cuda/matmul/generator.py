@@ -19,6 +19,7 @@ from rlx.errors import LowerError
 from rlx.lir.kernels import Kernel, MatmulKernel, weight_name
 
 FEW_ROWS = 8  # rows of A up to which the `rows` variants run
+MANY_TURNS = 3  # tiles per block from which on blocks end at about the same time
 FEW_GROUPED = 64  # the same for grouped rows, each of which is a product of its own
 NARROW_THREADS = 256
 # Seconds, bytes and products on which the choice of tiles rests; only ratios matter.
@@ -74,7 +75,9 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
 def _matmul(kernel: Kernel) -> MatmulKernel:
     assert isinstance(kernel, MatmulKernel)
     if kernel.layout is not None or kernel.weights > 2 or not kernel.dtype.is_float:
-        raise LowerError(f"cuda: no matmul kernel for {kernel.text()}", hint="weights are floats, at most two, not packed")
+        raise LowerError(
+            f"cuda: no matmul kernel for {kernel.text()}", hint="weights are floats, at most two, not packed"
+        )
     return kernel
 
 
@@ -98,9 +101,7 @@ def plan_rows(
         return None
     tokens, chunks = 1 if grouped else m, chunk_count(k)
     pairs = m * batch if grouped else batch
-    if not height:
-        fills = n * kernel.weights * pairs // 16 >= 3 * target.processors // 2
-        height = 16 if fills or kernel.weights == 2 else 8
+    height = height or _height(n * kernel.weights, kernel.weights, chunks, pairs, target)
     columns = height // kernel.weights
     if not teams:
         teams = max(1, CHUNKS // chunks)
@@ -117,6 +118,19 @@ def plan_rows(
     return KernelPlan((Pass(variant, grid, 32 * chunks * teams, shared),))
 
 
+def _height(rows_of_weights: int, weights: int, chunks: int, pairs: int, target: CudaTarget) -> int:
+    """Rows of the weights per warp: those with which the busiest block has the least to do."""
+    slots = 2 * target.processors * max(1, CHUNKS // chunks)
+
+    def turns(height: int) -> int:
+        return -(-rows_of_weights * pairs // (height * slots))
+
+    heights = (16, 32) if weights == 2 else (8, 16, 32)
+    if turns(16) > MANY_TURNS:
+        return 16
+    return min(reversed(heights), key=lambda height: turns(height) * height)
+
+
 def plan_tiles(
     kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, choice: Choice | None = None
 ) -> KernelPlan:
@@ -128,7 +142,7 @@ def plan_tiles(
     split = splits > 1
     count = _tiles(kernel, words, tile)
     letters = "a" * a + "b" * b + "s" * split
-    early = "e" if _are_early(kernel, words) and not (a or b) else ""
+    early = "e" if _are_early(kernel, words) and not b else ""
     passes = []
     for operand in "a" * a + "b" * b:
         rows_of = words["m"] if operand == "a" else words["n"] * kernel.weights

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import CHUNKS, flag, preamble
-from rlx.backends.cuda.matmul.fragments import fragments
+from rlx.backends.cuda.matmul.fragments import FRAGMENTS
 from rlx.lir.kernels import MatmulKernel
 
 DEPTH = 64  # k per stage
@@ -122,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   const i64 matrix = B_IN_SCRATCH ? w.n * pitch : w.b_batch0;
   // Rows of two weights alternate in eights; what this thread copies belongs to one of them.
   const int own = WEIGHTS == 2 ? tid >> 6 & 1 : 0;
-  const T* weights = (B_IN_SCRATCH ? scratch.b + own * scratch.b_size : (const T*)weights_of(w, own)) + column0 * b_pitch;
+  const T* weights = B_IN_SCRATCH ? scratch.b + own * scratch.b_size : (const T*)weights_of(w, own);
+  weights += column0 * b_pitch;
   if (!GROUPED && B_IN_SCRATCH)
     weights += ((w.b_batch0 ? b0 : 0) * (w.b_batch1 ? w.batch1 : 1) + (w.b_batch1 ? b1 : 0)) * matrix;
   if (!GROUPED && !B_IN_SCRATCH) weights += b0 * w.b_batch0 + b1 * w.b_batch1;
@@ -144,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   auto copy_weights = [&](int turn) {
     const i64 at = begin + (i64)turn * DEPTH;
     const T* from = weights + group * matrix + k0 + at;
-    copy_rows<BN, 16 / WEIGHTS>(stages + turn % STAGES * STAGE * 2, from, b_pitch, columns, end - at, aligned(from, b_pitch));
+    const u32 to = stages + turn % STAGES * STAGE * 2;
+    copy_rows<BN, 16 / WEIGHTS>(to, from, b_pitch, columns, end - at, aligned(from, b_pitch));
   };
   auto copy_a = [&](int turn) {
     const i64 at = begin + (i64)turn * DEPTH;
@@ -214,11 +216,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
 #pragma unroll
         for (int i = 0; i < MI; i++)
 #pragma unroll
-          for (int j = 0; j < NI; j++) mma(sums[i][j], wf[i][0].x, wf[i][1].x, wf[i][0].y, wf[i][1].y, xf[j].x, xf[j].y);
+          for (int j = 0; j < NI; j++)
+            mma(sums[i][j], wf[i][0].x, wf[i][1].x, wf[i][0].y, wf[i][1].y, xf[j].x, xf[j].y);
 #pragma unroll
         for (int i = 0; i < MI; i++)
 #pragma unroll
-          for (int j = 0; j < NI; j++) mma(sums[i][j], wf[i][0].z, wf[i][1].z, wf[i][0].w, wf[i][1].w, xf[j].z, xf[j].w);
+          for (int j = 0; j < NI; j++)
+            mma(sums[i][j], wf[i][0].z, wf[i][1].z, wf[i][0].w, wf[i][1].w, xf[j].z, xf[j].w);
       }
       left -= DEPTH;
       if (left == 0 || turn + 1 == turns) {   // the end of a chunk
@@ -272,7 +276,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
       const int m = i / COLUMNS, column = i % COLUMNS;
       const int n = WEIGHTS == 2 ? (column >> 3) * 16 + (column & 7) : column;
       if (m < rows && column < columns && (!GROUPED || group_of(w, row0 + m) == group))
-        finish(w, b0, b1, row0 + m, column0 + column, sheet[m * PITCH + n], WEIGHTS == 2 ? sheet[m * PITCH + n + 8] : 0.0f);
+        finish(w, b0, b1, row0 + m, column0 + column, sheet[m * PITCH + n],
+            WEIGHTS == 2 ? sheet[m * PITCH + n + 8] : 0.0f);
     }
     if (GROUPED) __syncthreads();
   } while (GROUPED);
@@ -282,8 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
 SPLITTING = r"""
 // Registers of a thread at one chunk of a tile; `piece` is one mma accumulator.
 INLINE float4* place(const Scratch& scratch, int chunk, int piece) {
-  return (float4*)scratch.sums + (((i64)blockIdx.x * MOST_CHUNKS + chunk) * (BN * BM / 4 / (32 * WARPS_N * WARPS_M)) + piece)
-      * (32 * WARPS_N * WARPS_M) + threadIdx.x;
+  constexpr int THREADS = 32 * WARPS_N * WARPS_M, PIECES = BN * BM / 4 / THREADS;
+  const i64 block = ((i64)blockIdx.x * MOST_CHUNKS + chunk) * PIECES + piece;
+  return (float4*)scratch.sums + block * THREADS + threadIdx.x;
 }
 INLINE void put(const Scratch& scratch, int chunk, int piece, const float (&sum)[4]) {
   __stcg(place(scratch, chunk, piece), make_float4(sum[0], sum[1], sum[2], sum[3]));
@@ -351,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
     const bool whole = along == 1;
     uint4 v;
     if (OF_B) {
-      const B* from = weights_of(w, block / (inner * outer)) + b0 * w.b_batch0 + b1 * w.b_batch1 + row * w.b_n + at * w.b_k;
+      const B* matrix = weights_of(w, block / (inner * outer)) + b0 * w.b_batch0 + b1 * w.b_batch1;
+      const B* from = matrix + row * w.b_n + at * w.b_k;
       v = eight(from, along, w.k - at, whole && ((u64)from & 15) == 0);
     } else {
       const A* from = row_of(w, b0, b1, row) + at * along;
@@ -382,7 +389,7 @@ constexpr bool EARLY = {flag(early)};
 """
     splitting = SPLITTING if split else WITHOUT_SPLITTING
     text = KERNEL.replace("NAME", entry(kernel, variant))
-    head = preamble(kernel) + fragments(kernel) + _constants(a=a, b=b, split=split)
+    head = preamble(kernel) + FRAGMENTS + _constants(a=a, b=b, split=split)
     return head + constants + SCRATCH + splitting + text
 
 
@@ -394,7 +401,7 @@ INLINE bool is_last(const Scratch&) { return true; }
 
 
 def narrow_source(kernel: MatmulKernel, variant: str, *, of_b: bool, a: bool, b: bool, split: bool) -> str:
-    head = preamble(kernel) + fragments(kernel) + _constants(a=a, b=b, split=split)
+    head = preamble(kernel) + FRAGMENTS + _constants(a=a, b=b, split=split)
     return f"{head}{SCRATCH}constexpr bool OF_B = {flag(of_b)};\n{NARROW.replace('NAME', entry(kernel, variant))}"
 
 
