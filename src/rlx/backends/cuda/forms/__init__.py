@@ -18,6 +18,7 @@ WHERE = {
     "attention": "attention.attention",
     "attention_lse": "attention.attention",
     "cached_attention": "attention.cached_attention",
+    "kv_append": "kv_cache.kv_append",
 }
 
 
