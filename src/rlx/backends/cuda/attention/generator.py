@@ -85,7 +85,7 @@ class AttentionGenerator:
             more = {"SLICE": slice_width(kernel), "SLICES": slices(kernel), "WARPS": warps}
             more["STAGES"] = stages(kernel, warps, target)
             parts = [*common, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES, tensor_code.ROW_TILES]
-        text = "\n".join([constants(kernel, more), words(kernel), *parts])
+        text = "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
         return text.replace("ENTRY(", f"{name}(")
 
 

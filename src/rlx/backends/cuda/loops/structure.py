@@ -135,9 +135,7 @@ def _shared_loops(stmt: Stmt) -> Iterator[SharedLoop]:
     for value in values(stmt):
         for reduction in outer_reductions(value):
             heavy = any(isinstance(e, Reduce) for e in walk(reduction.value))
-            yield SharedLoop(
-                reduction.extent, reduction_packing((reduction,)), heavy, weight(Let("", reduction.value))
-            )
+            yield SharedLoop(reduction.extent, reduction_packing((reduction,)), heavy, weight(Let("", reduction.value)))
 
 
 def _shared(loop: For) -> SharedLoop:

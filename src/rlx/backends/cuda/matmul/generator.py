@@ -74,7 +74,9 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
 def _matmul(kernel: Kernel) -> MatmulKernel:
     assert isinstance(kernel, MatmulKernel)
     if kernel.layout is not None or kernel.weights > 2 or not kernel.dtype.is_float:
-        raise LowerError(f"cuda: no matmul kernel for {kernel.text()}", hint="weights are floats, at most two, not packed")
+        raise LowerError(
+            f"cuda: no matmul kernel for {kernel.text()}", hint="weights are floats, at most two, not packed"
+        )
     return kernel
 
 
