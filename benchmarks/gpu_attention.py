@@ -123,7 +123,8 @@ def plans(words: Mapping[str, int], device: Gpu) -> dict[str, KernelPlan]:
         shared = generator.splits_shared(KERNEL, target)
         for resident in (1, 2, 3, 4, 6):
             wider = replace(target, processors=target.processors * resident, shared_bytes=shared + (9 << 10))
-            result[f"splits x{resident}"] = generator.spread(KERNEL, "splits", words, wider, 1, shared)
+            for name in ("splits", "splits_early"):
+                result[f"{name} x{resident}"] = generator.spread(KERNEL, name, words, wider, 1, shared)
     return result
 
 
@@ -133,7 +134,7 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     device = gpu()
     print(f"{device.name}, {HEADS}/{KV_HEADS} heads of {DIM}, f32 queries, bf16 cache in pages of {PAGE}")
-    print(f"{'case':34} {'variant':14} {'grid':>12} {'us':>8} {'GB/s':>7} {'TFLOP/s':>8}  same bits")
+    print(f"{'case':34} {'variant':16} {'grid':>12} {'us':>8} {'GB/s':>7} {'TFLOP/s':>8}  same bits")
     decode = [(1, 1, keys, capacity) for keys, capacity in ((512, 4352), (4096, 4352), (4096, 32768), (32768, 32768))]
     cases = [*decode, (8, 1, 512, 4352), (32, 1, 512, 1024), (1, 512, 512, 4352), (1, 4096, 4096, 4352)]
     for batch, queries, keys, capacity in cases:
@@ -149,7 +150,7 @@ def main() -> None:
             speed = batch * keys * KV_HEADS * DIM * 4 / seconds / 1e9
             rate = 4 * HEADS * DIM * pairs / seconds / 1e12
             same = "yes" if result == bits else "NO"
-            print(f"{label:34} {variant:14} {grid:>12} {seconds * 1e6:8.2f} {speed:7.0f} {rate:8.1f}  {same}")
+            print(f"{label:34} {variant:16} {grid:>12} {seconds * 1e6:8.2f} {speed:7.0f} {rate:8.1f}  {same}")
         case.free()
 
 

@@ -38,28 +38,30 @@ def words(kernel: AttentionKernel) -> str:
     cache = "u16" if packed else C_TYPE[stored(kernel)]
     pointers = {
         "q": f"const {element}*", "k": f"const {cache}*", "v": f"const {cache}*", "out": f"{element}*",
-        "mask": f"const {_mask_type(kernel)}*", "lse": f"{C_TYPE[kernel.dtype.wide]}*", "positions": "const i32*",
+        "mask": f"const {mask_type(kernel)}*", "lse": f"{C_TYPE[kernel.dtype.wide]}*", "positions": "const i32*",
         "table": "const i32*", "rows": "const i32*",
     }  # fmt: skip
     return words_struct({name: pointers.get(name, "i64") for name in kernel.words})
 
 
-def _mask_type(kernel: AttentionKernel) -> str:
+def mask_type(kernel: AttentionKernel) -> str:
+    """The C type of elements of the mask operand."""
     return "u8" if kernel.mask_dtype is None else C_TYPE[kernel.mask_dtype]
 
 
-def constants(kernel: AttentionKernel, more: Mapping[str, int | bool]) -> str:
-    """Types, then numbers: those of the kernel and `more`."""
+def constants(kernel: AttentionKernel, more: Mapping[str, int | bool], *, tensor: bool) -> str:
+    """Types, then numbers: those of the kernel and `more`; `tensor` says whether products are on tensor cores."""
     limited = kernel.mask in ("causal", "sliding")
     # Scores of tensor cores are products, or in base 2; others are natural.
-    unit = kernel.scale / math.log(2) if raw_scores(kernel) else 1.0 if on_tensor_cores(kernel) else 1 / math.log(2)
-    natural = kernel.scale if raw_scores(kernel) else math.log(2) if on_tensor_cores(kernel) else 1.0
+    raw = tensor and raw_scores(kernel)
+    unit = kernel.scale / math.log(2) if raw else 1.0 if tensor else 1 / math.log(2)
+    natural = kernel.scale if raw else math.log(2) if tensor else 1.0
     numbers: dict[str, int | bool | float] = {
         "HEAD_DIM": kernel.head_dim, "VALUE_DIM": kernel.value_dim, "GROUP": kernel.group, "PAGE": kernel.page or 64,
         "WINDOW": kernel.window if kernel.mask == "sliding" else 0, "AHEAD": kernel.ahead,
         "RING": kernel.ring, "RAGGED": kernel.ragged, "LIMITED": limited, "SEGMENTS": kernel.segments,
         "CUSTOM": kernel.mask == "custom", "BIAS": kernel.mask == "bias", "LSE": kernel.lse,
-        "RAW": raw_scores(kernel), "SCALE": float(kernel.scale), "SOFTCAP": float(kernel.softcap),
+        "RAW": raw, "SCALE": float(kernel.scale), "SOFTCAP": float(kernel.softcap),
         "INVERSE_SOFTCAP": 1 / kernel.softcap if kernel.softcap else 0.0,
         "UNIT": float(unit), "NATURAL": float(natural), "BEYOND_CAPACITY": BEYOND_CAPACITY,
         "OUTSIDE_TABLE": OUTSIDE_TABLE, "OUTSIDE_POOL": OUTSIDE_POOL,
@@ -70,7 +72,7 @@ def constants(kernel: AttentionKernel, more: Mapping[str, int | bool]) -> str:
     packed = stored(kernel).is_packed
     types = {
         "Real": C_TYPE[F64 if kernel.dtype is F64 else F32], "Query": C_TYPE[kernel.dtype],
-        "Stored": "u16" if packed else C_TYPE[stored(kernel)], "Mask": _mask_type(kernel),
+        "Stored": "u16" if packed else C_TYPE[stored(kernel)], "Mask": mask_type(kernel),
     }  # fmt: skip
     # Some variants do not need all constants.
     lines = ["#pragma nv_diag_suppress 177"] + [f"typedef {value} {name};" for name, value in types.items()]

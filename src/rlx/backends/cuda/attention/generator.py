@@ -18,7 +18,12 @@ from rlx.lir.kernels import AttentionKernel, Kernel
 
 SPLIT, BLOCK = 128, 64  # keys, as in `rows_code`
 TILE = 16  # rows of a tile
-STATIC_SHARED = {"rows": 2 << 10, "splits": 8 << 10, "scalar": 44 << 10}  # bytes that kernels declare, at most
+STATIC_SHARED = {
+    "rows": 2 << 10,
+    "splits": 8 << 10,
+    "splits_early": 8 << 10,
+    "scalar": 44 << 10,
+}  # bytes that kernels declare, at most
 MOST_QUERIES = 48 << 10  # bytes of queries of a tile of `scalar`
 WIDEST_SLICE = 128  # columns of values per block
 
@@ -44,14 +49,15 @@ class AttentionGenerator:
                 if rows > warps * TILE // 2 and blocks >= target.processors * (warps // 4) // 2:
                     shared = rows_shared(kernel, warps, target)
                     return KernelPlan((Pass(f"rows_{warps * TILE}", (blocks, 1, 1), warps * 32, shared),))
-            return spread(kernel, "splits", words, target, 1, splits_shared(kernel, target))
+            early = "splits_early" if kernel.cached and target.capability >= 90 else "splits"
+            return spread(kernel, early, words, target, 1, splits_shared(kernel, target))
         return spread(kernel, "scalar", words, target, slices(kernel), scalar_shared(kernel))
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         assert isinstance(kernel, AttentionKernel)
         name = entry(kernel, variant)
         common = [
-            instructions.EXP2,
+            instructions.SCALAR,
             rows_code.ROWS,
             rows_code.CACHED_ROWS if kernel.cached else rows_code.DENSE_ROWS,
             rows_code.MASKS,
@@ -63,8 +69,9 @@ class AttentionGenerator:
                 "HEAD_PITCH": _pitch(kernel),
             }
             parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
-        elif variant == "splits":
+        elif variant in ("splits", "splits_early"):
             more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
+            more["EARLY"] = variant == "splits_early"
             parts = [
                 *common,
                 rows_code.COMBINE,
@@ -78,7 +85,7 @@ class AttentionGenerator:
             more = {"SLICE": slice_width(kernel), "SLICES": slices(kernel), "WARPS": warps}
             more["STAGES"] = stages(kernel, warps, target)
             parts = [*common, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES, tensor_code.ROW_TILES]
-        text = "\n".join([constants(kernel, more), words(kernel), *parts])
+        text = "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
         return text.replace("ENTRY(", f"{name}(")
 
 
@@ -154,9 +161,7 @@ def spread(
     if workers == 1:
         return KernelPlan((Pass(variant, (units, 1, 1), 128, shared),))
     real = 8 if kernel.dtype.size == 8 else 4
-    columns = min(
-        _rounded(kernel.value_dim, 16 if variant == "splits" else 4), WIDEST_SLICE * (2 if variant == "splits" else 1)
-    )
+    columns = _rounded(kernel.value_dim, 16) if on_tensor_cores(kernel) else min(_rounded(kernel.value_dim, 4), 128)
     counts = _rounded(units * 4, 256)
     states = _rounded(units * most * min(TILE, rows) * 2 * real, 256)
     scratch = counts + states + units * most * min(TILE, rows) * columns * real

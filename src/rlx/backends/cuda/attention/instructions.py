@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-EXP2 = r"""
+SCALAR = r"""
 INLINE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+INLINE void fetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 """
 
 TENSOR = r"""

@@ -128,6 +128,30 @@ INLINE Range range_of(const Words& w, i32 batch, i32 query, i32 newest) {
   return {(i32)oldest, (i32)position};
 }
 
+// Asks for the first split of a block before earlier launches have ended: positions and pages may be older ones, so what
+// comes into the L2 cache is a guess, never wrong.
+template <typename W> INLINE void fetch_early(const W& w, i32 batch, i32 head, i32 query, i32 worker) {
+  if constexpr (!RING && PAGE == BLOCK) {
+    i32 row = batch;
+    if constexpr (RAGGED) row = __ldcg(w.rows + batch);
+    const i32 position = __ldcg(w.positions + batch * w.positions_batch + query);
+    const i32 low = WINDOW ? max(position + 1 - WINDOW, 0) : 0, begin = (low / SPLIT + worker) * SPLIT;
+    if (position < begin || position >= w.capacity || row < 0 || row >= w.table_rows) return;
+    constexpr int LINES = (HEAD_DIM * (int)sizeof(Stored) + 127) / 128;
+    constexpr int VALUE_LINES = (VALUE_DIM * (int)sizeof(Stored) + 127) / 128, ELEMENTS = 128 / sizeof(Stored);
+    for (i32 start = begin; start < begin + SPLIT && start <= position; start += BLOCK) {
+      const i32 page = __ldcg(w.table + row * w.table_row + start / PAGE);
+      if (page < 0 || page >= w.pages) return;
+      const Stored* keys = w.k + head * w.k_head + page * w.k_page;
+      const Stored* values = w.v + head * w.v_head + page * w.v_page;
+      for (i32 i = threadIdx.x; i < BLOCK * LINES; i += blockDim.x)
+        fetch_line(keys + i / LINES * w.k_seq + i % LINES * ELEMENTS);
+      for (i32 i = threadIdx.x; i < BLOCK * VALUE_LINES; i += blockDim.x)
+        fetch_line(values + i / VALUE_LINES * w.v_seq + i % VALUE_LINES * ELEMENTS);
+    }
+  }
+}
+
 // The page of a position; -1 if it does not exist.
 INLINE i32 page_of(const Words& w, i32 row, i32 position) {
   const i64 place = RING ? position % w.capacity : position;
@@ -162,6 +186,7 @@ INLINE i64 most_splits(const Words& w) { return (w.capacity + SPLIT - 1) / SPLIT
 
 DENSE_ROWS = r"""
 INLINE i32 newest_position(const Words&, i32) { return -1; }
+template <typename W> INLINE void fetch_early(const W&, i32, i32, i32, i32) {}
 
 INLINE Range range_of(const Words& w, i32, i32 query, i32) {
   const i64 last = w.k_len - w.q_len + query + AHEAD;
@@ -276,7 +301,7 @@ INLINE bool arrives_last(u32* arrived, u32 blocks) {
 }
 
 // Merges the splits of `rows` rows in order; `finish(row, column, values, state)` gets four columns at a time.
-constexpr int MERGED = 32;  // splits at a time
+constexpr int MERGED = 32, LOADED = 16;  // splits at a time, and those whose values are in registers
 template <int THREADS, typename Finish>
 INLINE void combine(const Scratch& scratch, i32 splits, i32 rows, Finish finish) {
   __shared__ Merge factors[16][MERGED];
@@ -286,48 +311,49 @@ INLINE void combine(const Scratch& scratch, i32 splits, i32 rows, Finish finish)
   const i32 items = rows * (COLUMNS / 4);
   for (i32 first = 0; first < items; first += THREADS) {
     const i32 item = first + threadIdx.x, row = item / (COLUMNS / 4), column = item % (COLUMNS / 4) * 4;
-    Four sum = {};
+    const Real* values = scratch.values + (i64)row * COLUMNS + column;
+    const auto load = [&](Four(&loaded)[LOADED], i32 begin) {
+#pragma unroll
+      for (i32 i = 0; i < LOADED; i++)
+        if (item < items && begin + i < splits) loaded[i] = load_four(values + (i64)(begin + i) * rows * COLUMNS);
+    };
+    Four sum = {}, current[LOADED], next[LOADED];
     State state = {lowest((Real)0), 0};
+    load(current, 0);
     for (i32 begin = 0; begin < splits; begin += MERGED) {
-      const i32 count = min(splits - begin, MERGED);
       __syncthreads();
       for (i32 r = warp; r < rows; r += THREADS / 32) {
         // The state before split i is a running maximum, which has no rounding: a scan gives the bits of the loop.
-        const State own = lane < count ? load_state(scratch.states + (begin + lane) * rows + r)
-                                       : State{lowest((Real)0), 0};
-        Real top = upper(own.top, begin ? carried[r] : lowest((Real)0));
+        const State own = begin + lane < splits ? load_state(scratch.states + (begin + lane) * rows + r)
+                                                : State{lowest((Real)0), 0};
+        const Real start = begin ? carried[r] : lowest((Real)0);
+        Real top = upper(own.top, start);
         for (i32 step = 1; step < 32; step *= 2) {
           const Real other = __shfl_up_sync(~0u, top, step);
           if (lane >= step) top = upper(top, other);
         }
-        Real before = __shfl_up_sync(~0u, top, 1);
-        if (lane == 0) before = begin ? carried[r] : lowest((Real)0);
-        const Real base = reference(top);
+        const Real other = __shfl_up_sync(~0u, top, 1), before = lane ? other : start, base = reference(top);
         factors[r][lane] = {weight(before - base), weight(own.top - base)};
         totals[r][lane] = own.total;
         __syncwarp();
         if (lane == 31) carried[r] = top;
       }
       __syncthreads();
-      if (item < items) {
-        const Real* values = scratch.values + ((i64)begin * rows + row) * COLUMNS + column;
-        for (i32 i = 0; i < count; i += 16) {
-          Four loaded[16];
+      for (i32 part = 0; part < MERGED; part += LOADED) {
+        load(next, begin + part + LOADED);
 #pragma unroll
-          for (i32 j = 0; j < 16; j++)
-            if (i + j < count) loaded[j] = load_four(values + (i64)(i + j) * rows * COLUMNS);
+        for (i32 i = 0; i < LOADED; i++) {
+          if (item < items && begin + part + i < splits) {
+            const Merge factor = factors[row][part + i];
 #pragma unroll
-          for (i32 j = 0; j < 16; j++) {
-            if (i + j < count) {
-              const Merge factor = factors[row][i + j];
-#pragma unroll
-              for (i32 c = 0; c < 4; c++) sum.x[c] = fused(sum.x[c], factor.kept, loaded[j].x[c] * factor.added);
-              state.total = fused(state.total, factor.kept, totals[row][i + j] * factor.added);
-            }
+            for (i32 c = 0; c < 4; c++) sum.x[c] = fused(sum.x[c], factor.kept, current[i].x[c] * factor.added);
+            state.total = fused(state.total, factor.kept, totals[row][part + i] * factor.added);
           }
         }
-        state.top = carried[row];
+#pragma unroll
+        for (i32 i = 0; i < LOADED; i++) current[i] = next[i];
       }
+      if (item < items) state.top = carried[row];
     }
     if (item < items) finish(row, column, sum, state);
   }

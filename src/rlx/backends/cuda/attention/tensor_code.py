@@ -221,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
   const i32 tile = blockIdx.x % tiles, unit = blockIdx.x / tiles, kv_heads = (i32)w.kv_heads;
   const i32 head = unit % kv_heads, batch = unit / kv_heads;
   const i32 first_row = tile * 16, rows = min(16, all_rows - first_row), worker = blockIdx.y;
+  if (EARLY) fetch_early(w, batch, head, (first_row + rows - 1) / GROUP, worker);
   start_next();
   wait_for_inputs();
 

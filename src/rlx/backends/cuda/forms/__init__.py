@@ -17,7 +17,9 @@ WHERE = {
     "outer_of_runs": "linear.outer_of_runs",
     "attention": "attention.attention",
     "attention_lse": "attention.attention",
+    "attention_grad": "attention.attention_grad",
     "cached_attention": "attention.cached_attention",
+    "kv_append": "kv_cache.kv_append",
 }
 
 

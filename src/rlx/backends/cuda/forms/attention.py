@@ -2,7 +2,8 @@
 
 | portable | reason |
 | --- | --- |
-| heads of more than 48 KB per 16 queries (f32: 768 elements, f64: 384) | queries of a tile are in shared memory |
+| heads of more than 48 KB per 16 rows (f32: 768 elements, f64: 384; of gradients both heads together) | queries of a tile are in shared memory |
+| gradients whose dy, logsumexp or delta have another type than usual | one type per kernel |
 | caches whose keys or values are not rows, as those of CPUs are | kernels read whole keys |
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.backends.cuda.attention.generator import takes
+from rlx.backends.cuda.attention.generator import MOST_QUERIES, TILE, takes
 from rlx.ir.graph import Node
 from rlx.lir.forms import attention_launch
 from rlx.lir.forms.attention import cached_attention as portable_cached_attention
@@ -24,7 +25,12 @@ def attention(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def attention_grad(s: Scheduler, node: Node) -> Sequence[View]:
-    return (attention_launch.attention_grad if _takes(node) else form_of(node))(s, node)
+    q, _, v, dy, lse, delta = (o for o in node.operands[:6] if o is not None)
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    assert isinstance(head_dim, int) and isinstance(value_dim, int)
+    fits = TILE * (head_dim + value_dim) * max(4, q.dtype.size) <= MOST_QUERIES
+    same = dy.dtype is q.dtype and lse.dtype is delta.dtype is q.dtype.wide
+    return (attention_launch.attention_grad if fits and same else form_of(node))(s, node)
 
 
 def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:

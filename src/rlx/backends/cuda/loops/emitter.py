@@ -356,7 +356,9 @@ class Emitter:
         stop = extent
         if tail:
             stop = self.named(f"{extent} / {pack} * {pack}", kind)
-        with self.block(f"for ({kind} {first} = thread * {pack}; {first} < {stop}; {first} += threads * {pack})", inside):
+        with self.block(
+            f"for ({kind} {first} = thread * {pack}; {first} < {stop}; {first} += threads * {pack})", inside
+        ):
             self.bind(loop.index, first, index)
             self.pack_body(loop, packing, first)
         if tail:
@@ -378,9 +380,7 @@ class Emitter:
             self.line(f"Pack<{pack}, {MEMORY[param.dtype.name]}> {results[id(store)]};")
         element = self.fresh("e")
         self.line("#pragma unroll")
-        with self.block(
-            f"for (int {element} = 0; {element} < {pack}; {element}++)", _Scope(False, element, packs)
-        ):
+        with self.block(f"for (int {element} = 0; {element} < {pack}; {element}++)", _Scope(False, element, packs)):
             name = self.fresh(loop.index)
             self.line(f"const {kind} {name} = {first} + {element};")
             self.bind(loop.index, name, self.is_extent_index(loop.extent))
@@ -588,7 +588,9 @@ class Emitter:
             parts = [f"{total}[{i}]" for i in range(pack)]
             while len(parts) > 1:
                 half = len(parts) // 2
-                parts = [operations.combine(reduction.op, a, b) for a, b in zip(parts[:half], parts[half:], strict=True)]
+                parts = [
+                    operations.combine(reduction.op, a, b) for a, b in zip(parts[:half], parts[half:], strict=True)
+                ]
             name, kind, op = self.fresh(), self.value_type(reduction.dtype), operations.REDUCTIONS[reduction.op]
             if lanes <= WARP:
                 together = f"reduce_warp<{lanes}, {op}, {kind}>({parts[0]}, mask)" if lanes > 1 else parts[0]
