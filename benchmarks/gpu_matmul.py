@@ -26,6 +26,7 @@ import numpy as np
 from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
 from rlx.backends.cuda.matmul.generator import MatmulGenerator, plan_rows, plan_tiles, tile_choices
+from rlx.backends.cuda.matmul.tiles import TILES
 from rlx.backends.cuda.modules import load_variants
 from rlx.dtypes import BF16, F32
 from rlx.lir.kernels import Epilogue, EpilogueOperand, MatmulKernel
@@ -180,9 +181,13 @@ def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) 
                 for resident in (1, 2, 3):
                     add(plan_rows(kernel, words, target, height=height, teams=teams, resident=resident))
     if case.m >= FEW:
+        splits_of_a_tile = 1 if case.m >= 512 else 2
         choices = sorted(tile_choices(kernel, words, target), key=lambda c: c.seconds)
-        for choice in choices[: 8 if case.m < 512 else 6]:
-            add(plan_tiles(kernel, words, target, choice=choice))
+        for name in dict.fromkeys(choice.tile.name for choice in choices):
+            if case.m < 512 and TILES[name].rows > 2 * case.m:
+                continue
+            for choice in [c for c in choices if c.tile.name == name][:splits_of_a_tile]:
+                add(plan_tiles(kernel, words, target, choice=choice))
     return rivals
 
 
