@@ -13,6 +13,7 @@ WHERE = {
     "matmul": "rlx.backends.cuda.matmul.generator:MatmulGenerator",
     "attention": "rlx.backends.cuda.attention.generator:AttentionGenerator",
     "sequence": "rlx.backends.cuda.sequences:SequenceGenerator",
+    "prologue": "rlx.backends.cuda.prologues:PrologueGenerator",
     "attention_grad": "rlx.backends.cuda.attention.gradient:AttentionGradGenerator",
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends.cuda.generators import generator
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, AnyKernel, KernelPlan, entry
+from rlx.backends.cuda.prologues import PrologueKernel, fuse_prologues
 from rlx.backends.cuda.sequences import SequenceKernel, fuse_sequences
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
@@ -38,9 +39,13 @@ class PlannedLaunch:
     @property
     def fault_words(self) -> tuple[int, ...]:
         """The words that say where faults are reported."""
-        if not isinstance(self.kernel, SequenceKernel):
-            return (FAULT,)
-        lengths = [len(piece.kernel.words) + len(EXTRA_WORDS) for piece in self.kernel.pieces]
+        match self.kernel:
+            case SequenceKernel(pieces):
+                lengths = [len(piece.kernel.words) + len(EXTRA_WORDS) for piece in pieces]
+            case PrologueKernel(producer, _, consumer):
+                lengths = [len(kernel.words) + len(EXTRA_WORDS) for kernel in (producer, consumer)]
+            case kernel:
+                lengths = [len(kernel.words) + len(EXTRA_WORDS)]
         return tuple(int(end) + FAULT for end in np.cumsum(lengths))
 
     def __str__(self) -> str:
@@ -62,7 +67,7 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
     fixed -= {view.buffer for launch in program.launches for view in launch.views(written=True)}
     planned = [_planned(i, launch, start, symbols, fixed, target) for i, launch in enumerate(program.launches)]
     edges = (edge for control in program.controls for edge in control.edges)
-    return fuse_sequences(planned, program.launches, edges)
+    return fuse_sequences(fuse_prologues(planned, program), program.launches, edges)
 
 
 def _planned(

@@ -86,17 +86,15 @@ class SequenceGenerator:
         return "\n".join((*parts, calls, "}", ""))
 
 
-_SUBSTITUTES = {"blockIdx.x": "0", "blockIdx.y": "0", "gridDim.x": str(AT_ONCE), "gridDim.y": "1"}
-
-
-def as_device_function(source: str, name: str) -> str:
-    """The source of a kernel as a function for all threads of one block."""
+def as_device_function(source: str, name: str, *, blocks: int = AT_ONCE) -> str:
+    """The source of a kernel as a function for the threads of one block, which stand for so many blocks of it."""
     head = rf'extern "C" __global__ void __launch_bounds__\(\d+\) {name}\(const (__grid_constant__ )?Words_{name} w\)'
     text, count = re.subn(head, f"INLINE void {name}(const Words_{name}& w)", source)
     assert count == 1, "a loop kernel has one entry"
     for line in ("wait_for_inputs();", "start_next();"):
         text = text.replace(line, "")
-    return re.sub(r"\b(blockIdx|gridDim)\.[xy]", lambda match: _SUBSTITUTES[match[0]], text)
+    places = {"blockIdx.x": "0", "blockIdx.y": "0", "gridDim.x": str(blocks), "gridDim.y": "1"}
+    return re.sub(r"\b(blockIdx|gridDim)\.[xy]", lambda match: places[match[0]], text)
 
 
 def fuse_sequences(

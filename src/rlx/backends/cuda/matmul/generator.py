@@ -74,6 +74,15 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
     return simt.tile_source(kernel, variant, size=int(name.removeprefix("fma")), k_first=k_first)
 
 
+def source_with_prologue(
+    kernel: MatmulKernel, variant: str, target: CudaTarget, name: str, struct: str, compute: str
+) -> str:
+    """CUDA C of a `rows` variant that computes its only row of A itself (`prologues.py`)."""
+    height, _, letters = variant.removeprefix("rows").partition("_")
+    prologue = rows.Prologue(name, struct, compute)
+    return rows.source(kernel, variant, rows=int(height), early="e" in letters, prologue=prologue)
+
+
 def _matmul(kernel: Kernel) -> MatmulKernel:
     assert isinstance(kernel, MatmulKernel)
     if kernel.layout is not None or kernel.weights > 2 or not kernel.dtype.is_float:

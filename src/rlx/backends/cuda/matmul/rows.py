@@ -8,11 +8,15 @@ k, step 0 multiplies k % 8 < 4 and step 1 the others, here and in the tiles. The
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import flag, preamble
 from rlx.backends.cuda.matmul.fragments import FRAGMENTS
 from rlx.lir.kernels import MatmulKernel
 
+ROW = "row_of(w, b0, b1, first_row)"  # where rows of A are
+ALL = "\n  const Words& w = all.product;"
 LOADS = 16  # of 16 bytes in flight per lane
 
 KERNEL = r"""
@@ -33,7 +37,7 @@ INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant__ Words w) {
+extern "C" __global__ void __launch_bounds__(512, 1) NAME(PARAMETERS) {
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
   const int k = (int)w.k, chunk = chunk_size(k), chunks = k > 0 ? (k + chunk - 1) / chunk : 1;
@@ -78,11 +82,12 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant_
   wait_for_inputs();
   if (GROUPED) group_offset = group_of(w, first_row) * w.b_batch0;
   if (!EARLY) fill();
+PROLOGUE
 
   // Rows of A to shared memory, rounded; several loads of a thread are in flight.
   {
     const int eights = (k + 31) / 32 * 4, count = m * eights;
-    const A* a = row_of(w, b0, b1, first_row);
+    const A* a = A_ROW;
     const i64 along = step_of(w), row = TRANSPOSED ? 1 : w.a_row;
     const bool whole = !TRANSPOSED && k % 32 == 0 && ((u64)a & 15) == 0 && row % 8 == 0;
     auto place = [&](int i, int& token) { token = i / eights; return 8 * (i - token * eights); };
@@ -175,13 +180,28 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(const __grid_constant_
 """
 
 
-def source(kernel: MatmulKernel, variant: str, *, rows: int, early: bool) -> str:
+@dataclass(frozen=True)
+class Prologue:
+    """Code that computes the only row of A: the kernel's name, its parameter struct, and statements (`prologues.py`)."""
+
+    name: str
+    struct: str
+    compute: str
+
+
+def source(kernel: MatmulKernel, variant: str, *, rows: int, early: bool, prologue: Prologue | None = None) -> str:
     """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended."""
     constants = f"""
 constexpr int ROWS = {rows // 8}, LOADS = {LOADS}, AT_ONCE = 2;
 constexpr bool EARLY = {flag(early)};
 """
-    text = KERNEL.replace("NAME", entry(kernel, variant))
+    if prologue is None:
+        name, parameters, code, row = entry(kernel, variant), "const __grid_constant__ Words w", "", ROW
+    else:
+        name, parameters, code, row = prologue.name, "const __grid_constant__ All all", prologue.compute, "produced"
+        constants = f"{prologue.struct}\n{constants}"
+    text = KERNEL.replace("(PARAMETERS) {", f"({parameters}) {{" + ("" if prologue is None else ALL))
+    text = text.replace("NAME", name).replace("PROLOGUE\n", code).replace("A_ROW", row)
     return preamble(kernel) + FRAGMENTS + constants + text
 
 
