@@ -115,7 +115,7 @@ def plan_rows(
     height = height or _height(n * kernel.weights, kernel.weights, k, pairs, target)
     columns = height // kernel.weights
     if not teams:
-        teams = max(1, CHUNKS // chunks)
+        teams = _teams(chunks, -(-n // columns) * pairs, target)
         if tokens > 4 and n * pairs >= 2 * teams * columns * target.processors:
             teams *= 2  # that share the rows of A
     shared = rows.shared_bytes(k, tokens, height, teams, chunks)
@@ -127,6 +127,11 @@ def plan_rows(
     variant = f"rows{height}_{'e' if _are_early(kernel, words) else ''}"
     grid = (blocks * batch, m if grouped else 1, 1)
     return KernelPlan((Pass(variant, grid, 32 * chunks * teams, shared),))
+
+
+def _teams(chunks: int, tiles: int, target: CudaTarget) -> int:
+    """Teams of warps in a block, each with a tile of its own: as many as fill a block, if all processors get one."""
+    return max(1, min(CHUNKS // chunks, tiles // target.processors))
 
 
 def _height(rows_of_weights: int, weights: int, k: int, pairs: int, target: CudaTarget) -> int:
@@ -208,7 +213,7 @@ def _plan_fma(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget
     axis = "k" if words["b_k"] == 1 and k > 1 else "n"
     if kernel.grouped != "depth" and m <= (FEW_GROUPED if grouped else FEW_ROWS):
         tokens, chunks = 1 if grouped or m == 1 else FEW_ROWS, chunk_count(k)
-        teams = CHUNKS // chunks
+        teams = _teams(chunks, -(-n // simt.ROW_COLUMNS) * batch, target)
         shared = simt.rows_shared(kernel, k, tokens, teams, chunks)
         if shared <= target.shared_bytes:
             blocks = min(-(-n // (simt.ROW_COLUMNS * teams)), max(1, 4 * target.processors // batch))
