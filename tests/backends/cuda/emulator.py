@@ -196,6 +196,9 @@ class EmulatedGpu(Gpu):
         )
         assert problem is None, problem.decode()
 
+    def allow_shared(self, name: str, shared: int) -> None:
+        return
+
     def activate(self) -> None:
         return
 
