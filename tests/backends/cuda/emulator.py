@@ -160,7 +160,13 @@ class EmulatedGpu(Gpu):
     def load(self, cubin: bytes, names: dict[str, int]) -> None:
         library = ctypes.CDLL(cubin.decode())
         library.rlx_run.restype = ctypes.c_char_p
-        library.rlx_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, *[ctypes.c_bool] * 2)
+        library.rlx_run.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint,
+            *[ctypes.c_bool] * 2,
+        )
         source = Path(cubin.decode()).with_suffix(".cpp").read_text()
         bodies = {piece.split(" ", 1)[0]: piece for piece in source.split("namespace ns_")[1:]}
         for name in names:
@@ -210,6 +216,7 @@ class Changes:
     pack: int = 0
     wide: bool = False
     aliased: bool = False
+    warps: int = -1  # mask of the loops that warps may split
 
     def __call__(self, planned: PlannedLaunch) -> PlannedLaunch:
         kernel = planned.kernel
@@ -223,6 +230,7 @@ class Changes:
             pack=min(self.pack or variant.pack, variant.pack),
             narrow=variant.narrow and not self.wide,
             distinct=variant.distinct and not self.aliased,
+            warps=0 if self.aliased or 0 < self.lanes <= 32 else variant.warps & self.warps,
         )
         grid = one.grid
         if variant.lanes and self.lanes:
