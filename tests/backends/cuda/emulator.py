@@ -232,6 +232,7 @@ class Changes:
     pack: int = 0
     wide: bool = False
     aliased: bool = False
+    warps: int = -1  # mask of the loops that warps may split
 
     def __call__(self, planned: PlannedLaunch) -> PlannedLaunch:
         kernel = planned.kernel
@@ -245,6 +246,7 @@ class Changes:
             pack=min(self.pack or variant.pack, variant.pack),
             narrow=variant.narrow and not self.wide,
             distinct=variant.distinct and not self.aliased,
+            warps=0 if self.aliased or 0 < self.lanes <= 32 else variant.warps & self.warps,
         )
         grid = one.grid
         if variant.lanes and self.lanes:
