@@ -75,20 +75,64 @@ struct Index3 { u32 x, y, z; };
 static Index3 threadIdx, blockIdx, gridDim, blockDim;
 typedef void (*Kernel)(const void*);
 
+// -- switching between stacks: a few instructions on x86-64, `swapcontext` with its system calls elsewhere --
+#if defined(__x86_64__)
+struct Context { void* stack; };
+extern "C" void rlx_switch(void** from, void* to);
+asm(R"(
+.text
+.globl rlx_switch
+.hidden rlx_switch
+.type rlx_switch, @function
+rlx_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+inline void switch_to(Context& from, Context& to) { rlx_switch(&from.stack, to.stack); }
+inline void prepare(Context& context, char* stack, size_t size, void (*body)()) {
+  void** top = (void**)(stack + size - 64);  // after the return address is popped, the stack is as at a call
+  top[0] = (void*)body;
+  top[1] = 0;
+  context.stack = top - 6;
+}
+#else
+struct Context { ucontext_t context; };
+inline void switch_to(Context& from, Context& to) { swapcontext(&from.context, &to.context); }
+inline void prepare(Context& context, char* stack, size_t size, void (*body)()) {
+  getcontext(&context.context);
+  context.context.uc_stack.ss_sp = stack;
+  context.context.uc_stack.ss_size = size;
+  context.context.uc_link = 0;
+  makecontext(&context.context, body, 0);
+}
+#endif
+
 namespace emulated {
 enum State { READY, AT_BLOCK, AT_WARP, AT_TEAM, DONE };
 struct Fiber {
-  ucontext_t context;
+  Context context;
   State state;
   u32 mask;   // of the threads that it waits with; of a team, its number and threads
   u32 turn;   // counts shuffles: slots are used in alternation
-  u32 stops;  // barriers and shuffles so far
   u64 slots[2];
 };
 const size_t STACK = 256 * 1024;
 static std::vector<Fiber> fibers;
 static char* stacks;
-static ucontext_t scheduler;
+static Context scheduler;
 static u32 current;
 static Kernel kernel;
 static const void* words;
@@ -98,20 +142,20 @@ inline void wait(State state, u32 mask) {
   Fiber& fiber = fibers[current];
   fiber.state = state;
   fiber.mask = mask;
-  fiber.stops++;
   const u32 self = current;
-  swapcontext(&fiber.context, &scheduler);
+  switch_to(fiber.context, scheduler);
   current = self;
 }
 inline void body() {
   kernel(words);
   fibers[current].state = DONE;
+  switch_to(fibers[current].context, scheduler);
 }
 inline void resume(u32 number) {
   current = number;
   threadIdx = {number, 0, 0};
   fibers[number].state = READY;
-  swapcontext(&scheduler, &fibers[number].context);
+  switch_to(scheduler, fibers[number].context);
 }
 // Releases the threads that a barrier waited for; false if nobody can go on.
 inline bool release(u32 threads) {
@@ -158,13 +202,9 @@ inline void run_block(u32 threads, bool backwards) {
   if (!stacks) stacks = (char*)mmap(0, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   for (u32 i = 0; i < threads; i++) {
     Fiber& fiber = fibers[i];
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stacks + i * STACK;
-    fiber.context.uc_stack.ss_size = STACK;
-    fiber.context.uc_link = &scheduler;
+    prepare(fiber.context, stacks + i * STACK, STACK, body);
     fiber.state = READY;
-    fiber.turn = fiber.stops = 0;
-    makecontext(&fiber.context, body, 0);
+    fiber.turn = 0;
   }
   while (!problem) {
     bool running = false;

@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 HEADER = (Path(__file__).parent / "emulator.hpp").read_text()
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 _ENTRY = re.compile(
-    r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) w\)'
+    r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
 )
 _MEETS = re.compile(r"__sync|reduce_|__shfl|mma")
 _MATMUL_FORMS = {op: form for op, form in SM_90.forms().items() if "attention" not in op}
@@ -184,6 +184,9 @@ class EmulatedGpu(Gpu):
             assert address is not None
             self.functions[name] = _Function(library.rlx_run, address, bool(_MEETS.search(bodies[name])))
 
+    def allow_shared(self, name: str, shared: int) -> None:
+        return
+
     def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, words: Array) -> None:
         assert threads <= 1024 and shared <= TARGET.shared_bytes
         self.launches += 1
@@ -229,6 +232,7 @@ class Changes:
     pack: int = 0
     wide: bool = False
     aliased: bool = False
+    warps: int = -1  # mask of the loops that warps may split
 
     def __call__(self, planned: PlannedLaunch) -> PlannedLaunch:
         kernel = planned.kernel
@@ -242,6 +246,7 @@ class Changes:
             pack=min(self.pack or variant.pack, variant.pack),
             narrow=variant.narrow and not self.wide,
             distinct=variant.distinct and not self.aliased,
+            warps=0 if self.aliased or 0 < self.lanes <= 32 else variant.warps & self.warps,
         )
         grid = one.grid
         if variant.lanes and self.lanes:

@@ -24,7 +24,14 @@ WAYS: dict[str, tuple[Changes, dict[str, Any]]] = {
     "in reverse": (Changes(lanes=64, aliased=True), {"backwards": True}),
     "guarded": (Changes(lanes=1, wide=True), {"guarded": True}),
 }
-FEW = [("softmax", "bf16"), ("layer_norm", "f32"), ("rope", "f16"), ("cumsum", "i32"), ("topk", "f32"), ("gather", "i64")]
+FEW = [
+    ("softmax", "bf16"),
+    ("layer_norm", "f32"),
+    ("rope", "f16"),
+    ("cumsum", "i32"),
+    ("topk", "f32"),
+    ("gather", "i64"),
+]
 EVERY_CASE = [(op.name, name) for op in user_ops() for name in element_types(op)]
 CASES = EVERY_CASE if os.environ.get("RLX_EMULATE") == "all" else FEW
 

@@ -84,7 +84,9 @@ def test_a_row_is_reduced_by_all_threads_of_its_unit(
     body: tuple[Stmt, ...] = (
         Let("top", Reduce("max", "q", Arg("extent"), value)),
         Let("total", Reduce("sum", "q", Arg("extent"), value)),
-        For("j", Arg("extent"), (Store(1, ((U, Arg("extent")), (J, 1)), x_at((U, Arg("extent")), (J, 1)) - top),), True),
+        For(
+            "j", Arg("extent"), (Store(1, ((U, Arg("extent")), (J, 1)), x_at((U, Arg("extent")), (J, 1)) - top),), True
+        ),
         Store(2, ((U, 1),), total),
     )
     kernel = kernel_of(body, (*F32_PARAMS, Param("z", F32, True)), "extent")
@@ -126,7 +128,9 @@ def test_threads_wait_for_what_others_wrote(gpu: EmulatedGpu, backwards: Emulate
 @pytest.mark.parametrize("variant", [Variant(0, pack, n) for pack in (1, 2, 8) for n in (False, True)], ids=str)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_chunks_have_packs_and_a_tail(gpu: EmulatedGpu, variant: Variant, offset: int) -> None:
-    kernel = LoopKernel("twice", F32_PARAMS, ("n",), For("j", N, (Store(1, ((J, 1),), x_at((J, 1)) * 2.0),), True), 4096)
+    kernel = LoopKernel(
+        "twice", F32_PARAMS, ("n",), For("j", N, (Store(1, ((J, 1),), x_at((J, 1)) * 2.0),), True), 4096
+    )
     x = np.arange(1005, dtype=np.float32)[offset:]
     y = np.full(1006, -1, np.float32)
     assert not launch(kernel, [x, y[offset:]], {"n": 1000}, variant, gpu)

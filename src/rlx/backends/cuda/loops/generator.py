@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.loops.emitter import BLOCK, WARP, Emitter, Variant
+from rlx.backends.cuda.loops.independence import WarpLoop, are_disjoint, warp_loops
 from rlx.backends.cuda.loops.ranges import Ranges
 from rlx.backends.cuda.loops.structure import SharedLoop, is_free, largest_pack, shared_loops
 from rlx.backends.cuda.targets import CudaTarget
@@ -45,7 +46,7 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget) -> Ke
     if units <= 0:
         return KernelPlan(())
     narrow = sizes.ranges.fit()
-    loops, free = _loops(kernel)
+    loops, free, serial = _loops(kernel)
     pack = sizes.pack(loops, free=free)
     distinct = _are_distinct(kernel, words)
     slots = target.processors * THREADS_PER_PROCESSOR * WAVES
@@ -54,8 +55,12 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget) -> Ke
         blocks = -(-units // (BLOCK * pack))
         return KernelPlan((Pass(str(variant), (min(blocks, slots // BLOCK), 1, 1), BLOCK),))
     longest = max((sizes.threads(loop, 1 if free else PACKS_PER_THREAD, pack) for loop in loops), default=1)
+    split = [distinct and are_disjoint(each.loop, sizes.ranges) for each in serial]
+    rounds = [sizes.extent(each.loop.extent) for each, is_split in zip(serial, split, strict=True) if is_split]
+    longest = max(longest, *(WARP * steps for steps in rounds), 1)
     lanes = _power(min(longest, BLOCK if free else MOST_LANES))
-    variant = Variant(lanes, pack, narrow, distinct)
+    warps = sum(1 << i for i, is_split in enumerate(split) if is_split) if lanes > WARP else 0
+    variant = Variant(lanes, pack, narrow, distinct, warps)
     blocks = -(-units * lanes // variant.threads)
     splits = max(1, min(-(-longest // lanes), slots // (units * lanes), MOST_SPLITS)) if free else 1
     grid = (max(1, min(blocks, slots // variant.threads)), splits, 1)
@@ -65,11 +70,11 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget) -> Ke
 _known: dict[str, tuple[list[SharedLoop], bool]] = {}  # by fingerprint
 
 
-def _loops(kernel: LoopKernel) -> tuple[list[SharedLoop], bool]:
-    """The loops that the threads of a unit share, and whether they never wait for each other."""
+def _loops(kernel: LoopKernel) -> tuple[list[SharedLoop], bool, list[WarpLoop]]:
+    """The loops that the threads of a unit share, whether they never wait for each other, and loops for warps."""
     if kernel.fingerprint not in _known:
         _known[kernel.fingerprint] = shared_loops(kernel), is_free(kernel)
-    return _known[kernel.fingerprint]
+    return *_known[kernel.fingerprint], warp_loops(kernel)
 
 
 def _are_distinct(kernel: LoopKernel, words: Mapping[str, int]) -> bool:
@@ -118,7 +123,7 @@ class _Sizes:
         while any(self.extent(loop.extent) % pack for loop, _ in packed):
             pack //= 2
         if free:  # no sums depend on it: packs only where rows begin at multiples of them
-            places = [access.at for _, packing in packed for access in (*packing.loads, *packing.stores)]
+            places = [access.at for _, packing in packed for access in packing.accesses]
             while pack > 1 and any(not self._is_aligned(at, pack) for at in places):
                 pack //= 2
         return pack

@@ -128,17 +128,21 @@ def shared_loops(kernel: LoopKernel) -> list[SharedLoop]:
     """The loops of a kernel that threads share, in order."""
     if kernel.chunk:
         return [_shared(kernel.root)]
-    return [loop for stmt in (*kernel.lets, *kernel.root.body) for loop in _shared_loops(stmt)]
+    return list(shared_loops_in(*kernel.lets, *kernel.root.body))
 
 
-def _shared_loops(stmt: Stmt) -> Iterator[SharedLoop]:
-    if isinstance(stmt, For):
-        if stmt.vector:
+def shared_loops_in(*stmts: Stmt) -> Iterator[SharedLoop]:
+    """The loops of shared code that its threads split."""
+    for stmt in stmts:
+        if not isinstance(stmt, For):
+            yield from _shared_reductions(stmt)
+        elif stmt.vector:
             yield _shared(stmt)
         else:
-            for inner in stmt.body:
-                yield from _shared_loops(inner)
-        return
+            yield from shared_loops_in(*stmt.body)
+
+
+def _shared_reductions(stmt: Stmt) -> Iterator[SharedLoop]:
     for reduction in outer_reductions(*values(stmt)):
         heavy = any(isinstance(e, Reduce) for e in each(reduction.value))
         yield SharedLoop(reduction.extent, reduction_packing((reduction,)), heavy, weight(Let("", reduction.value)))
@@ -173,8 +177,9 @@ class Packing:
     loads: tuple[Load, ...]
     stores: tuple[Store, ...]
 
-    def params(self) -> set[int]:
-        return {access.param for access in (*self.loads, *self.stores)}
+    @property
+    def accesses(self) -> tuple[Load | Store, ...]:
+        return (*self.loads, *self.stores)
 
 
 def loop_packing(loop: For) -> Packing | None:
@@ -257,7 +262,7 @@ def largest_pack(kernel: LoopKernel, loop: SharedLoop) -> int:
     """Elements per pack: 16 bytes of the narrowest type, at most `LARGEST_PACK`, within budgets of registers and code."""
     if loop.packing is None:
         return 1
-    sizes = [kernel.params[access.param].dtype.size for access in (*loop.packing.loads, *loop.packing.stores)]
+    sizes = [kernel.params[access.param].dtype.size for access in loop.packing.accesses]
     pack = min(LARGEST_PACK, PACK_BYTES // min(sizes))
     while pack > 1 and (
         pack * sum(max(4, size) for size in sizes) > 4 * PACK_REGISTERS or pack * loop.weight > PACK_OPERATIONS
