@@ -202,7 +202,7 @@ class Gpu:
     def separate(self) -> None:
         """Lets the next kernel start only when all earlier ones have ended.
 
-        Kernels read weights before they wait for their inputs, so an earlier program that computes weights must be over.
+        Kernels read weights before they wait for inputs, so an earlier program that computes weights must be over.
         """
         self._separate = True
 
