@@ -46,6 +46,7 @@ class Target:
     name: str
     device: str  # the backend that generates code for it
     prepacks: bool = False  # matmuls need weights in target-specific layouts, packed when weights are bound
+    reads_rows: bool = False  # matmuls want 16-bit weights contiguous along k, transposed when weights are bound
 
     def native(self, dtype: DType) -> DType:
         """The type in which arithmetic on `dtype` is done: floats below 32 bits are widened on load."""
