@@ -324,10 +324,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
           sheet[m * PITCH + n] = sums[i][j][e];
         }
     __syncthreads();
-    auto slot = [&](int m, int column) {
+    auto sum_at = [&](int m, int column) {
       return sheet + m * PITCH + (WEIGHTS == 2 ? (column >> 3) * 16 + (column & 7) : column);
     };
-    finish_tile<BM, COLUMNS, WARPS_N * WARPS_M, 8>(w, b0, b1, row0, column0, rows, columns, group, slot);
+    finish_tile<BM, COLUMNS, WARPS_N * WARPS_M, 8>(w, b0, b1, row0, column0, rows, columns, group, sum_at);
     if (GROUPED) __syncthreads();
   } while (GROUPED);
 }
