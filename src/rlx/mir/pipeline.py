@@ -144,6 +144,11 @@ def merge_options(r: Request) -> dict[str, Any]:
     return {"report": r.report, "certain": r.certain}
 
 
+def matrix_options(r: Request) -> dict[str, Any]:
+    assert r.target is not None
+    return merge_options(r) | {"by_rows": not r.target.prepacks}
+
+
 def region_options(r: Request) -> dict[str, Any]:
     """Options of `fuse_regions`: one op per region if fusion is skipped or the backend is set to `unfuse_regions`."""
     if not fuses(r):
@@ -230,7 +235,7 @@ PIPELINE = Pipeline(
         Step("merge", legalize, options=target_options),
         Step("merge", widen_late),
         Step("merge", merge_gate_up, merges_gates, merge_options),
-        Step("merge", merge_matmuls, fuses, merge_options),
+        Step("merge", merge_matmuls, fuses, matrix_options),
         Step("merge", canonicalize, fuses),
         Step("merge", merge_ropes, fuses, report_options),
         Step("merge", canonicalize, fuses),
