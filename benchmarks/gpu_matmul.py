@@ -26,6 +26,7 @@ import numpy as np
 from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
 from rlx.backends.cuda.matmul.generator import MatmulGenerator, plan_rows, plan_tiles, tile_choices
+from rlx.backends.cuda.matmul.tiles import TILES
 from rlx.backends.cuda.modules import load_variants
 from rlx.dtypes import BF16, F32
 from rlx.lir.kernels import Epilogue, EpilogueOperand, MatmulKernel
@@ -35,8 +36,9 @@ SHAPES = {  # hidden, intermediate, rows of q k v, columns of o; the vocabulary 
     "0.6b": (1024, 3072, 4096, 2048), "1.7b": (2048, 6144, 4096, 2048), "8b": (4096, 12288, 6144, 4096),
 }  # fmt: skip
 VOCABULARY = 151_936
-POOL = 1 << 31  # bytes of weights
-SPREAD = 256 << 20  # bytes that the copies of a case cover
+SPREAD = 256 << 20  # bytes that the copies of a case cover at least
+PATTERN = 1 << 22  # random numbers, which repeat
+SCRATCH = 1 << 30
 FEW = 8
 
 
@@ -86,27 +88,28 @@ def kernel_of(case: Case, narrow: bool) -> MatmulKernel:
 class Bench:
     """Memory and launches on a device."""
 
-    def __init__(self, device: Gpu) -> None:
+    def __init__(self, device: Gpu, cases: list[Case]) -> None:
         self.device = device
-        pattern = np.random.default_rng(0).standard_normal(1 << 22, np.float32) * 0.03
-        self.weights = device.allocate(POOL)
-        self._fill(self.weights, pattern.astype(ml_dtypes.bfloat16), POOL)
-        self.a = {}
-        for kind, size in ((BF16, 2), (F32, 4)):
-            self.a[kind] = device.allocate(4096 * 12288 * size)
-            self._fill(self.a[kind], (pattern * 33).astype(kind.numpy), 4096 * 12288 * size)
-        self.out, self.x = (device.allocate(4096 * 24576 * 4) for _ in range(2))
-        self._fill(self.x, pattern, 4096 * 24576 * 4)
-        self.scratch = device.allocate(1 << 30)
-        device.clear(self.scratch, 1 << 30)
+        pattern = np.random.default_rng(0).standard_normal(PATTERN, np.float32) * 0.03
+        self.pool = max(SPREAD, *(case.weight_bytes for case in cases))
+        self.weights = self._filled(pattern.astype(ml_dtypes.bfloat16), self.pool)
+        left, result = max(case.m * case.k for case in cases), max(case.m * case.n for case in cases)
+        self.a = {kind: self._filled((pattern * 33).astype(kind.numpy), left * kind.size) for kind in (BF16, F32)}
+        self.x, self.out = self._filled(pattern, result * 4), device.allocate(result * 4)
+        self.scratch = device.allocate(SCRATCH)
+        device.clear(self.scratch, SCRATCH)
 
-    def _fill(self, address: int, values: Any, size: int) -> None:
+    def _filled(self, values: Any, size: int) -> int:
+        """Memory with these values, over and over."""
+        values = values[: -(-size // values.itemsize)]
+        address = self.device.allocate(max(size, values.nbytes))
         self.device.upload(address, values)
-        done = min(values.nbytes, size)
+        done = values.nbytes
         while done < size:
             step = min(done, size - done)
             self.device.copy(address + done, address, step)
             done += step
+        return address
 
     def sizes(self, case: Case, kernel: MatmulKernel) -> dict[str, int]:
         words = {w: 0 for w in kernel.words} | dict.fromkeys(kernel.operands(), -1)
@@ -117,7 +120,7 @@ class Bench:
         """Seconds of a launch, the median of several graphs."""
         device, sizes = self.device, self.sizes(case, kernel)
         functions = load_variants([(kernel, p.variant, p.shared) for p in plan.passes], device.target, device)
-        copies = max(1, min(SPREAD, POOL) // case.weight_bytes)
+        copies = max(1, self.pool // case.weight_bytes)
         launches = []
         for copy in range(copies):
             start = self.weights + copy * case.weight_bytes
@@ -180,9 +183,13 @@ def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) 
                 for resident in (1, 2, 3):
                     add(plan_rows(kernel, words, target, height=height, teams=teams, resident=resident))
     if case.m >= FEW:
+        splits_of_a_tile = 1 if case.m >= 512 else 2
         choices = sorted(tile_choices(kernel, words, target), key=lambda c: c.seconds)
-        for choice in choices[: 8 if case.m < 512 else 6]:
-            add(plan_tiles(kernel, words, target, choice=choice))
+        for name in dict.fromkeys(choice.tile.name for choice in choices):
+            if case.m < 512 and TILES[name].rows > 2 * case.m:
+                continue
+            for choice in [c for c in choices if c.tile.name == name][:splits_of_a_tile]:
+                add(plan_tiles(kernel, words, target, choice=choice))
     return rivals
 
 
@@ -195,7 +202,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, start, results, unequal = gpu(), time.perf_counter(), list[dict[str, Any]](), 0
-    bench = Bench(device)
+    bench = Bench(device, list(cases(args.models, args.rows)))
     todo = [
         (case, narrow)
         for case in cases(args.models, args.rows)

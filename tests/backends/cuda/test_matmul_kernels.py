@@ -174,6 +174,14 @@ def test_every_variant_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 @emulated
+def test_sums_that_wait_in_shared_memory_are_the_same(tmp_path: Path) -> None:
+    product = Product.random(kernel_of(BF16, None), 20, 30, 300)
+    large, small = tile_of("256x128"), tile_of("64x32")
+    gpu = compiled(tmp_path, product.kernel, (product, large), (product, small))
+    assert product.run(gpu, large).tobytes() == product.run(gpu, small).tobytes()
+
+
+@emulated
 def test_strides_and_batches(tmp_path: Path) -> None:
     kernel = kernel_of(F32, F16, transposed=True, residual=True)
     product = Product.random(kernel, 19, 24, 100, matrices=3, by_columns=True)

@@ -74,8 +74,8 @@ class PrologueGenerator:
   }}
   __syncthreads();
 """
-        struct = f"struct All {{ Words_{name} row; Words product; i64 produced_at; }};"
-        return text + source_with_prologue(kernel.consumer, variant, target, entry(kernel, variant), struct, compute)
+        struct = f"{text}\nstruct All {{ Words_{name} row; Words product; i64 produced_at; }};"
+        return source_with_prologue(kernel.consumer, variant, target, entry(kernel, variant), struct, compute)
 
 
 def _lanes(variant: str) -> int:
@@ -88,7 +88,7 @@ def _as_prologue(source: str, name: str, lanes: int) -> str:
     from rlx.backends.cuda.sequences import as_device_function
 
     text = as_device_function(source, name, blocks=1)
-    return text.replace("__syncthreads();", f'asm volatile("bar.sync {BARRIER}, {lanes};" ::: "memory");')
+    return text.replace("__syncthreads();", f"team_barrier({BARRIER}, {lanes});")
 
 
 def fuse_prologues(planned: Sequence[PlannedLaunch], program: Program) -> list[PlannedLaunch]:

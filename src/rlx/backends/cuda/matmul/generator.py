@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
-from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, on_tensor_cores
+from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, on_tensor_cores
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.errors import LowerError
@@ -24,7 +24,9 @@ FEW_GROUPED = 64  # the same for grouped rows, each of which is a product of its
 NARROW_THREADS = 256
 # Seconds, bytes and products on which the choice of tiles rests; only ratios matter.
 LINE_RATE = 40e9  # bytes per second that a processor takes from the L2 cache
-TILE_RATE = {"128x128": 1.5e12, "128x64": 1.4e12, "64x128": 1.4e12, "64x64": 1.2e12}  # products per second
+TILE_RATE = {  # products per second
+    "256x128": 1.7e12, "128x128": 1.5e12, "128x64": 1.4e12, "64x128": 1.4e12, "64x64": 1.2e12,
+}  # fmt: skip
 SMALL_TILE_RATE = 0.7e12
 SPLIT_RATE = 2.5e12  # bytes per second of partial sums, written and read
 START = 2e-6  # of a block: filling the stages, the epilogue
@@ -110,10 +112,10 @@ def plan_rows(
         return None
     tokens, chunks = 1 if grouped else m, chunk_count(k)
     pairs = m * batch if grouped else batch
-    height = height or _height(n * kernel.weights, kernel.weights, chunks, pairs, target)
+    height = height or _height(n * kernel.weights, kernel.weights, k, pairs, target)
     columns = height // kernel.weights
     if not teams:
-        teams = max(1, CHUNKS // chunks)
+        teams = _teams(chunks, -(-n // columns) * pairs, target)
         if tokens > 4 and n * pairs >= 2 * teams * columns * target.processors:
             teams *= 2  # that share the rows of A
     shared = rows.shared_bytes(k, tokens, height, teams, chunks)
@@ -127,8 +129,14 @@ def plan_rows(
     return KernelPlan((Pass(variant, grid, 32 * chunks * teams, shared),))
 
 
-def _height(rows_of_weights: int, weights: int, chunks: int, pairs: int, target: CudaTarget) -> int:
+def _teams(chunks: int, tiles: int, target: CudaTarget) -> int:
+    """Teams of warps in a block, each with a tile of its own: as many as fill a block, if all processors get one."""
+    return max(1, min(CHUNKS // chunks, tiles // target.processors))
+
+
+def _height(rows_of_weights: int, weights: int, k: int, pairs: int, target: CudaTarget) -> int:
     """Rows of the weights per warp: those with which the busiest block has the least to do."""
+    chunks, steps = chunk_count(k), chunk_size(k) // 32
     slots = 2 * target.processors * max(1, CHUNKS // chunks)
 
     def turns(height: int) -> int:
@@ -136,7 +144,7 @@ def _height(rows_of_weights: int, weights: int, chunks: int, pairs: int, target:
 
     heights = (16, 32) if weights == 2 else (8, 16, 32)
     if turns(16) > MANY_TURNS:
-        return 16
+        return 32 if steps <= rows.LOADS // 4 else 16  # as many loads in flight as there are registers for
     return min(reversed(heights), key=lambda height: turns(height) * height)
 
 
@@ -205,7 +213,7 @@ def _plan_fma(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget
     axis = "k" if words["b_k"] == 1 and k > 1 else "n"
     if kernel.grouped != "depth" and m <= (FEW_GROUPED if grouped else FEW_ROWS):
         tokens, chunks = 1 if grouped or m == 1 else FEW_ROWS, chunk_count(k)
-        teams = CHUNKS // chunks
+        teams = _teams(chunks, -(-n // simt.ROW_COLUMNS) * batch, target)
         shared = simt.rows_shared(kernel, k, tokens, teams, chunks)
         if shared <= target.shared_bytes:
             blocks = min(-(-n // (simt.ROW_COLUMNS * teams)), max(1, 4 * target.processors // batch))
