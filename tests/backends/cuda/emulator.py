@@ -196,9 +196,6 @@ class EmulatedGpu(Gpu):
         )
         assert problem is None, problem.decode()
 
-    def allow_shared(self, name: str, shared: int) -> None:
-        return
-
     def activate(self) -> None:
         return
 
