@@ -319,7 +319,7 @@ def test_tiles_fit_into_the_shared_memory_of_a_block(target: CudaTarget) -> None
 
 
 def assert_compiles(kernel: AttentionKernel, variant: str, target: CudaTarget) -> None:
-    source = f"namespace one {{{AttentionGenerator().source(kernel, variant, target)}}}"
+    source = f"namespace one {{\n{AttentionGenerator().source(kernel, variant, target)}\n}}"
     taken = compile_source(PRELUDE + source, target.arch).resources()[entry(kernel, variant)]
     assert taken.spilled == 0 and taken.registers <= 255 and taken.shared <= generator.STATIC_SHARED["scalar"]
 
