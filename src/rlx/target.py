@@ -51,6 +51,10 @@ class Target:
         """The type in which arithmetic on `dtype` is done: floats below 32 bits are widened on load."""
         return F32 if dtype.is_float and dtype.size < F32.size else dtype
 
+    def multiplied(self, dtype: DType) -> DType:
+        """The type in which matmuls with results of `dtype` read their operands. Sums are wide in any case."""
+        return self.native(dtype)
+
     def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
         """The layout of weights for matmuls with x: numbers [..., k, n], or packed rows [..., n, k]. None: unchanged.
 

@@ -75,8 +75,8 @@ class MatmulKernel:
 
     Products are accumulated in the type `accumulator`, which is what the epilogue sees. Without an epilogue the only
     operand is C, of the same type. B has a backend's `layout`, which may hold several `weights`, or is any strided
-    matrix, and further weights are operands with the same strides; with `stored`, its elements are floats of that narrower type. `transposed`: A is stored as [batch, k, m],
-    and `a_row` is the stride along k.
+    matrix, and further weights are operands with the same strides; with `stored`, its elements are floats of that
+    narrower type. `transposed`: A is stored as [batch, k, m], and `a_row` is the stride along k.
 
     `grouped` "rows": no batch; row i is multiplied by B[index[i]], and an index outside the `groups` is a fault.
     "depth": C[g] is the product over k in [index[g], index[g + 1]) of A[m, k] and B[k, n], which all groups share;

@@ -2,6 +2,7 @@
 // and generated kernels, in place of the part of the prelude that needs a GPU.
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ucontext.h>
 #include <vector>
@@ -24,7 +25,8 @@ struct Fault { i32 launch; i32 code; };
 #define __device__
 #define __global__
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
+#define __grid_constant__
 #define __restrict__ __restrict
 
 // -- bits and conversions --
@@ -73,20 +75,64 @@ struct Index3 { u32 x, y, z; };
 static Index3 threadIdx, blockIdx, gridDim, blockDim;
 typedef void (*Kernel)(const void*);
 
+// -- switching between stacks: a few instructions on x86-64, `swapcontext` with its system calls elsewhere --
+#if defined(__x86_64__)
+struct Context { void* stack; };
+extern "C" void rlx_switch(void** from, void* to);
+asm(R"(
+.text
+.globl rlx_switch
+.hidden rlx_switch
+.type rlx_switch, @function
+rlx_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+inline void switch_to(Context& from, Context& to) { rlx_switch(&from.stack, to.stack); }
+inline void prepare(Context& context, char* stack, size_t size, void (*body)()) {
+  void** top = (void**)(stack + size - 64);  // after the return address is popped, the stack is as at a call
+  top[0] = (void*)body;
+  top[1] = 0;
+  context.stack = top - 6;
+}
+#else
+struct Context { ucontext_t context; };
+inline void switch_to(Context& from, Context& to) { swapcontext(&from.context, &to.context); }
+inline void prepare(Context& context, char* stack, size_t size, void (*body)()) {
+  getcontext(&context.context);
+  context.context.uc_stack.ss_sp = stack;
+  context.context.uc_stack.ss_size = size;
+  context.context.uc_link = 0;
+  makecontext(&context.context, body, 0);
+}
+#endif
+
 namespace emulated {
-enum State { READY, AT_BLOCK, AT_WARP, DONE };
+enum State { READY, AT_BLOCK, AT_WARP, AT_TEAM, DONE };
 struct Fiber {
-  ucontext_t context;
+  Context context;
   State state;
-  u32 mask;   // of the threads that it waits with
+  u32 mask;   // of the threads that it waits with; of a team, its number and threads
   u32 turn;   // counts shuffles: slots are used in alternation
-  u32 stops;  // barriers and shuffles so far
   u64 slots[2];
 };
 const size_t STACK = 256 * 1024;
 static std::vector<Fiber> fibers;
 static char* stacks;
-static ucontext_t scheduler;
+static Context scheduler;
 static u32 current;
 static Kernel kernel;
 static const void* words;
@@ -96,20 +142,20 @@ inline void wait(State state, u32 mask) {
   Fiber& fiber = fibers[current];
   fiber.state = state;
   fiber.mask = mask;
-  fiber.stops++;
   const u32 self = current;
-  swapcontext(&fiber.context, &scheduler);
+  switch_to(fiber.context, scheduler);
   current = self;
 }
 inline void body() {
   kernel(words);
   fibers[current].state = DONE;
+  switch_to(fibers[current].context, scheduler);
 }
 inline void resume(u32 number) {
   current = number;
   threadIdx = {number, 0, 0};
   fibers[number].state = READY;
-  swapcontext(&scheduler, &fibers[number].context);
+  switch_to(scheduler, fibers[number].context);
 }
 // Releases the threads that a barrier waited for; false if nobody can go on.
 inline bool release(u32 threads) {
@@ -139,6 +185,16 @@ inline bool release(u32 threads) {
       moved = true;
     }
   }
+  for (u32 i = 0; i < threads; i++) {
+    if (fibers[i].state != AT_TEAM) continue;
+    const u32 team = fibers[i].mask;
+    u32 arrived = 0;
+    for (u32 j = 0; j < threads; j++) arrived += fibers[j].state == AT_TEAM && fibers[j].mask == team;
+    if (arrived < team >> 8) continue;
+    for (u32 j = 0; j < threads; j++)
+      if (fibers[j].state == AT_TEAM && fibers[j].mask == team) fibers[j].state = READY;
+    moved = true;
+  }
   return moved;
 }
 inline void run_block(u32 threads, bool backwards) {
@@ -146,13 +202,9 @@ inline void run_block(u32 threads, bool backwards) {
   if (!stacks) stacks = (char*)mmap(0, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   for (u32 i = 0; i < threads; i++) {
     Fiber& fiber = fibers[i];
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stacks + i * STACK;
-    fiber.context.uc_stack.ss_size = STACK;
-    fiber.context.uc_link = &scheduler;
+    prepare(fiber.context, stacks + i * STACK, STACK, body);
     fiber.state = READY;
-    fiber.turn = fiber.stops = 0;
-    makecontext(&fiber.context, body, 0);
+    fiber.turn = 0;
   }
   while (!problem) {
     bool running = false;
@@ -177,6 +229,8 @@ template <typename T> inline T exchanged(u32 mask, T x, u32 source) {
 }
 }  // namespace emulated
 
+static u8* shared_memory;  // dynamic
+inline void team_barrier(int number, int threads) { emulated::wait(emulated::AT_TEAM, number | threads << 8); }
 inline void __syncthreads() { emulated::wait(emulated::AT_BLOCK, 0); }
 inline void __syncwarp(u32 mask = ~0u) { emulated::wait(emulated::AT_WARP, mask); }
 template <typename T> inline T __shfl_xor_sync(u32 mask, T x, int step, int width = 32) {
@@ -184,6 +238,12 @@ template <typename T> inline T __shfl_xor_sync(u32 mask, T x, int step, int widt
 }
 template <typename T> inline T __shfl_sync(u32 mask, T x, int source, int width = 32) {
   return emulated::exchanged(mask, x, threadIdx.x % 32 / width * width + source);
+}
+inline void __threadfence() {}
+inline u32 atomicAdd(u32* at, u32 x) {
+  const u32 old = *at;
+  *at += x;
+  return old;
 }
 inline i32 atomicCAS(i32* at, i32 expected, i32 desired) {
   const i32 old = *at;
@@ -197,7 +257,10 @@ inline void report(Fault* fault, i32 launch, i32 code) {
 }
 
 // Runs a grid, block after block; returns what went wrong, or null. Without `meet`, threads never wait for each other.
-extern "C" const char* rlx_run(Kernel kernel, const void* words, const u32* grid, u32 threads, bool meet, bool backwards) {
+extern "C" const char* rlx_run(Kernel kernel, const void* words, const u32* grid, u32 threads, u64 shared, bool meet,
+                               bool backwards) {
+  shared_memory = (u8*)aligned_alloc(128, (shared + 255) / 128 * 128);
+  memset(shared_memory, 0xff, shared);
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
   emulated::kernel = kernel;
@@ -216,5 +279,58 @@ extern "C" const char* rlx_run(Kernel kernel, const void* words, const u32* grid
       kernel(words);
     }
   }
+  free(shared_memory);
   return emulated::problem;
+}
+
+// -- instructions of matmul kernels: copies in the background are done at once --
+struct float4 { float x, y, z, w; };
+struct uint4 { u32 x, y, z, w; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline void __stcg(float4* at, float4 x) { *at = x; }
+inline float4 __ldcg(const float4* at) { return *at; }
+inline void store(bf16* at, float x) { *at = to_bf16(x); }
+inline void store(f16* at, float x) { *at = to_f16(x); }
+inline u8* aligned(const void* at) {
+  if ((u64)at & 15) emulated::problem = "an access of 16 bytes is not aligned";
+  return (u8*)at;
+}
+inline void fetch_near(const void*) {}
+inline u32 address(const void* at) { return (u32)((u8*)at - shared_memory); }
+inline uint4 load_once(const void* at) { return *(const uint4*)aligned(at); }
+inline void copy16(u32 to, const void* from, int bytes) {
+  u8* at = aligned(shared_memory + to);
+  memset(at, 0, 16);
+  if (bytes) memcpy(at, aligned(from), bytes);
+}
+inline void commit() {}
+template <int N> inline void await() {}
+inline uint4 read16(u32 at) { return *(const uint4*)aligned(shared_memory + at); }
+inline void write16(u32 at, uint4 v) { *(uint4*)aligned(shared_memory + at) = v; }
+inline float half_of(u32 pair, int j, bf16*) { return widen(bf16{(u16)(pair >> 16 * j)}); }
+inline float half_of(u32 pair, int j, f16*) { return widen(f16{(u16)(pair >> 16 * j)}); }
+// Adds products one after the other in f32, slot by slot. A GPU rounds otherwise, but kernels that put the same products
+// into the same slots give equal bits here too.
+template <class T> inline void mma_of(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  static u32 held[32][32][6];
+  u32 (&warp)[32][6] = held[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+  const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(warp[lane], own, sizeof(own));
+  __syncwarp();
+  for (int e = 0; e < 4; e++)
+    for (int slot = 0; slot < 16; slot++) {
+      const int holder = slot / 2 % 4, upper = slot / 8;
+      const float x = half_of(warp[r * 4 + holder][2 * upper + (e >> 1)], slot & 1, (T*)0);
+      const float y = half_of(warp[(2 * c + (e & 1)) * 4 + holder][4 + upper], slot & 1, (T*)0);
+      sum[e] += x * y;
+    }
+  __syncwarp();
+}
+template <class T> inline u32 pair_of(float a, float b) {
+  T x, y;
+  store(&x, a);
+  store(&y, b);
+  return x.bits | (u32)y.bits << 16;
 }

@@ -24,21 +24,32 @@ from unittest import mock
 
 import numpy as np
 
-from rlx.backends.cuda import backend, launch_plan, memory
+from rlx.backends.cuda import backend, executable, launch_plan, memory, modules
 from rlx.backends.cuda.gpu import Gpu
-from rlx.backends.cuda.kernel_plan import KernelPlan, Pass
+from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.launch_plan import PlannedLaunch
 from rlx.backends.cuda.loops.emitter import Variant
+from rlx.backends.cuda.matmul.instructions import instructions
 from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.scalars import SCALARS
 from rlx.backends.cuda.targets import SM_90, CudaTarget
+from rlx.dtypes import BF16, F16, F32
 from rlx.lir.loops import LoopKernel
 
 Array = np.ndarray[Any, Any]
 HEADER = (Path(__file__).parent / "emulator.hpp").read_text()
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
-_ENTRY = re.compile(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)\(const (\w+) w\)')
-_MEETS = re.compile(r"__sync|reduce_|__shfl")
+_ENTRY = re.compile(
+    r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
+)
+_MEETS = re.compile(r"__sync|reduce_|__shfl|mma")
+_MATMUL_FORMS = {op: form for op, form in SM_90.forms().items() if "attention" not in op}
+_DYNAMIC = "extern __shared__ __align__(128) u8 shared[];"
+_MMA = """INLINE void mma(float (&s)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma_of<T>(s, a0, a1, a2, a3, b0, b1);
+}
+INLINE u32 pair(float a, float b) { return pair_of<T>(a, b); }
+"""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -49,10 +60,10 @@ def missing() -> str:
 
 
 class EmulatedTarget(CudaTarget):
-    """A GPU for which every op is loops: mma and other instructions have no emulation."""
+    """A GPU whose attention is loops."""
 
     def forms(self) -> dict[str, Any]:
-        return {}
+        return _MATMUL_FORMS
 
 
 TARGET = EmulatedTarget(**{f.name: getattr(SM_90, f.name) for f in fields(SM_90)})
@@ -134,10 +145,14 @@ class EmulatedGpu(Gpu):
 
     def build(self, source: str, arch: str) -> bytes:
         """Compiles a translation unit to a shared library; the result is its path."""
-        kernels = source.removeprefix(PRELUDE)
+        kernels = source.removeprefix(PRELUDE).replace(_DYNAMIC, "u8* shared = shared_memory;")
+        kernels = kernels.replace(instructions(F32), "")
+        for kind in (BF16, F16):
+            kernels = kernels.replace(instructions(kind).removeprefix(instructions(F32)), _MMA)
         thunks = [
-            f'extern "C" void call_{name}(const void* w) {{ ns_{name}::{name}(*(const ns_{name}::{words}*)w); }}'
+            f'extern "C" void call_{name}(const void* w) {{ {inside}{name}(*(const {inside}{words}*)w); }}'
             for name, words in _ENTRY.findall(kernels)
+            for inside in (f"ns_{name}::{name}_::" if words == "Words" else f"ns_{name}::",)
         ]
         header = self.precompiled_header()
         text = "\n".join([f'#include "{header.name}"', kernels, *thunks, ""])
@@ -160,7 +175,8 @@ class EmulatedGpu(Gpu):
     def load(self, cubin: bytes, names: dict[str, int]) -> None:
         library = ctypes.CDLL(cubin.decode())
         library.rlx_run.restype = ctypes.c_char_p
-        library.rlx_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, *[ctypes.c_bool] * 2)
+        numbers = (ctypes.c_uint, ctypes.c_uint64, ctypes.c_bool, ctypes.c_bool)
+        library.rlx_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, *numbers)
         source = Path(cubin.decode()).with_suffix(".cpp").read_text()
         bodies = {piece.split(" ", 1)[0]: piece for piece in source.split("namespace ns_")[1:]}
         for name in names:
@@ -168,14 +184,20 @@ class EmulatedGpu(Gpu):
             assert address is not None
             self.functions[name] = _Function(library.rlx_run, address, bool(_MEETS.search(bodies[name])))
 
+    def allow_shared(self, name: str, shared: int) -> None:
+        return
+
     def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, words: Array) -> None:
-        assert threads <= 1024 and not shared
+        assert threads <= 1024 and shared <= TARGET.shared_bytes
         self.launches += 1
         words, sizes = np.ascontiguousarray(words), np.array(grid, np.uint32)
         problem = function.run(
-            function.address, words.ctypes.data, sizes.ctypes.data, threads, function.meets, self.backwards
+            function.address, words.ctypes.data, sizes.ctypes.data, threads, shared, function.meets, self.backwards
         )
         assert problem is None, problem.decode()
+
+    def allow_shared(self, name: str, shared: int) -> None:
+        return
 
     def activate(self) -> None:
         return
@@ -210,6 +232,7 @@ class Changes:
     pack: int = 0
     wide: bool = False
     aliased: bool = False
+    warps: int = -1  # mask of the loops that warps may split
 
     def __call__(self, planned: PlannedLaunch) -> PlannedLaunch:
         kernel = planned.kernel
@@ -223,6 +246,7 @@ class Changes:
             pack=min(self.pack or variant.pack, variant.pack),
             narrow=variant.narrow and not self.wide,
             distinct=variant.distinct and not self.aliased,
+            warps=0 if self.aliased or 0 < self.lanes <= 32 else variant.warps & self.warps,
         )
         grid = one.grid
         if variant.lanes and self.lanes:
@@ -246,8 +270,6 @@ def emulated_gpu(
     def changed(*args: Any) -> list[PlannedLaunch]:
         return [changes(planned) for planned in plan(*args)]
 
-    from rlx.backends.cuda import executable
-
     with (
         mock.patch.object(backend, "gpu", lambda index=0: gpu),
         mock.patch.object(backend, "gpu_count", lambda: 1),
@@ -255,3 +277,18 @@ def emulated_gpu(
         mock.patch.object(executable, "plan_launches", changed),
     ):
         yield gpu
+
+
+def launch(kernel: LoopKernel, arrays: list[Array], sizes: dict[str, int], variant: Variant, gpu: EmulatedGpu) -> int:
+    """Runs a variant of a kernel on arrays; returns the fault that it reports, 0 without one."""
+    name = entry(kernel, str(variant))
+    if gpu.function(name) is None:
+        gpu.load(gpu.build(PRELUDE + modules.source(kernel, str(variant), TARGET), TARGET.arch), {name: 0})
+    fault = np.zeros(2, np.int32)
+    words = [a.ctypes.data for a in arrays] + [sizes[n] for n in kernel.args] + [0, fault.ctypes.data, 3]
+    extent = kernel.root.extent
+    units = extent if isinstance(extent, int) else sizes[extent.name]
+    blocks = -(-units * max(variant.lanes, 1) // variant.threads)
+    gpu.launch(gpu.function(name), (max(blocks, 1), 1, 1), variant.threads, 0, np.array(words, np.int64))
+    assert fault[1] == 0 or fault[0] == 3
+    return int(fault[1])

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx.backends.base import ArrayType, Executable, InputSpec, Key
 from rlx.backends.cuda.gpu import Gpu, Graph
-from rlx.backends.cuda.launch_plan import FAULT, SCRATCH, can_fault, plan_launches, variants
+from rlx.backends.cuda.launch_plan import SCRATCH, can_fault, plan_launches, variants
 from rlx.backends.cuda.memory import ALIGNMENT, CudaArray, Memory
 from rlx.backends.cuda.modules import load_variants
 from rlx.backends.cuda.targets import CudaTarget
@@ -181,7 +181,7 @@ class _Prepared:
         for i, launch in enumerate(self.launches):
             for word, buffer in launch.operands:
                 self._places.setdefault(buffer, []).append((i, word, int(launch.words[word])))
-            self._words[i][FAULT] = owner.fault_memory().address
+            self._words[i][list(launch.fault_words)] = owner.fault_memory().address
         for buffer, address in list(self.addresses.items()):
             self._place(buffer, address)
         self.walk = list(program.steps())

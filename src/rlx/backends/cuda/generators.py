@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 
-from rlx.backends.cuda.kernel_plan import Generator
+from rlx.backends.cuda.kernel_plan import AnyKernel, Generator
 from rlx.errors import LowerError
-from rlx.lir.kernels import Kernel
 
 WHERE = {
     "loops": "rlx.backends.cuda.loops.generator:LoopsGenerator",
     "matmul": "rlx.backends.cuda.matmul.generator:MatmulGenerator",
     "attention": "rlx.backends.cuda.attention.generator:AttentionGenerator",
+    "sequence": "rlx.backends.cuda.sequences:SequenceGenerator",
+    "prologue": "rlx.backends.cuda.prologues:PrologueGenerator",
     "attention_grad": "rlx.backends.cuda.attention.gradient:AttentionGradGenerator",
 }
 
 
-def generator(kernel: Kernel) -> Generator:
+def generator(kernel: AnyKernel) -> Generator:
     """The generator for a kernel."""
     return _generator(kernel.kind)
 

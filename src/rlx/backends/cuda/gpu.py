@@ -42,6 +42,7 @@ class Gpu:
             self._keep_freed_memory()
         self.name = self._call(self._cu.cuDeviceGetName, 256, self._device).split(b"\0")[0].decode()
         self._functions: dict[str, Function] = {}
+        self._shared: dict[str, int] = {}  # dynamic shared memory that kernels may take
         self._modules: list[Any] = []
 
     # -- facts --
@@ -169,12 +170,17 @@ class Gpu:
         with self.lock, self._current():
             module = self._call(self._cu.cuModuleLoadData, cubin)
             self._modules.append(module)
-            attribute = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             for name, shared in names.items():
-                function = self._call(self._cu.cuModuleGetFunction, module, name.encode())
-                if shared:  # what a kernel declares itself counts too
-                    self._call(self._cu.cuFuncSetAttribute, function, attribute, shared)
-                self._functions[name] = function
+                self._functions[name] = self._call(self._cu.cuModuleGetFunction, module, name.encode())
+                self.allow_shared(name, shared)
+
+    def allow_shared(self, name: str, shared: int) -> None:
+        """Lets a kernel take at least so much dynamic shared memory, besides what it declares itself."""
+        if shared > self._shared.get(name, 0):
+            with self.lock, self._current():
+                attribute = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._call(self._cu.cuFuncSetAttribute, self._functions[name], attribute, shared)
+                self._shared[name] = shared
 
     def launch(self, function: Function, grid: tuple[int, int, int], threads: int, shared: int, words: Array) -> None:
         """Enqueues a kernel with one parameter: the struct `words` (64-bit integers)."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlx.backends.cuda.targets import CudaTarget
-from rlx.lir.kernels import Kernel
 
 EXTRA_WORDS = ("scratch", "fault", "launch")  # after the words of the kernel
 
@@ -36,21 +35,32 @@ class KernelPlan:
     zeroed: int = 0  # leading bytes of scratch that are zero when the first pass starts and must be zero after the last
 
 
+class AnyKernel(Protocol):
+    """A kernel of LIR, or several as one."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def symbol(self) -> str: ...
+    @property
+    def words(self) -> tuple[str, ...]: ...
+
+
 class Generator(Protocol):
     """Writes CUDA C for one kind of LIR kernel."""
 
-    def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+    def plan(self, kernel: Any, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
         """Decides how to run a launch.
 
         `words` has all sizes by name, and for each operand that is present the number of its buffer, from 1, negative
         if no launch of the program writes it, such as a weight. Operands of one buffer may share memory.
         """
 
-    def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
+    def source(self, kernel: Any, variant: str, target: CudaTarget) -> str:
         """CUDA C of a variant, after `PRELUDE`: an `extern "C" __global__` function called `entry(kernel, variant)`."""
 
 
-def entry(kernel: Kernel, variant: str) -> str:
+def entry(kernel: AnyKernel, variant: str) -> str:
     """The name of the CUDA function of a variant."""
     return f"{kernel.symbol.replace('.', '_')}_{variant}"
 

@@ -12,7 +12,9 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.backends.cuda.generators import generator
-from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
+from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, AnyKernel, KernelPlan, entry
+from rlx.backends.cuda.prologues import PrologueKernel, fuse_prologues
+from rlx.backends.cuda.sequences import SequenceKernel, fuse_sequences
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Check, LoopKernel, statements
@@ -28,11 +30,23 @@ class PlannedLaunch:
     """A launch at concrete sizes: parameters without the addresses of buffers, and how they depend on loop steps."""
 
     number: int
-    kernel: Kernel
+    kernel: AnyKernel
     plan: KernelPlan
     words: Array  # i64; operands hold their offset in bytes
     operands: tuple[tuple[int, str], ...]  # (word, buffer)
     steps: Mapping[str, Array]  # what one step of a loop adds to the words, by loop symbol
+
+    @property
+    def fault_words(self) -> tuple[int, ...]:
+        """The words that say where faults are reported."""
+        match self.kernel:
+            case SequenceKernel(pieces):
+                lengths = [len(piece.kernel.words) + len(EXTRA_WORDS) for piece in pieces]
+            case PrologueKernel(producer, _, consumer):
+                lengths = [len(kernel.words) + len(EXTRA_WORDS) for kernel in (producer, consumer)]
+            case kernel:
+                lengths = [len(kernel.words) + len(EXTRA_WORDS)]
+        return tuple(int(end) + FAULT for end in np.cumsum(lengths))
 
     def __str__(self) -> str:
         passes = ", ".join(
@@ -51,7 +65,9 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
     start = dict(sizes) | dict.fromkeys(symbols, 0)
     fixed = {name for name, buffer in program.buffers.items() if buffer.kind in (WEIGHT, CONST)}
     fixed -= {view.buffer for launch in program.launches for view in launch.views(written=True)}
-    return [_planned(i, launch, start, symbols, fixed, target) for i, launch in enumerate(program.launches)]
+    planned = [_planned(i, launch, start, symbols, fixed, target) for i, launch in enumerate(program.launches)]
+    edges = (edge for control in program.controls for edge in control.edges)
+    return fuse_sequences(fuse_prologues(planned, program), program.launches, edges)
 
 
 def _planned(
@@ -116,9 +132,9 @@ def can_fault(kernel: Kernel) -> bool:
     return False
 
 
-def variants(launches: Iterable[PlannedLaunch]) -> Iterator[tuple[Kernel, str, int]]:
+def variants(launches: Iterable[PlannedLaunch]) -> Iterator[tuple[AnyKernel, str, int]]:
     """Each kernel and variant once, with the most dynamic shared memory that it takes."""
-    most: dict[str, tuple[Kernel, str, int]] = {}
+    most: dict[str, tuple[AnyKernel, str, int]] = {}
     for launch in launches:
         for one in launch.plan.passes:
             name = entry(launch.kernel, one.variant)

@@ -8,16 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rlx.backends.cuda.generators import generator
 from rlx.backends.cuda.gpu import Function, Gpu
-from rlx.backends.cuda.kernel_plan import entry
+from rlx.backends.cuda.kernel_plan import AnyKernel, entry
 from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.targets import CudaTarget
-from rlx.lir.kernels import Kernel
 
-Variant = tuple[Kernel, str, int]  # kernel, variant, most dynamic shared memory
+Variant = tuple[AnyKernel, str, int]  # kernel, variant, most dynamic shared memory
 MOST_UNITS = 8  # translation units compiled at the same time
 
 
-def source(kernel: Kernel, variant: str, target: CudaTarget) -> str:
+def source(kernel: AnyKernel, variant: str, target: CudaTarget) -> str:
     """CUDA C of one variant, in a namespace of its own."""
     name = entry(kernel, variant)
     return f"namespace ns_{name} {{\n{generator(kernel).source(kernel, variant, target)}\n}}\n"
@@ -41,8 +40,9 @@ def load_variants(variants: Sequence[Variant], target: CudaTarget, device: Gpu) 
         for code, (_, unit) in zip(built, units, strict=True):
             device.load(code, {entry(kernel, name): shared for kernel, name, shared in unit})
     functions: dict[tuple[str, str], Function] = {}
-    for kernel, name, _ in variants:
+    for kernel, name, shared in variants:
         function = device.function(entry(kernel, name))
+        device.allow_shared(entry(kernel, name), shared)  # another launch may need more
         assert function is not None, "it has just been loaded"
         functions[kernel.symbol, name] = function
     return functions

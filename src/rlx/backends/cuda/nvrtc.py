@@ -97,7 +97,7 @@ def _compile(source: str, flags: Sequence[str], form: str) -> Cubin:
         log = _bytes(library, program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog)
         text = log.decode(errors="replace").rstrip("\0 \n")
         if error != library.nvrtcResult.NVRTC_SUCCESS:
-            raise LowerError(f"cuda: generated code does not compile: {_first_error(text)}", notes=[text[-4000:]])
+            raise LowerError(f"cuda: generated code does not compile: {_first_error(text)}", notes=[text[:4000]])
         size, read = getattr(library, f"nvrtcGet{form}Size"), getattr(library, f"nvrtcGet{form}")
         return Cubin(_bytes(library, program, size, read), text)
     finally:
@@ -111,10 +111,10 @@ def _first_error(log: str) -> str:
 def _bytes(library: Any, program: Any, size_of: Any, read: Any) -> bytes:
     error, size = size_of(program)
     _check(library, error)
-    buffer: bytes = b" " * size
+    buffer: bytes = b" " * (size + 1)  # NVRTC writes into it: Python shares all strings of one byte
     (error,) = read(program, buffer)
     _check(library, error)
-    return buffer
+    return buffer[:size]
 
 
 def _check(library: Any, error: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlx.dtypes import DType
 from rlx.errors import CapabilityError
 from rlx.target import KvLayout, Target
 
@@ -20,6 +21,10 @@ class CudaTarget(Target):
     processors: int = 108  # streaming multiprocessors
     shared_bytes: int = 163 * 1024  # shared memory that one block may ask for
     l2_bytes: int = 40 << 20
+
+    def multiplied(self, dtype: DType) -> DType:
+        """Tensor cores multiply 16-bit floats and add in f32."""
+        return dtype
 
     @property
     def kv_layout(self) -> KvLayout:

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field, replace
 
 from rlx.backends.cuda.kernel_plan import words_struct
 from rlx.backends.cuda.loops import operations
+from rlx.backends.cuda.loops.independence import warp_loops
 from rlx.backends.cuda.loops.operations import MEMORY, VALUE
 from rlx.backends.cuda.loops.ranges import is_index
 from rlx.backends.cuda.loops.structure import (
     Effects,
     Packing,
+    each,
     effects,
     is_free,
     loop_packing,
-    outer_reductions,
     reduction_packing,
     values,
     weight,
@@ -52,12 +53,13 @@ from rlx.lir.loops import (
     Var,
     children,
     statements,
-    walk,
 )
 
 BLOCK = 256  # threads of a block that runs several units, or chunks
 WARP = 32
 LIGHT = 24  # operations of a body that is worth unrolling
+LIGHT_PACK = 96  # operations of a pack up to which a thread loads two packs before it computes
+PAIRED_ACCESSES = 4  # loads and stores of such a loop
 LONGEST_TEXT = 240  # of an expression, before it gets a name of its own
 
 
@@ -66,13 +68,14 @@ class Variant:
     """How a loop kernel is compiled: `rows_128_v4_n`.
 
     `lanes` threads run a unit, 0 for chunks; loops access packs of `pack` elements; `narrow`: indices have 32 bits;
-    `distinct`: no two parameters share memory.
+    `distinct`: no two parameters share memory. Bit i of `warps`: warps split the i-th of the kernel's `warp_loops`.
     """
 
     lanes: int
     pack: int = 1
     narrow: bool = False
     distinct: bool = False
+    warps: int = 0
 
     @property
     def threads(self) -> int:
@@ -81,17 +84,33 @@ class Variant:
 
     def __str__(self) -> str:
         parts = [f"rows_{self.lanes}" if self.lanes else "chunk", f"v{self.pack}"]
-        return "_".join(parts + ["n"] * self.narrow + ["d"] * self.distinct)
+        parts += ["n"] * self.narrow + ["d"] * self.distinct + [f"w{self.warps:x}"] * bool(self.warps)
+        return "_".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Variant:
         kind, *parts = text.split("_")
         lanes = int(parts.pop(0)) if kind == "rows" else 0
         pack = int(parts.pop(0).removeprefix("v"))
-        variant = cls(lanes, pack, "n" in parts, "d" in parts)
+        warps = next((int(part[1:], 16) for part in parts if part.startswith("w")), 0)
+        variant = cls(lanes, pack, "n" in parts, "d" in parts, warps)
         if str(variant) != text:
             raise LowerError(f"cuda loops: no variant {text!r}")
         return variant
+
+
+@dataclass(frozen=True, slots=True)
+class _Team:
+    """The threads that run shared code: all of a unit, or a warp of them. Texts: its threads' numbers and mask."""
+
+    lanes: int
+    thread: str = "thread"
+    threads: str = "threads"
+    lane: str = "lane"
+    mask: str = "mask"
+
+
+ONE_WARP = _Team(WARP, "warp_lane", str(WARP), "warp_lane", "~0u")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +136,7 @@ class Emitter:
     memo: dict[int, str] = field(default_factory=dict)  # C names of expressions, by id
     scope: _Scope = field(default_factory=lambda: _Scope(shared=True))
     pending: Effects = field(default_factory=Effects)  # of shared code since threads last synchronised
+    variables: dict[str, DType] = field(default_factory=dict)  # types of variables, by C name
     conditions: set[str] = field(default_factory=set)  # C names of lets that are 0 or 1
     tables: dict[Table, str] = field(default_factory=dict)
     slots: int = 0  # of partial results in shared memory
@@ -126,6 +146,9 @@ class Emitter:
         kernel, variant = self.kernel, self.variant
         self.uses = _uses(kernel)
         self.free = is_free(kernel)
+        self.team = _Team(variant.lanes)
+        loops = enumerate(warp_loops(kernel)) if variant.warps else ()
+        self.warp_loops = {id(each.loop): each for i, each in loops if variant.warps >> i & 1}
         if variant.lanes:
             self.rows()
         else:
@@ -136,7 +159,8 @@ class Emitter:
         for table, name in self.tables.items():
             head.append(f"__device__ const i32 {name}[] = {{{', '.join(str(int(v)) for v in table.values)}}};")
         head.append(
-            f'extern "C" __global__ void __launch_bounds__({variant.threads}) {self.entry}(const Words_{self.entry} w) {{'
+            f'extern "C" __global__ void __launch_bounds__({variant.threads}) '
+            f"{self.entry}(const Words_{self.entry} w) {{"
         )
         if self.slots:
             head.append(f"  __shared__ u64 slots[2][{self.slots}][{WARP}];")
@@ -173,6 +197,8 @@ class Emitter:
         per_block = variant.threads // lanes
         if lanes > WARP:
             self.line(f"const {kind} lane = threadIdx.x, first_unit = blockIdx.x;")
+            if variant.warps:
+                self.line(f"const {kind} warp = threadIdx.x / {WARP}, warp_lane = threadIdx.x % {WARP};")
         else:
             self.line(f"const {kind} lane = threadIdx.x % {lanes};")
             self.line(f"const {kind} first_unit = ({kind})blockIdx.x * {per_block} + threadIdx.x / {lanes};")
@@ -228,9 +254,9 @@ class Emitter:
 
     # -- synchronisation --
     def synchronise(self) -> None:
-        lanes = self.variant.lanes
+        lanes = self.team.lanes
         if lanes > 1:
-            self.line("__syncthreads();" if lanes > WARP else "__syncwarp(mask);")
+            self.line("__syncthreads();" if lanes > WARP else f"__syncwarp({self.team.mask});")
         self.pending = Effects()
 
     def order_after(self, touched: Effects) -> None:
@@ -266,7 +292,7 @@ class Emitter:
             assert isinstance(first, Reduce)
             if (value.index, value.extent) != (first.index, first.extent):
                 break
-            if any(isinstance(e, Ref) and e.name in names for e in walk(value)):
+            if any(isinstance(e, Ref) and e.name in names for e in each(value)):
                 break
             if group and (reduction_packing((value,)) is None) != (reduction_packing((first,)) is None):
                 break  # otherwise the order of a sum would depend on its neighbours
@@ -283,6 +309,7 @@ class Emitter:
                 name = self.fresh(stmt.name)
                 self.line(f"{self.value_type(stmt.start.dtype)} {name} = {self.wide(stmt.start)};")
                 self.bind(stmt.name, name, False)
+                self.variables[name] = stmt.start.dtype
             case Assign():
                 self.line(f"{self.names[stmt.name]} = {self.wide(stmt.value)};")
                 self.memo = {}
@@ -293,6 +320,9 @@ class Emitter:
                 failed = f"!{self.value(stmt.condition)}"
                 with self.block(f"if ({self.lead()}{failed})"):
                     self.line(f"report(w.fault, (i32)w.launch, {int(stmt.code)});")
+            case For() if id(stmt) in self.warp_loops and self.team.lanes > WARP:
+                self.warp_loop(stmt)
+                self.memo = {}
             case For() if stmt.vector and self.scope.shared:
                 self.order_after(effects(stmt))
                 self.split_loop(stmt)
@@ -311,7 +341,7 @@ class Emitter:
 
     def lead(self) -> str:
         """A condition that holds in one thread of shared code."""
-        return "lane == 0 && " if self.scope.shared and self.variant.lanes > 1 else ""
+        return f"{self.team.lane} == 0 && " if self.scope.shared and self.team.lanes > 1 else ""
 
     def store(self, stmt: Store) -> None:
         param = self.kernel.params[stmt.param]
@@ -342,36 +372,83 @@ class Emitter:
                 self.synchronise()  # the next iteration, or what follows, may touch the same memory
         self.pending = before if repeats and not once else before | touched
 
+    def warp_loop(self, loop: For) -> None:
+        """A serial loop whose iterations the warps of a unit split; then they combine what they accumulated."""
+        accumulated = self.warp_loops[id(loop)].accumulated
+        touched = effects(loop)
+        if self.pending.conflicts(touched, distinct=self.variant.distinct):
+            self.synchronise()
+        before, team, totals = self.names, self.team, {name: self.fresh(name) for name in accumulated}
+        kinds = {name: self.variables[self.names[name]] for name in accumulated}
+        for name, op in accumulated.items():
+            kind = kinds[name]
+            self.line(f"{self.value_type(kind)} {totals[name]} = {operations.identity(op, kind)};")
+        kind, extent, index = self.extent_type(loop.extent), self.extent(loop.extent), self.fresh(loop.index)
+        self.names, self.team, self.pending = self.names | totals, ONE_WARP, Effects()
+        self.line("#pragma unroll 1")
+        step = team.lanes // WARP
+        with self.block(f"for ({kind} {index} = warp; {index} < {extent}; {index} += {step})"):
+            self.bind(loop.index, index, self.is_extent_index(loop.extent))
+            self.body(loop.body)
+        self.names, self.team = before, team
+        for at, name in enumerate(accumulated):
+            kind = self.value_type(kinds[name])
+            self.line(f"if (warp_lane == 0) *({kind}*)&slots[phase][{at}][warp] = {totals[name]};")
+        self.synchronise()
+        self.slots = max(self.slots, len(accumulated))
+        for at, (name, op) in enumerate(accumulated.items()):
+            reduced = f"reduce_slots<{team.lanes}, {operations.REDUCTIONS[op]}, {self.value_type(kinds[name])}>"
+            combined = operations.combine(op, self.names[name], f"{reduced}(slots[phase][{at}])")
+            self.line(f"{self.names[name]} = {combined};")
+        if accumulated:
+            self.line("phase ^= 1;")
+
     def split_loop(self, loop: For, *, tail: bool = False) -> None:
         """Splits the iterations of a vector loop over threads, in packs where possible."""
         packing = loop_packing(loop) if self.variant.pack > 1 else None
+        thread, threads = self.team.thread, self.team.threads
         extent, kind = self.extent(loop.extent), self.extent_type(loop.extent)
         index, inside = self.is_extent_index(loop.extent), _Scope(shared=False)
         if packing is None:
             name = self.fresh(loop.index)
-            with self.block(f"for ({kind} {name} = thread; {name} < {extent}; {name} += threads)", inside):
+            with self.block(f"for ({kind} {name} = {thread}; {name} < {extent}; {name} += {threads})", inside):
                 self.bind(loop.index, name, index)
                 self.body(loop.body)
             return
         pack, first = self.variant.pack, self.fresh(loop.index)
-        stop = extent
-        if tail:
-            stop = self.named(f"{extent} / {pack} * {pack}", kind)
-        with self.block(
-            f"for ({kind} {first} = thread * {pack}; {first} < {stop}; {first} += threads * {pack})", inside
-        ):
-            self.bind(loop.index, first, index)
-            self.pack_body(loop, packing, first)
+        stop = self.named(f"{extent} / {pack} * {pack}", kind) if tail else extent
+        step = f"{threads} * {pack}"
+        if weight(loop) * pack <= LIGHT_PACK and len(packing.accesses) <= PAIRED_ACCESSES:
+            self.line(f"{kind} {first} = {thread} * {pack};")
+            with self.block(f"for (; {first} + {step} < {stop}; {first} += 2 * {step})", inside):
+                second = self.named(f"{first} + {step}", kind)
+                self.pack_body(loop, packing, [first, second])
+            head = f"if ({first} < {stop})"
+        else:
+            head = f"for ({kind} {first} = {thread} * {pack}; {first} < {stop}; {first} += {step})"
+        with self.block(head, inside):
+            self.pack_body(loop, packing, [first])
         if tail:
             name = self.fresh(loop.index)
-            with self.block(f"for ({kind} {name} = {stop} + thread; {name} < {extent}; {name} += threads)", inside):
+            with self.block(f"for ({kind} {name} = {stop} + {thread}; {name} < {extent}; {name} += {threads})", inside):
                 self.bind(loop.index, name, index)
                 self.body(loop.body)
 
-    def pack_body(self, loop: For, packing: Packing, first: str) -> None:
-        """The body of a vector loop for a pack: loads, then element by element, then stores."""
+    def pack_body(self, loop: For, packing: Packing, firsts: Sequence[str]) -> None:
+        """The body of a vector loop for packs that begin at `firsts`: all loads, then the rest pack by pack."""
+        loaded = []
+        for first in firsts:
+            self.bind(loop.index, first, self.is_extent_index(loop.extent))
+            self.memo = {}
+            loaded.append(self.load_packs(packing))
+        for first, packs in zip(firsts, loaded, strict=True):
+            self.bind(loop.index, first, self.is_extent_index(loop.extent))
+            self.memo = {}
+            self.pack_elements(loop, packing, first, packs)
+
+    def pack_elements(self, loop: For, packing: Packing, first: str, packs: dict[Load, str]) -> None:
+        """The iterations of a pack that has been loaded, and its stores."""
         pack, kind = self.variant.pack, self.extent_type(loop.extent)
-        packs = self.load_packs(packing)
         results: dict[int, str] = {}
         targets: dict[int, str] = {}
         for store in packing.stores:
@@ -556,8 +633,8 @@ class Emitter:
             kind = self.value_type(reduction.dtype)
             self.line(f"{kind} {total}[{pack}] = {{{', '.join([start] * pack)}}};")
         first = self.fresh(group[0].index)
-        step = f"threads * {pack}" if pack > 1 else "threads"
-        start = f"thread * {pack}" if pack > 1 else "thread"
+        step = f"{self.team.threads} * {pack}" if pack > 1 else self.team.threads
+        start = f"{self.team.thread} * {pack}" if pack > 1 else self.team.thread
         private = _Scope(shared=False)
         heavy = sum(weight(Let("", reduction)) for reduction in group) > LIGHT
         self.line(f"#pragma unroll {1 if heavy else 4}")
@@ -584,7 +661,7 @@ class Emitter:
 
     def combine_threads(self, group: Sequence[Reduce], totals: Sequence[str], pack: int) -> list[str]:
         """Combines the partial results of packs, then of threads, pairwise."""
-        lanes, results = self.variant.lanes, []
+        lanes, results = self.team.lanes, list[str]()
         for reduction, total in zip(group, totals, strict=True):
             parts = [f"{total}[{i}]" for i in range(pack)]
             while len(parts) > 1:
@@ -594,7 +671,9 @@ class Emitter:
                 ]
             name, kind, op = self.fresh(), self.value_type(reduction.dtype), operations.REDUCTIONS[reduction.op]
             if lanes <= WARP:
-                together = f"reduce_warp<{lanes}, {op}, {kind}>({parts[0]}, mask)" if lanes > 1 else parts[0]
+                together = (
+                    f"reduce_warp<{lanes}, {op}, {kind}>({parts[0]}, {self.team.mask})" if lanes > 1 else parts[0]
+                )
                 self.line(f"const {kind} {name} = {together};")
             else:
                 self.line(f"reduce_to_slots<{lanes}, {op}, {kind}>({parts[0]}, slots[phase][{len(results)}]);")

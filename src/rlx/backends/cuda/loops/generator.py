@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.loops.emitter import BLOCK, WARP, Emitter, Variant
+from rlx.backends.cuda.loops.independence import WarpLoop, are_disjoint, warp_loops
 from rlx.backends.cuda.loops.ranges import Ranges
 from rlx.backends.cuda.loops.structure import SharedLoop, is_free, largest_pack, shared_loops
 from rlx.backends.cuda.targets import CudaTarget
@@ -45,22 +46,35 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget) -> Ke
     if units <= 0:
         return KernelPlan(())
     narrow = sizes.ranges.fit()
-    loops = shared_loops(kernel)
-    pack = sizes.pack(loops)
+    loops, free, serial = _loops(kernel)
+    pack = sizes.pack(loops, free=free)
     distinct = _are_distinct(kernel, words)
     slots = target.processors * THREADS_PER_PROCESSOR * WAVES
     if kernel.chunk:
         variant = Variant(0, pack, narrow, distinct)
         blocks = -(-units // (BLOCK * pack))
         return KernelPlan((Pass(str(variant), (min(blocks, slots // BLOCK), 1, 1), BLOCK),))
-    free = is_free(kernel)
     longest = max((sizes.threads(loop, 1 if free else PACKS_PER_THREAD, pack) for loop in loops), default=1)
+    split = [distinct and are_disjoint(each.loop, sizes.ranges) for each in serial]
+    rounds = [sizes.extent(each.loop.extent) for each, is_split in zip(serial, split, strict=True) if is_split]
+    longest = max(longest, *(WARP * steps for steps in rounds), 1)
     lanes = _power(min(longest, BLOCK if free else MOST_LANES))
-    variant = Variant(lanes, pack, narrow, distinct)
+    warps = sum(1 << i for i, is_split in enumerate(split) if is_split) if lanes > WARP else 0
+    variant = Variant(lanes, pack, narrow, distinct, warps)
     blocks = -(-units * lanes // variant.threads)
     splits = max(1, min(-(-longest // lanes), slots // (units * lanes), MOST_SPLITS)) if free else 1
     grid = (max(1, min(blocks, slots // variant.threads)), splits, 1)
     return KernelPlan((Pass(str(variant), grid, variant.threads),))
+
+
+_known: dict[str, tuple[list[SharedLoop], bool]] = {}  # by fingerprint
+
+
+def _loops(kernel: LoopKernel) -> tuple[list[SharedLoop], bool, list[WarpLoop]]:
+    """The loops that the threads of a unit share, whether they never wait for each other, and loops for warps."""
+    if kernel.fingerprint not in _known:
+        _known[kernel.fingerprint] = shared_loops(kernel), is_free(kernel)
+    return *_known[kernel.fingerprint], warp_loops(kernel)
 
 
 def _are_distinct(kernel: LoopKernel, words: Mapping[str, int]) -> bool:
@@ -100,7 +114,7 @@ class _Sizes:
         elements = pack if loop.packing is not None else 1
         return -(-extent // (elements * packs))
 
-    def pack(self, loops: list[SharedLoop]) -> int:
+    def pack(self, loops: list[SharedLoop], *, free: bool) -> int:
         """The largest pack that divides the extents of all loops that access packs; for chunks any, they have a tail."""
         packed = [(loop, loop.packing) for loop in loops if loop.packing is not None]
         pack = min((largest_pack(self.kernel, loop) for loop, _ in packed), default=1)
@@ -108,8 +122,8 @@ class _Sizes:
             return pack
         while any(self.extent(loop.extent) % pack for loop, _ in packed):
             pack //= 2
-        if is_free(self.kernel):  # no sums depend on it: packs only where rows begin at multiples of them
-            places = [access.at for _, packing in packed for access in (*packing.loads, *packing.stores)]
+        if free:  # no sums depend on it: packs only where rows begin at multiples of them
+            places = [access.at for _, packing in packed for access in packing.accesses]
             while pack > 1 and any(not self._is_aligned(at, pack) for at in places):
                 pack //= 2
         return pack

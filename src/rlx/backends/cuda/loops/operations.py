@@ -137,7 +137,7 @@ def _of_integers(op: str, args: list[str], dtype: DType) -> str | None:
 
 def index_arithmetic(op: str, args: list[str]) -> str:
     """An operation on 32-bit indices, which do not overflow."""
-    infix = FLOAT_INFIX | {"and": "&", "shl": "<<", "shr": ">>"}
+    infix = FLOAT_INFIX | {"and": "&", "shr": ">>"}
     if op in infix:
         return f"({args[0]} {infix[op]} {args[1]})"
     return apply(op, args, I32, I32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlx.backends.cuda.loops.structure import values
 from rlx.dtypes import BOOL, I8, I16, I64, U8
 from rlx.lir.loops import (
     Apply,
@@ -29,12 +30,11 @@ from rlx.lir.loops import (
     Var,
     children,
 )
-from rlx.backends.cuda.loops.structure import values
 
 Span = tuple[int, int]  # lowest and highest value
 LIMIT = 2**31 - 1
 LONGEST = 2**30  # of a loop, so that a thread's next index does not overflow
-INDEX_OPS = ("add", "sub", "mul", "quot", "rem", "floordiv", "mod", "min", "max", "and", "shl", "shr", "select")
+INDEX_OPS = ("add", "sub", "mul", "quot", "rem", "floordiv", "mod", "min", "max", "and", "shr", "select")
 SMALL = {BOOL: (0, 1), U8: (0, 255), I8: (-128, 127), I16: (-(2**15), 2**15 - 1)}
 
 
@@ -58,13 +58,9 @@ def is_index(expr: Expr, names: Mapping[str, bool]) -> bool:
     return False
 
 
-class TooLargeError(Exception):
-    """An index or offset of a launch does not fit into 32 bits."""
-
-
 @dataclass
 class Ranges:
-    """The range of every index of a kernel, for the sizes of a launch; `check` raises `TooLargeError`."""
+    """The range of every index of a kernel, for the sizes of a launch; `fit` computes them."""
 
     kernel: LoopKernel
     words: Mapping[str, int]
@@ -72,61 +68,77 @@ class Ranges:
     def __post_init__(self) -> None:
         self.spans: dict[str, Span | None] = {}  # by name, in scope; None: not an index
         self.longest: dict[str, int] = {}  # the greatest extent of loops, by the name of a `Ref` extent
+        self.longest_loops: dict[int, int] = {}  # the same, by the id of the loop
+        self.everywhere: dict[str, Span | None] = {}  # ranges by name, in all scopes that have the name
+        self.reduced: dict[str, Span | None] = {}  # those of reductions
 
     def fit(self) -> bool:
         """Whether all indices and offsets fit into 32 bits."""
-        try:
-            for name in self.kernel.args:
-                self._checked(self.words[name], self.words[name])
-            for let in self.kernel.lets:
-                self._stmt(let)
-            self._stmt(self.kernel.root)
-        except TooLargeError:
-            return False
-        return True
+        self._fits = True
+        for name in self.kernel.args:
+            self._checked((self.words[name], self.words[name]))
+        for let in self.kernel.lets:
+            self._stmt(let)
+        self._stmt(self.kernel.root)
+        return self._fits
 
-    def _checked(self, low: int, high: int) -> Span:
-        if low < -LIMIT or high > LIMIT:
-            raise TooLargeError
-        return low, high
+    def _checked(self, span: Span | None) -> Span | None:
+        if span is None or span[0] < -LIMIT or span[1] > LIMIT:
+            self._fits = False
+        return span
 
     def _stmt(self, stmt: Stmt) -> None:
-        for value in values(stmt):
-            self._visit(value)
+        self._visit(*values(stmt))
         match stmt:
             case Let():
-                self.spans[stmt.name] = self.span(stmt.value)
+                self._bind(stmt.name, self.span(stmt.value), self.everywhere)
             case Var():
-                self.spans[stmt.name] = None
+                self._bind(stmt.name, None, self.everywhere)
             case Store():
                 self._offset(stmt.at)
             case For():
                 outside = dict(self.spans)
-                self._enter(stmt.index, stmt.extent)
+                size = self._enter(stmt.index, stmt.extent, self.everywhere)
+                if size is not None:
+                    self.longest_loops[id(stmt)] = size[1]
                 for inner in stmt.body:
                     self._stmt(inner)
                 self.spans = outside
 
-    def _enter(self, index: str, extent: int | Arg | Ref) -> None:
+    def _bind(self, name: str, span: Span | None, everywhere: dict[str, Span | None]) -> None:
+        self.spans[name] = span
+        known = everywhere.get(name, span)
+        everywhere[name] = known and span and (min(known[0], span[0]), max(known[1], span[1]))
+
+    def _enter(self, index: str, extent: int | Arg | Ref, everywhere: dict[str, Span | None]) -> Span | None:
+        """Enters a loop; returns the range of its extent."""
         size = (extent, extent) if isinstance(extent, int) else self.span(extent)
         if isinstance(extent, Ref) and size is not None:
             self.longest[extent.name] = max(size[1], self.longest.get(extent.name, 0))
         if size is not None and size[1] >= LONGEST:
-            raise TooLargeError
-        self.spans[index] = None if size is None else (0, max(0, size[1] - 1))
+            self._fits = False
+        self._bind(index, None if size is None else (0, max(0, size[1] - 1)), everywhere)
+        return size
 
-    def _visit(self, expr: Expr) -> None:
-        """Checks an expression and all inside it."""
-        outside = self.spans
-        if isinstance(expr, Reduce):
-            self.spans = dict(outside)
-            self._enter(expr.index, expr.extent)
-        for child in children(expr):
-            self._visit(child)
-        self.spans = outside
-        if isinstance(expr, Load):
-            self._offset(expr.at)
-        self.span(expr)
+    def _visit(self, *exprs: Expr) -> None:
+        """Checks expressions and all inside them."""
+        seen: set[int] = set()
+        waiting = list(exprs)
+        while waiting:
+            expr = waiting.pop()
+            if id(expr) in seen:
+                continue
+            seen.add(id(expr))
+            if isinstance(expr, Reduce):
+                outside, self.spans = self.spans, dict(self.spans)
+                self._enter(expr.index, expr.extent, self.reduced)
+                self._visit(expr.value)
+                self.spans = outside
+                continue
+            if isinstance(expr, Load):
+                self._offset(expr.at)
+            self.span(expr)
+            waiting += children(expr)
 
     def _offset(self, at: Place) -> None:
         low = high = 0
@@ -135,9 +147,9 @@ class Ranges:
             if span is not None:
                 step = stride if isinstance(stride, int) else self.words[stride.name]
                 ends = [end * step for end in span]
-                self._checked(min(ends), max(ends))
+                self._checked((min(ends), max(ends)))
                 low, high = low + min(ends), high + max(ends)
-        self._checked(low, high)
+        self._checked((low, high))
 
     def span(self, expr: Expr) -> Span | None:
         """The range of an index, None for anything else."""
@@ -158,11 +170,12 @@ class Ranges:
                 return one and other and (min(one[0], other[0]), max(one[1], other[1]))
             case Apply(op=op) if op in INDEX_OPS:
                 left, right = (self.span(a) for a in expr.args)
-                return left and right and self._checked(*_combined(op, left, right))
+                return left and right and self._checked(_combined(op, left, right))
         return None
 
 
-def _combined(op: str, a: Span, b: Span) -> Span:
+def _combined(op: str, a: Span, b: Span) -> Span | None:
+    """The range of an operation; None if it is not known."""
     match op:
         case "add":
             return a[0] + b[0], a[1] + b[1]
@@ -186,10 +199,7 @@ def _combined(op: str, a: Span, b: Span) -> Span:
             return 0, b[1] - 1
         case "and" if a[0] >= 0 and b[0] >= 0:
             return 0, min(a[1], b[1])
-        case "shl" if 0 <= b[0] and b[1] < 32:
-            ends = [x << y for x in a for y in b]
-            return min(ends), max(ends)
-        case "shr" if 0 <= b[0] and b[1] < 32:
+        case "shr" if b[0] >= 0 and b[1] < 32:
             ends = [x >> y for x in a for y in b]
             return min(ends), max(ends)
-    raise TooLargeError  # cannot say
+    return None

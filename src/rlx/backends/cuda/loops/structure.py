@@ -24,9 +24,7 @@ from rlx.lir.loops import (
     Store,
     Var,
     children,
-    expressions,
     statements,
-    walk,
 )
 
 LARGEST_PACK = 8  # elements
@@ -59,13 +57,30 @@ class Effects:
 
 def effects(*stmts: Stmt) -> Effects:
     """The effects of statements in shared code."""
-    reads = {e.param for s in stmts for e in expressions(s) if isinstance(e, Load)}
+    reads = {e.param for e in each_in(*stmts) if isinstance(e, Load)}
     writes, spread = set(), set()
     for stmt in stmts:
         writes |= {s.param for s in statements(stmt) if isinstance(s, Store)}
         vectors = (s for s in statements(stmt) if isinstance(s, For) and s.vector)
         spread |= {s.param for loop in vectors for s in statements(loop) if isinstance(s, Store)}
     return Effects(frozenset(reads), frozenset(writes), frozenset(spread))
+
+
+def each(*exprs: Expr) -> Iterator[Expr]:
+    """Expressions and all inside them, shared ones once."""
+    seen: set[int] = set()
+    waiting = list(exprs)
+    while waiting:
+        expr = waiting.pop()
+        if id(expr) not in seen:
+            seen.add(id(expr))
+            yield expr
+            waiting += children(expr)
+
+
+def each_in(*stmts: Stmt) -> Iterator[Expr]:
+    """All expressions of statements and of those inside them."""
+    return each(*(value for root in stmts for stmt in statements(root) for value in values(stmt)))
 
 
 def values(stmt: Stmt) -> Iterator[Expr]:
@@ -84,16 +99,7 @@ def values(stmt: Stmt) -> Iterator[Expr]:
 
 def weight(*stmts: Stmt) -> int:
     """The operations in statements, shared ones counted once."""
-    seen: set[int] = set()
-    waiting = [value for root in stmts for stmt in statements(root) for value in values(stmt)]
-    total = 0
-    while waiting:
-        expr = waiting.pop()
-        if id(expr) not in seen:
-            seen.add(id(expr))
-            total += isinstance(expr, Apply)
-            waiting += children(expr)
-    return total
+    return sum(isinstance(e, Apply) for e in each_in(*stmts))
 
 
 def is_free(kernel: LoopKernel) -> bool:
@@ -102,7 +108,7 @@ def is_free(kernel: LoopKernel) -> bool:
         return True
     loops = [s for s in kernel.root.body if isinstance(s, For)]
     others = [s for s in kernel.root.body if not isinstance(s, For)]
-    touches = any(isinstance(e, Load | Reduce) for s in others for v in values(s) for e in walk(v))
+    touches = any(isinstance(e, Load | Reduce) for e in each_in(*others))
     plain = all(isinstance(s, Let | Check) for s in others) and not touches
     return plain and len(loops) == 1 and loops[0].vector and not kernel.lets
 
@@ -119,38 +125,48 @@ class SharedLoop:
 
 
 def shared_loops(kernel: LoopKernel) -> list[SharedLoop]:
+    """The loops of a kernel that threads share, in order."""
     if kernel.chunk:
         return [_shared(kernel.root)]
-    return [loop for stmt in (*kernel.lets, *kernel.root.body) for loop in _shared_loops(stmt)]
+    return list(shared_loops_in(*kernel.lets, *kernel.root.body))
 
 
-def _shared_loops(stmt: Stmt) -> Iterator[SharedLoop]:
-    if isinstance(stmt, For):
-        if stmt.vector:
+def shared_loops_in(*stmts: Stmt) -> Iterator[SharedLoop]:
+    """The loops of shared code that its threads split."""
+    for stmt in stmts:
+        if not isinstance(stmt, For):
+            yield from _shared_reductions(stmt)
+        elif stmt.vector:
             yield _shared(stmt)
         else:
-            for inner in stmt.body:
-                yield from _shared_loops(inner)
-        return
-    for value in values(stmt):
-        for reduction in outer_reductions(value):
-            heavy = any(isinstance(e, Reduce) for e in walk(reduction.value))
-            yield SharedLoop(reduction.extent, reduction_packing((reduction,)), heavy, weight(Let("", reduction.value)))
+            yield from shared_loops_in(*stmt.body)
+
+
+def _shared_reductions(stmt: Stmt) -> Iterator[SharedLoop]:
+    for reduction in outer_reductions(*values(stmt)):
+        heavy = any(isinstance(e, Reduce) for e in each(reduction.value))
+        yield SharedLoop(reduction.extent, reduction_packing((reduction,)), heavy, weight(Let("", reduction.value)))
 
 
 def _shared(loop: For) -> SharedLoop:
     inner = any(isinstance(s, For) for stmt in loop.body for s in statements(stmt))
-    heavy = inner or any(isinstance(e, Reduce) for e in expressions(loop))
+    heavy = inner or any(isinstance(e, Reduce) for e in each_in(loop))
     return SharedLoop(loop.extent, loop_packing(loop), heavy, weight(loop))
 
 
-def outer_reductions(expr: Expr) -> Iterator[Reduce]:
-    """Reductions in an expression that are inside no other."""
-    if isinstance(expr, Reduce):
-        yield expr
-        return
-    for child in children(expr):
-        yield from outer_reductions(child)
+def outer_reductions(*exprs: Expr) -> Iterator[Reduce]:
+    """Reductions in expressions that are inside no other."""
+    seen: set[int] = set()
+    waiting = list(exprs)
+    while waiting:
+        expr = waiting.pop()
+        if id(expr) in seen:
+            continue
+        seen.add(id(expr))
+        if isinstance(expr, Reduce):
+            yield expr
+        else:
+            waiting += children(expr)
 
 
 # -- packs ------------------------------------------------------------------------------------------------------------
@@ -161,8 +177,9 @@ class Packing:
     loads: tuple[Load, ...]
     stores: tuple[Store, ...]
 
-    def params(self) -> set[int]:
-        return {access.param for access in (*self.loads, *self.stores)}
+    @property
+    def accesses(self) -> tuple[Load | Store, ...]:
+        return (*self.loads, *self.stores)
 
 
 def loop_packing(loop: For) -> Packing | None:
@@ -172,14 +189,14 @@ def loop_packing(loop: For) -> Packing | None:
     """
     if isinstance(loop.extent, Ref) or not all(isinstance(s, Let | Store | Check) for s in loop.body):
         return None
-    if any(isinstance(e, Reduce) for e in expressions(loop)):
+    if any(isinstance(e, Reduce) for e in each_in(loop)):
         return None
     dependent = {s.name for s in loop.body if isinstance(s, Let)}
     loads: dict[Load, None] = {}
     stores: list[Store] = []
     stored = False
     for stmt in loop.body:
-        if stored and any(isinstance(e, Load) for value in values(stmt) for e in walk(value)):
+        if stored and any(isinstance(e, Load) for e in each_in(stmt)):
             return None
         loads |= dict.fromkeys(_neighbouring(values(stmt), loop.index, dependent))
         if isinstance(stmt, Store):
@@ -192,7 +209,7 @@ def loop_packing(loop: For) -> Packing | None:
 def reduction_packing(group: Sequence[Reduce]) -> Packing | None:
     """The packs of reductions over one range; None if there are none or if reductions are nested."""
     terms = [reduction.value for reduction in group]
-    if any(isinstance(e, Reduce) for term in terms for e in walk(term)):
+    if any(isinstance(e, Reduce) for e in each(*terms)):
         return None
     loads = dict.fromkeys(_neighbouring(terms, group[0].index, frozenset()))
     return Packing(tuple(loads), ()) if loads else None
@@ -200,13 +217,17 @@ def reduction_packing(group: Sequence[Reduce]) -> Packing | None:
 
 def _neighbouring(terms: Iterable[Expr], index: str, dependent: Iterable[str]) -> Iterator[Load]:
     """Loads with unit stride that every iteration makes: none on a side of a `Choose`."""
-    for expr in terms:
+    seen: set[int] = set()
+    waiting = [*terms][::-1]
+    while waiting:
+        expr = waiting.pop()
+        if id(expr) in seen:
+            continue
+        seen.add(id(expr))
         if isinstance(expr, Load) and unit_stride(expr.at, index, dependent):
             yield expr
-        elif isinstance(expr, Choose):
-            yield from _neighbouring((expr.condition,), index, dependent)
         else:
-            yield from _neighbouring(children(expr), index, dependent)
+            waiting += (expr.condition,) if isinstance(expr, Choose) else children(expr)[::-1]
 
 
 def unit_stride(at: Place, index: str, dependent: Iterable[str] = ()) -> bool:
@@ -241,7 +262,7 @@ def largest_pack(kernel: LoopKernel, loop: SharedLoop) -> int:
     """Elements per pack: 16 bytes of the narrowest type, at most `LARGEST_PACK`, within budgets of registers and code."""
     if loop.packing is None:
         return 1
-    sizes = [kernel.params[access.param].dtype.size for access in (*loop.packing.loads, *loop.packing.stores)]
+    sizes = [kernel.params[access.param].dtype.size for access in loop.packing.accesses]
     pack = min(LARGEST_PACK, PACK_BYTES // min(sizes))
     while pack > 1 and (
         pack * sum(max(4, size) for size in sizes) > 4 * PACK_REGISTERS or pack * loop.weight > PACK_OPERATIONS

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlx.backends.cuda.kernel_plan import words_struct
 from rlx.backends.cuda.loops import operations
 from rlx.backends.cuda.loops.operations import MEMORY, VALUE
+from rlx.backends.cuda.matmul.instructions import instructions
 from rlx.dtypes import F32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import OUT_OF_RANGE, EpilogueOperand, MatmulKernel, sum_name
@@ -48,6 +51,7 @@ def preamble(kernel: MatmulKernel) -> str:
 typedef {MEMORY[kernel.dtype.name]} A;
 typedef {MEMORY[(kernel.stored or kernel.dtype).name]} B;
 typedef {MEMORY[kernel.accumulator.name]} Acc;
+typedef {MEMORY[multiplied(kernel).name]} T;  // of factors
 constexpr int WEIGHTS = {kernel.weights};
 constexpr bool TRANSPOSED = {flag(kernel.transposed)};
 constexpr int CHUNK_UNIT = {SMALLEST_CHUNK}, MOST_CHUNKS = {CHUNKS};
@@ -63,7 +67,7 @@ INLINE const A* row_of(const Words& w, i64 b0, i64 b1, i64 row) {{
   return w.a + b0 * w.a_batch0 + b1 * w.a_batch1 + row * (TRANSPOSED ? 1 : w.a_row);
 }}
 INLINE i64 step_of(const Words& w) {{ return TRANSPOSED ? w.a_row : 1; }}
-{_groups(kernel)}{_finish(kernel)}
+{instructions(multiplied(kernel))}{_groups(kernel)}{_finish(kernel)}
 """
 
 
@@ -76,7 +80,7 @@ def _groups(kernel: MatmulKernel) -> str:
     piece = "start = (i64)w.index[result]; count = (i64)w.index[result + 1] - start;"
     rows, depth = kernel.grouped == "rows", kernel.grouped == "depth"
     return f"""
-constexpr bool GROUPED = {flag(rows)}, BY_DEPTH = {flag(depth)};
+[[maybe_unused]] constexpr bool GROUPED = {flag(rows)}, BY_DEPTH = {flag(depth)};
 INLINE i64 groups_of(const Words& w) {{ return {"w.groups" if rows else "w.batch0"}; }}
 INLINE i64 group_of(const Words& w, i64 row) {{{group if rows else ""}
   return 0;
@@ -114,7 +118,13 @@ def _finish(kernel: MatmulKernel) -> str:
         values = kernel.epilogue.values
     for operand, value in zip(writes, values, strict=True):
         lines.append(f"  *({_address(operand)}) = {operations.cast(c_text(value), value.dtype, operand.dtype)};")
-    return "\n".join([*lines, "}"])
+    return "\n".join([*lines, "}", *_expect(reads)])
+
+
+def _expect(reads: Sequence[EpilogueOperand]) -> list[str]:
+    """C of `expect`, which brings what the epilogue will read near."""
+    lines = [f"  fetch_near({_address(o)});" for o in reads]
+    return ["INLINE void expect(const Words& w, i64 b0, i64 b1, i64 row, i64 column) {", *lines, "}"]
 
 
 def _load(operand: EpilogueOperand) -> str:

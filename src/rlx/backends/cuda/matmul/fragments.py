@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from rlx.backends.cuda.loops.operations import MEMORY
-from rlx.backends.cuda.matmul.common import multiplied
-from rlx.backends.cuda.matmul.instructions import instructions
-from rlx.lir.kernels import MatmulKernel
-
 FRAGMENTS = r"""
 template <class S> INLINE T rounded(S x) { T y; store(&y, widen(x)); return y; }
 template <> INLINE T rounded<T>(T x) { return x; }
@@ -27,9 +22,3 @@ template <class S> INLINE uint4 eight(const S* at, i64 along, i64 left, bool who
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
 """
-
-
-def fragments(kernel: MatmulKernel) -> str:
-    """The factors' type, the instructions for it, and loads of factors."""
-    kind = multiplied(kernel)
-    return f"typedef {MEMORY[kind.name]} T;\n{instructions(kind)}{FRAGMENTS}"

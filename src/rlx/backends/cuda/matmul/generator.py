@@ -12,18 +12,21 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
-from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, on_tensor_cores
+from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, on_tensor_cores
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.errors import LowerError
 from rlx.lir.kernels import Kernel, MatmulKernel, weight_name
 
 FEW_ROWS = 8  # rows of A up to which the `rows` variants run
+MANY_TURNS = 3  # tiles per block from which on blocks end at about the same time
 FEW_GROUPED = 64  # the same for grouped rows, each of which is a product of its own
 NARROW_THREADS = 256
 # Seconds, bytes and products on which the choice of tiles rests; only ratios matter.
 LINE_RATE = 40e9  # bytes per second that a processor takes from the L2 cache
-TILE_RATE = {"128x128": 1.5e12, "128x64": 1.4e12, "64x128": 1.4e12, "64x64": 1.2e12}  # products per second
+TILE_RATE = {  # products per second
+    "256x128": 1.7e12, "128x128": 1.5e12, "128x64": 1.4e12, "64x128": 1.4e12, "64x64": 1.2e12,
+}  # fmt: skip
 SMALL_TILE_RATE = 0.7e12
 SPLIT_RATE = 2.5e12  # bytes per second of partial sums, written and read
 START = 2e-6  # of a block: filling the stages, the epilogue
@@ -71,6 +74,15 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
     return simt.tile_source(kernel, variant, size=int(name.removeprefix("fma")), k_first=k_first)
 
 
+def source_with_prologue(
+    kernel: MatmulKernel, variant: str, target: CudaTarget, name: str, struct: str, compute: str
+) -> str:
+    """CUDA C of a `rows` variant that computes its only row of A itself (`prologues.py`)."""
+    height, _, letters = variant.removeprefix("rows").partition("_")
+    prologue = rows.Prologue(name, struct, compute)
+    return rows.source(kernel, variant, rows=int(height), early="e" in letters, prologue=prologue)
+
+
 def _matmul(kernel: Kernel) -> MatmulKernel:
     assert isinstance(kernel, MatmulKernel)
     if kernel.layout is not None or kernel.weights > 2 or not kernel.dtype.is_float:
@@ -87,30 +99,53 @@ def _are_early(kernel: MatmulKernel, words: Mapping[str, int]) -> bool:
 
 # -- tensor cores -----------------------------------------------------------------------------------------------------
 def plan_rows(
-    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, height: int = 0, teams: int = 0
-) -> KernelPlan | None:
-    """The variant for few rows of A; None if they are too many. `height`: rows of the weights per warp."""
+    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, height: int = 0, teams: int = 0,
+    resident: int = 0,
+) -> KernelPlan | None:  # fmt: skip
+    """The variant for few rows of A; None if they are too many.
+
+    The rest is chosen unless given: rows of the weights per warp, teams of warps per block, blocks per processor.
+    """
     m, n, k, batch = words["m"], words["n"], words["k"], words["batch0"] * words["batch1"]
     grouped = kernel.grouped == "rows"
     if kernel.grouped == "depth" or m > (FEW_GROUPED if grouped else FEW_ROWS):
         return None
     tokens, chunks = 1 if grouped else m, chunk_count(k)
     pairs = m * batch if grouped else batch
-    if not height:
-        fills = n * kernel.weights * pairs // 16 >= 3 * target.processors // 2
-        height = 16 if fills or kernel.weights == 2 else 8
+    height = height or _height(n * kernel.weights, kernel.weights, k, pairs, target)
     columns = height // kernel.weights
     if not teams:
-        teams = max(1, CHUNKS // chunks) * (2 if tokens > 4 else 1)
+        teams = _teams(chunks, -(-n // columns) * pairs, target)
+        if tokens > 4 and n * pairs >= 2 * teams * columns * target.processors:
+            teams *= 2  # that share the rows of A
     shared = rows.shared_bytes(k, tokens, height, teams, chunks)
     if shared > target.shared_bytes:
         return None
     count = -(-n // (columns * teams))
-    resident = min(2 if teams * chunks <= CHUNKS else 1, max(1, target.shared_bytes // max(shared, 1)))
+    resident = resident or min(2 if teams * chunks <= CHUNKS else 1, max(1, target.shared_bytes // max(shared, 1)))
     blocks = min(count, max(1, -(-target.processors * resident // pairs)))
     variant = f"rows{height}_{'e' if _are_early(kernel, words) else ''}"
     grid = (blocks * batch, m if grouped else 1, 1)
     return KernelPlan((Pass(variant, grid, 32 * chunks * teams, shared),))
+
+
+def _teams(chunks: int, tiles: int, target: CudaTarget) -> int:
+    """Teams of warps in a block, each with a tile of its own: as many as fill a block, if all processors get one."""
+    return max(1, min(CHUNKS // chunks, tiles // target.processors))
+
+
+def _height(rows_of_weights: int, weights: int, k: int, pairs: int, target: CudaTarget) -> int:
+    """Rows of the weights per warp: those with which the busiest block has the least to do."""
+    chunks, steps = chunk_count(k), chunk_size(k) // 32
+    slots = 2 * target.processors * max(1, CHUNKS // chunks)
+
+    def turns(height: int) -> int:
+        return -(-rows_of_weights * pairs // (height * slots))
+
+    heights = (16, 32) if weights == 2 else (8, 16, 32)
+    if turns(16) > MANY_TURNS:
+        return 32 if steps <= rows.LOADS // 4 else 16  # as many loads in flight as there are registers for
+    return min(reversed(heights), key=lambda height: turns(height) * height)
 
 
 def plan_tiles(
@@ -124,7 +159,7 @@ def plan_tiles(
     split = splits > 1
     count = _tiles(kernel, words, tile)
     letters = "a" * a + "b" * b + "s" * split
-    early = "e" if _are_early(kernel, words) and not (a or b) else ""
+    early = "e" if _are_early(kernel, words) and not b else ""
     passes = []
     for operand in "a" * a + "b" * b:
         rows_of = words["m"] if operand == "a" else words["n"] * kernel.weights
@@ -178,7 +213,7 @@ def _plan_fma(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget
     axis = "k" if words["b_k"] == 1 and k > 1 else "n"
     if kernel.grouped != "depth" and m <= (FEW_GROUPED if grouped else FEW_ROWS):
         tokens, chunks = 1 if grouped or m == 1 else FEW_ROWS, chunk_count(k)
-        teams = CHUNKS // chunks
+        teams = _teams(chunks, -(-n // simt.ROW_COLUMNS) * batch, target)
         shared = simt.rows_shared(kernel, k, tokens, teams, chunks)
         if shared <= target.shared_bytes:
             blocks = min(-(-n // (simt.ROW_COLUMNS * teams)), max(1, 4 * target.processors // batch))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rlx.dtypes import BF16, DType
 
-BARRIER = r"""
+COMMON = r"""
+INLINE void fetch_near(const void* at) { asm volatile("prefetch.global.L1 [%0];" :: "l"(at)); }
 INLINE void team_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
 }
@@ -49,4 +50,4 @@ INLINE void write16(u32 at, uint4 v) {
 
 def instructions(kind: DType) -> str:
     """Functions for factors of a type."""
-    return BARRIER + (TENSOR_CORES.replace("TYPE", "bf16" if kind is BF16 else "f16") if kind.size == 2 else "")
+    return COMMON + (TENSOR_CORES.replace("TYPE", "bf16" if kind is BF16 else "f16") if kind.size == 2 else "")

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import flag, preamble
-from rlx.backends.cuda.matmul.instructions import instructions
 from rlx.dtypes import F64
 from rlx.lir.kernels import MatmulKernel
 
 ROW_COLUMNS = 32  # columns per warp of `rows`
 
 TILE = r"""
-constexpr int DEPTH = 16, ACROSS = SIDE / EACH, THREADS = ACROSS * ACROSS, PITCH = SIDE + 4, COPIES = SIDE * DEPTH / THREADS;
-constexpr int COLUMNS = SIDE / WEIGHTS;
+constexpr int DEPTH = 16, ACROSS = SIDE / EACH, THREADS = ACROSS * ACROSS, COPIES = SIDE * DEPTH / THREADS;
+constexpr int PITCH = SIDE + 4, COLUMNS = SIDE / WEIGHTS;
 
 extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ Words w) {
   extern __shared__ __align__(128) u8 shared[];
@@ -143,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
   const int m = GROUPED ? 1 : (int)w.m, pitch = (k + 31) / 32 * 32;
   Acc* xs = (Acc*)shared;                                                    // [TOKENS][pitch]
   Acc* own = xs + (i64)TOKENS * pitch + warp * TILE * WARP_PITCH;            // weights of this warp
-  Acc* meeting = xs + (i64)TOKENS * pitch + blockDim.x * WARP_PITCH;         // [2][teams][chunks][WEIGHTS][TOKENS][TILE]
+  Acc* meeting = xs + (i64)TOKENS * pitch + blockDim.x * WARP_PITCH;   // [2][teams][chunks][WEIGHTS][TOKENS][TILE]
   const int per_chunk = WEIGHTS * TOKENS * TILE, per_team = chunks * per_chunk;
   start_next();
   wait_for_inputs();
@@ -218,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
 
 
 def _head(kernel: MatmulKernel, k_first: bool) -> str:
-    return f"""{preamble(kernel)}{instructions(kernel.dtype)}
+    return f"""{preamble(kernel)}
 constexpr bool K_FIRST = {flag(k_first)};
 INLINE float fused(float a, float b, float c) {{ return fmaf(a, b, c); }}
 INLINE double fused(double a, double b, double c) {{ return fma(a, b, c); }}

@@ -2,7 +2,7 @@
 
 Weights are the 16-row operand of mma and rows of A its 8 columns, with k in the order of `rows`, so each element of
 the result has the same bits in every variant. Lanes read fragments of two mma steps as 16 bytes; a row of shared
-memory is 128 bytes, and odd rows swap their halves so that eight lanes meet all banks.
+memory is 128 or 64 bytes, in an order in which eight lanes meet all banks.
 
 Blocks may split the chunks of k: every chunk sum goes to scratch memory as the registers of a thread, and the last
 block of a tile adds them in order. For grouped rows a block multiplies its rows by each matrix that one of them wants.
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import CHUNKS, flag, preamble
-from rlx.backends.cuda.matmul.fragments import fragments
+from rlx.backends.cuda.matmul.fragments import FRAGMENTS
 from rlx.lir.kernels import MatmulKernel
 
-DEPTH = 64  # k per stage
 COUNTERS = 1 << 16  # bytes of scratch for counters of tiles, if blocks split k
 
 
@@ -30,6 +29,8 @@ class Tile:
     rows: int
     warps: tuple[int, int]
     stages: int
+    depth: int = 64  # k per stage
+    aside: bool = False  # sums of earlier chunks wait in shared memory, where registers have no room for them
 
     @property
     def threads(self) -> int:
@@ -41,19 +42,25 @@ class Tile:
 
     def shared(self, shared_bytes: int) -> int:
         """Dynamic shared memory: as many stages as fit, and room for the sums of a tile."""
-        return max(self.stages_in(shared_bytes) * self.stage_bytes, self.rows * (self.columns + 4) * 4)
+        stages = self.stages_in(shared_bytes) * self.stage_bytes + self.aside_bytes
+        return max(stages, self.rows * (self.columns + 4) * 4)
 
     def stages_in(self, shared_bytes: int) -> int:
-        return min(self.stages, shared_bytes // self.stage_bytes)
+        return min(self.stages, (shared_bytes - self.aside_bytes) // self.stage_bytes)
+
+    @property
+    def aside_bytes(self) -> int:
+        return self.columns * self.rows * 4 if self.aside else 0
 
     @property
     def stage_bytes(self) -> int:
-        return (self.columns + self.rows) * DEPTH * 2
+        return (self.columns + self.rows) * self.depth * 2
 
 
 TILES = {
     tile.name: tile
     for tile in (
+        Tile(256, 128, (4, 2), 4, depth=32, aside=True),
         Tile(128, 128, (2, 4), 4),
         Tile(128, 64, (2, 2), 4),
         Tile(64, 128, (2, 2), 4),
@@ -66,15 +73,28 @@ TILES = {
 }
 
 KERNEL = r"""
-constexpr int DEPTH = 64, THREADS = 32 * WARPS_N * WARPS_M, MI = BN / WARPS_N / 16, NI = BM / WARPS_M / 8;
+constexpr int THREADS = 32 * WARPS_N * WARPS_M, MI = BN / WARPS_N / 16, NI = BM / WARPS_M / 8;
+constexpr int LINE = DEPTH * 2, EIGHTS = DEPTH / 8;   // bytes and loads of a row of a stage
 constexpr int COLUMNS = BN / WEIGHTS, PITCH = BN + 4, STAGE = (BN + BM) * DEPTH;
+
+// sum = earlier + sum
+INLINE void add(float4 earlier, float (&sum)[4]) {
+  sum[0] = earlier.x + sum[0];
+  sum[1] = earlier.y + sum[1];
+  sum[2] = earlier.z + sum[2];
+  sum[3] = earlier.w + sum[3];
+}
+// The place of 16 bytes in a stage: rows of 128 bytes swap their halves if odd, so that eight lanes meet all banks.
+INLINE u32 place_of(int row, int eighth) {
+  return row * LINE + ((DEPTH == 64 ? eighth ^ (row & 1) << 2 : eighth) << 4);
+}
 
 // Copies `ROWS` rows of a stage to shared memory: 16 bytes per thread and turn. Row i is at from + i * pitch; rows from
 // `rows` on and k from `depth` on are zero.
 template <int ROWS, int TURN, class S>
 INLINE void copy_rows(u32 to, const S* from, i64 pitch, i64 rows, i64 depth, bool aligned) {
-  constexpr int STEP = THREADS / 8;
-  const int eighth = threadIdx.x & 7, first = threadIdx.x >> 3;
+  constexpr int STEP = THREADS / EIGHTS;
+  const int eighth = threadIdx.x % EIGHTS, first = threadIdx.x / EIGHTS;
   const i64 left = depth - 8 * eighth;
   const int bytes = left >= 8 ? 16 : left > 0 ? 2 * (int)left : 0;
   if (aligned) {
@@ -82,7 +102,7 @@ INLINE void copy_rows(u32 to, const S* from, i64 pitch, i64 rows, i64 depth, boo
     for (int i = 0; i < ROWS / STEP; i++) {
       const int row = first + i * STEP;
       const int taken = (row >> 4) * TURN + (TURN == 16 ? row & 15 : row & 7);
-      const u32 at = to + row * 128 + ((eighth ^ (row & 1) << 2) << 4);
+      const u32 at = to + place_of(row, eighth);
       copy16(at, from + taken * pitch + 8 * eighth, taken < rows ? bytes : 0);
     }
   } else {
@@ -90,7 +110,7 @@ INLINE void copy_rows(u32 to, const S* from, i64 pitch, i64 rows, i64 depth, boo
     for (int i = 0; i < ROWS / STEP; i++) {
       const int row = first + i * STEP;
       const int taken = (row >> 4) * TURN + (TURN == 16 ? row & 15 : row & 7);
-      const u32 at = to + row * 128 + ((eighth ^ (row & 1) << 2) << 4);
+      const u32 at = to + place_of(row, eighth);
       const uint4 v = eight(from + taken * pitch + 8 * eighth, 1, taken < rows ? left : 0, false);
       write16(at, v);
     }
@@ -121,8 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   const i64 b_pitch = B_IN_SCRATCH ? pitch : w.b_n;
   const i64 matrix = B_IN_SCRATCH ? w.n * pitch : w.b_batch0;
   // Rows of two weights alternate in eights; what this thread copies belongs to one of them.
-  const int own = WEIGHTS == 2 ? tid >> 6 & 1 : 0;
-  const T* weights = (B_IN_SCRATCH ? scratch.b + own * scratch.b_size : (const T*)weights_of(w, own)) + column0 * b_pitch;
+  const int own = WEIGHTS == 2 ? tid / EIGHTS >> 3 & 1 : 0;
+  const T* weights = B_IN_SCRATCH ? scratch.b + own * scratch.b_size : (const T*)weights_of(w, own);
+  weights += column0 * b_pitch;
   if (!GROUPED && B_IN_SCRATCH)
     weights += ((w.b_batch0 ? b0 : 0) * (w.b_batch1 ? w.batch1 : 1) + (w.b_batch1 ? b1 : 0)) * matrix;
   if (!GROUPED && !B_IN_SCRATCH) weights += b0 * w.b_batch0 + b1 * w.b_batch1;
@@ -144,20 +165,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   auto copy_weights = [&](int turn) {
     const i64 at = begin + (i64)turn * DEPTH;
     const T* from = weights + group * matrix + k0 + at;
-    copy_rows<BN, 16 / WEIGHTS>(stages + turn % STAGES * STAGE * 2, from, b_pitch, columns, end - at, aligned(from, b_pitch));
+    const u32 to = stages + turn % STAGES * STAGE * 2;
+    copy_rows<BN, 16 / WEIGHTS>(to, from, b_pitch, columns, end - at, aligned(from, b_pitch));
   };
   auto copy_a = [&](int turn) {
     const i64 at = begin + (i64)turn * DEPTH;
-    copy_rows<BM, 16>(stages + turn % STAGES * STAGE * 2 + BN * 128, a + k0 + at, a_pitch, rows, end - at, a_aligned);
+    copy_rows<BM, 16>(stages + turn % STAGES * STAGE * 2 + BN * LINE, a + k0 + at, a_pitch, rows, end - at, a_aligned);
   };
 
-  float total[MI][NI][4];
+  // Sums of earlier chunks.
+  float total[ASIDE ? 1 : MI][ASIDE ? 1 : NI][4];
+  float4* aside = (float4*)(shared + STAGES * STAGE * 2) + tid;
   i64 next = 0;          // of grouped rows: the smallest matrix that is not done
   bool first = true;
   do {
     if (EARLY && first) {
-#pragma unroll
-      for (int s = 0; s < STAGES - 1; s++) if (s < turns) copy_weights(s);
+#pragma unroll 1
+      for (int s = 0; s < STAGES - 1 && s < turns; s++) copy_weights(s);
     }
     if (first) { start_next(); if (!BY_DEPTH) wait_for_inputs(); }
     if (GROUPED) {
@@ -175,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
       if (group >= groups_of(w)) break;
       next = group + 1;
     }
-#pragma unroll
+#pragma unroll 1
     for (int s = 0; s < STAGES - 1; s++) {
       if (s < turns) {
         if (!EARLY || !first) copy_weights(s);
@@ -190,7 +214,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
 #pragma unroll
       for (int j = 0; j < NI; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) sums[i][j][e] = total[i][j][e] = 0;
+        for (int e = 0; e < 4; e++) {
+          sums[i][j][e] = 0;
+          if (!ASIDE) total[ASIDE ? 0 : i][ASIDE ? 0 : j][e] = 0;
+        }
 
     int slot = 0, left = chunk;
     for (int turn = 0; turn < turns; turn++) {
@@ -199,26 +226,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
       if (turn + STAGES - 1 < turns) { copy_weights(turn + STAGES - 1); copy_a(turn + STAGES - 1); }
       commit();
       const u32 stage = stages + turn % STAGES * STAGE * 2;
-      const u32 wr = stage + (warp_n * MI * 16 + r) * 128, xr = stage + (BN + warp_m * NI * 8 + r) * 128;
+      const int wr = warp_n * MI * 16 + r, xr = BN + warp_m * NI * 8 + r;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int swapped = ((half * 4 + c) ^ (r & 1) << 2) << 4;
-        uint4 wf[MI][2], xf[NI];
+      for (int half = 0; half < DEPTH / 32; half++) {
+        uint4 xf[NI];
 #pragma unroll
-        for (int j = 0; j < NI; j++) xf[j] = read16(xr + j * 1024 + swapped);
+        for (int j = 0; j < NI; j++) xf[j] = read16(stage + place_of(xr + j * 8, half * 4 + c));
 #pragma unroll
         for (int i = 0; i < MI; i++) {
-          wf[i][0] = read16(wr + i * 2048 + swapped);
-          wf[i][1] = read16(wr + i * 2048 + 1024 + swapped);
+          const uint4 low = read16(stage + place_of(wr + i * 16, half * 4 + c));
+          const uint4 high = read16(stage + place_of(wr + i * 16 + 8, half * 4 + c));
+#pragma unroll
+          for (int j = 0; j < NI; j++) mma(sums[i][j], low.x, high.x, low.y, high.y, xf[j].x, xf[j].y);
+#pragma unroll
+          for (int j = 0; j < NI; j++) mma(sums[i][j], low.z, high.z, low.w, high.w, xf[j].z, xf[j].w);
         }
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-          for (int j = 0; j < NI; j++) mma(sums[i][j], wf[i][0].x, wf[i][1].x, wf[i][0].y, wf[i][1].y, xf[j].x, xf[j].y);
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-          for (int j = 0; j < NI; j++) mma(sums[i][j], wf[i][0].z, wf[i][1].z, wf[i][0].w, wf[i][1].w, xf[j].z, xf[j].w);
       }
       left -= DEPTH;
       if (left == 0 || turn + 1 == turns) {   // the end of a chunk
@@ -227,31 +249,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
         for (int i = 0; i < MI; i++)
 #pragma unroll
           for (int j = 0; j < NI; j++) {
-            if (SPLIT && chunk0 > 0) put(scratch, chunk0 + slot, i * NI + j, sums[i][j]);
+            float (&sum)[4] = sums[i][j];
+            if (SPLIT && chunk0 > 0) put(scratch, chunk0 + slot, i * NI + j, sum);
+            if (ASIDE) {
+              float4* at = aside + (i * NI + j) * THREADS;
+              add(slot > 0 ? *at : make_float4(0, 0, 0, 0), sum);
+              if (turn + 1 < turns) *at = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            }
 #pragma unroll
-            for (int e = 0; e < 4; e++) { total[i][j][e] += sums[i][j][e]; sums[i][j][e] = 0; }
+            for (int e = 0; e < 4; e++) {
+              if (!ASIDE) total[ASIDE ? 0 : i][ASIDE ? 0 : j][e] += sum[e];
+              if (!ASIDE || turn + 1 < turns) sum[e] = 0;
+            }
           }
         slot++;
       }
     }
     await<0>();
     __syncthreads();
+    // From here on, `sums` are those of all chunks.
+    if (!ASIDE) {
+#pragma unroll
+      for (int i = 0; i < MI * NI * 4; i++)
+        sums[i / 4 / NI][i / 4 % NI][i % 4] = total[ASIDE ? 0 : i / 4 / NI][ASIDE ? 0 : i / 4 % NI][i % 4];
+    }
     if (SPLIT) {
       // The first block's total stands for its chunks; the others' sums follow in order.
       if (chunk0 == 0) {
 #pragma unroll
-        for (int i = 0; i < MI * NI; i++) put(scratch, 0, i, total[i / NI][i % NI]);
+        for (int i = 0; i < MI * NI; i++) put(scratch, 0, i, sums[i / NI][i % NI]);
       }
       if (!is_last(scratch)) return;
 #pragma unroll
-      for (int i = 0; i < MI * NI; i++) get(scratch, 0, i, total[i / NI][i % NI]);
+      for (int i = 0; i < MI * NI; i++) get(scratch, 0, i, sums[i / NI][i % NI]);
       for (int p = share; p < chunks; p++) {
 #pragma unroll
         for (int i = 0; i < MI * NI; i++) {
           float one[4];
           get(scratch, p, i, one);
 #pragma unroll
-          for (int e = 0; e < 4; e++) total[i / NI][i % NI][e] += one[e];
+          for (int e = 0; e < 4; e++) sums[i / NI][i % NI][e] += one[e];
         }
       }
     }
@@ -264,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const int n = (warp_n * MI + i) * 16 + r + 8 * (e >> 1), m = (warp_m * NI + j) * 8 + 2 * c + (e & 1);
-          sheet[m * PITCH + n] = total[i][j][e];
+          sheet[m * PITCH + n] = sums[i][j][e];
         }
     __syncthreads();
 #pragma unroll 4
@@ -272,7 +309,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
       const int m = i / COLUMNS, column = i % COLUMNS;
       const int n = WEIGHTS == 2 ? (column >> 3) * 16 + (column & 7) : column;
       if (m < rows && column < columns && (!GROUPED || group_of(w, row0 + m) == group))
-        finish(w, b0, b1, row0 + m, column0 + column, sheet[m * PITCH + n], WEIGHTS == 2 ? sheet[m * PITCH + n + 8] : 0.0f);
+        finish(w, b0, b1, row0 + m, column0 + column, sheet[m * PITCH + n],
+            WEIGHTS == 2 ? sheet[m * PITCH + n + 8] : 0.0f);
     }
     if (GROUPED) __syncthreads();
   } while (GROUPED);
@@ -282,8 +320,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
 SPLITTING = r"""
 // Registers of a thread at one chunk of a tile; `piece` is one mma accumulator.
 INLINE float4* place(const Scratch& scratch, int chunk, int piece) {
-  return (float4*)scratch.sums + (((i64)blockIdx.x * MOST_CHUNKS + chunk) * (BN * BM / 4 / (32 * WARPS_N * WARPS_M)) + piece)
-      * (32 * WARPS_N * WARPS_M) + threadIdx.x;
+  constexpr int THREADS = 32 * WARPS_N * WARPS_M, PIECES = BN * BM / 4 / THREADS;
+  const i64 block = ((i64)blockIdx.x * MOST_CHUNKS + chunk) * PIECES + piece;
+  return (float4*)scratch.sums + block * THREADS + threadIdx.x;
 }
 INLINE void put(const Scratch& scratch, int chunk, int piece, const float (&sum)[4]) {
   __stcg(place(scratch, chunk, piece), make_float4(sum[0], sum[1], sum[2], sum[3]));
@@ -351,7 +390,8 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
     const bool whole = along == 1;
     uint4 v;
     if (OF_B) {
-      const B* from = weights_of(w, block / (inner * outer)) + b0 * w.b_batch0 + b1 * w.b_batch1 + row * w.b_n + at * w.b_k;
+      const B* matrix = weights_of(w, block / (inner * outer)) + b0 * w.b_batch0 + b1 * w.b_batch1;
+      const B* from = matrix + row * w.b_n + at * w.b_k;
       v = eight(from, along, w.k - at, whole && ((u64)from & 15) == 0);
     } else {
       const A* from = row_of(w, b0, b1, row) + at * along;
@@ -377,12 +417,12 @@ def tile_source(
     blocks = 1 if tile.threads > 128 else 2
     constants = f"""
 constexpr int BN = {tile.columns}, BM = {tile.rows}, WARPS_N = {tile.warps[0]}, WARPS_M = {tile.warps[1]};
-constexpr int STAGES = {stages}, BLOCKS = {blocks};
-constexpr bool EARLY = {flag(early)};
+constexpr int STAGES = {stages}, BLOCKS = {blocks}, DEPTH = {tile.depth};
+constexpr bool EARLY = {flag(early)}, ASIDE = {flag(tile.aside)};
 """
     splitting = SPLITTING if split else WITHOUT_SPLITTING
     text = KERNEL.replace("NAME", entry(kernel, variant))
-    head = preamble(kernel) + fragments(kernel) + _constants(a=a, b=b, split=split)
+    head = preamble(kernel) + FRAGMENTS + _constants(a=a, b=b, split=split)
     return head + constants + SCRATCH + splitting + text
 
 
@@ -394,7 +434,7 @@ INLINE bool is_last(const Scratch&) { return true; }
 
 
 def narrow_source(kernel: MatmulKernel, variant: str, *, of_b: bool, a: bool, b: bool, split: bool) -> str:
-    head = preamble(kernel) + fragments(kernel) + _constants(a=a, b=b, split=split)
+    head = preamble(kernel) + FRAGMENTS + _constants(a=a, b=b, split=split)
     return f"{head}{SCRATCH}constexpr bool OF_B = {flag(of_b)};\n{NARROW.replace('NAME', entry(kernel, variant))}"
 
 

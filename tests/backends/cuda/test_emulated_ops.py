@@ -1,0 +1,56 @@
+"""Ops on an emulated GPU, on their samples: against outside oracles.
+
+Plain runs take a few ops, `RLX_EMULATE=all` every op in every element type. Each is run as planned; with 64 threads
+per unit in reverse order, as if all operands shared memory; and with one thread per unit, 64-bit indices and memory that
+ends at a page without access.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import Changes, emulated_gpu, missing
+from sample_graphs import element_types, sample_graph, user_ops
+
+import rlx
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+WAYS: dict[str, tuple[Changes, dict[str, Any]]] = {
+    "planned": (Changes(), {}),
+    "in reverse": (Changes(lanes=64, aliased=True), {"backwards": True}),
+    "guarded": (Changes(lanes=1, wide=True), {"guarded": True}),
+}
+FEW = [
+    ("softmax", "bf16"),
+    ("layer_norm", "f32"),
+    ("rope", "f16"),
+    ("cumsum", "i32"),
+    ("topk", "f32"),
+    ("gather", "i64"),
+]
+EVERY_CASE = [(op.name, name) for op in user_ops() for name in element_types(op)]
+CASES = EVERY_CASE if os.environ.get("RLX_EMULATE") == "all" else FEW
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("op", "element_type"), CASES)
+def test_an_op_gives_what_its_oracle_says(op: str, element_type: str, way: str) -> None:
+    case = sample_graph(op, element_type)
+    changes, options = WAYS[way]
+    with emulated_gpu(changes, **options):
+        compiled = rlx.compile(case.graph, "cuda")
+        case.check([np.asarray(output) for output in compiled.run(case.inputs)])
+
+
+def test_repeated_runs_replay_a_graph() -> None:
+    case = sample_graph("softmax", "f32")
+    with emulated_gpu() as gpu:
+        compiled = rlx.compile(case.graph, "cuda")
+        for _ in range(3):  # launch by launch, captured, replayed
+            before = gpu.launches
+            case.check([np.asarray(output) for output in compiled.run(case.inputs)])
+            assert gpu.launches > before
