@@ -10,6 +10,7 @@ from rlx.dtypes import F32, DType
 from rlx.operand_layouts import WeightLayout
 from rlx.types import Size, TensorType
 
+KV_PAGE = 64  # positions per page of a KV cache
 POOL_AXES = "phsd"  # axes of a KV-cache pool: page, head, slot in the page, element of the head
 
 
@@ -20,7 +21,7 @@ class KvLayout:
     A pool has the axes of `POOL_AXES` in any order. Attention reads keys page by page.
     """
 
-    page: int = 64
+    page: int = KV_PAGE
     keys: str = POOL_AXES
     values: str = POOL_AXES
 
