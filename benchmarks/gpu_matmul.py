@@ -40,6 +40,7 @@ SPREAD = 256 << 20  # bytes that the copies of a case cover at least
 PATTERN = 1 << 22  # random numbers, which repeat
 SCRATCH = 1 << 30
 FEW = 8
+RIVALS = 5  # variants of a case
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,9 @@ class Bench:
         left, result = max(case.m * case.k for case in cases), max(case.m * case.n for case in cases)
         self.a = {kind: self._filled((pattern * 33).astype(kind.numpy), left * kind.size) for kind in (BF16, F32)}
         self.x, self.out = self._filled(pattern, result * 4), device.allocate(result * 4)
-        self.scratch = device.allocate(SCRATCH)
-        device.clear(self.scratch, SCRATCH)
+        # Counters must stay zero, so plans without them have memory of their own.
+        self.scratches = {zeroed: device.allocate(SCRATCH) for zeroed in (False, True)}
+        device.clear(self.scratches[True], SCRATCH)
 
     def _filled(self, values: Any, size: int) -> int:
         """Memory with these values, over and over."""
@@ -132,7 +134,7 @@ class Bench:
                 "y1": self.out,
             }
             words = [places.get(w, sizes[w]) for w in kernel.words]
-            launches.append(np.array([*words, self.scratch, 0, 0], np.int64))
+            launches.append(np.array([*words, self.scratches[plan.zeroed > 0], 0, 0], np.int64))
         assert len(launches[0]) == len(kernel.words) + len(EXTRA_WORDS)
         count = max(4, min(200, math.ceil(1e-3 / (case.weight_bytes / 4e12 + case.flops / 5e14 + 2e-6))))
         device.activate()
@@ -161,7 +163,13 @@ class Bench:
         device.activate()
         for one in plan.passes:
             function = functions[kernel.symbol, one.variant]
-            device.launch(function, one.grid, one.threads, one.shared, np.array([*words, self.scratch, 0, 0], np.int64))
+            device.launch(
+                function,
+                one.grid,
+                one.threads,
+                one.shared,
+                np.array([*words, self.scratches[plan.zeroed > 0], 0, 0], np.int64),
+            )
         values = np.zeros(min(case.m, 16) * case.n, np.float32)
         device.download(values, self.out)
         return values.tobytes()
@@ -178,18 +186,14 @@ def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) 
 
     add(MatmulGenerator().plan(kernel, words, target))
     if case.m <= FEW:
-        for height in (8, 16, 32)[case.weights - 1 :]:
-            for teams in (1, 2):
-                for resident in (1, 2, 3):
-                    add(plan_rows(kernel, words, target, height=height, teams=teams, resident=resident))
+        heights = (16, 32) if case.weights == 2 else (8, 16)
+        for height, teams in [(height, teams) for height in heights for teams in (1, 2)]:
+            add(plan_rows(kernel, words, target, height=height, teams=teams))
     if case.m >= FEW:
-        splits_of_a_tile = 1 if case.m >= 512 else 2
         choices = sorted(tile_choices(kernel, words, target), key=lambda c: c.seconds)
         for name in dict.fromkeys(choice.tile.name for choice in choices):
-            if case.m < 512 and TILES[name].rows > 2 * case.m:
-                continue
-            for choice in [c for c in choices if c.tile.name == name][:splits_of_a_tile]:
-                add(plan_tiles(kernel, words, target, choice=choice))
+            if len(rivals) < RIVALS and (case.m >= 512 or TILES[name].rows <= 2 * case.m):
+                add(plan_tiles(kernel, words, target, choice=next(c for c in choices if c.tile.name == name)))
     return rivals
 
 

@@ -242,10 +242,10 @@ def shown(m: int, n: int, k: int, target: CudaTarget = SM_90, **kernel: Any) -> 
 
 
 def test_plans_fill_the_gpu() -> None:
-    assert shown(1, 4096, 1024) == ["rows16_e 256x1 256"]
-    assert shown(1, 1024, 3072) == ["rows8_e 128x1 256"]
-    assert shown(1, 12288, 4096, weights=2) == ["rows16_e 264x1 256"]
-    assert shown(512, 4096, 1024, dtype=BF16, stored=None) == ["tile128x128_e 128x1 256"]
+    assert shown(1, 4096, 1024) == ["rows16_e 128x1 512"]
+    assert shown(1, 1024, 3072) == ["rows8_e 64x1 512"]
+    assert shown(1, 12288, 4096, weights=2) == ["rows32_e 132x1 512"]
+    assert shown(4096, 4096, 4096, dtype=BF16, stored=None) == ["tile256x128_e 512x1 256"]
     assert shown(512, 4096, 1024)[0].startswith("narrowa_a ")
     assert shown(0, 4096, 1024) == []
 

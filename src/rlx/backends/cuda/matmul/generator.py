@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
-from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, on_tensor_cores
+from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, on_tensor_cores
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.dtypes import F32
@@ -20,17 +20,17 @@ from rlx.errors import LowerError
 from rlx.lir.kernels import Kernel, MatmulKernel, weight_name
 
 FEW_ROWS = 8  # rows of A up to which the `rows` variants run
-MANY_TURNS = 3  # tiles per block from which on blocks end at about the same time
 FEW_GROUPED = 64  # the same for grouped rows, each of which is a product of its own
 NARROW_THREADS = 256
-# Seconds, bytes and products on which the choice of tiles rests; only ratios matter.
-LINE_RATE = 40e9  # bytes per second that a processor takes from the L2 cache
-TILE_RATE = {  # products per second
-    "256x128": 1.7e12, "128x128": 1.5e12, "128x64": 1.4e12, "64x128": 1.4e12, "64x64": 1.2e12,
+# The choice of tiles rests on these; measured on an H200, and only ratios matter.
+LATENCY = 2e-6  # seconds until a stage arrives, under load
+READ_RATE = 45e9  # bytes per second that a processor takes
+TILE_RATE = {  # products per second and processor
+    "256x128": 1.3e12, "128x128": 1.3e12, "128x64": 1.1e12, "64x128": 1.1e12, "64x64": 0.9e12,
 }  # fmt: skip
 SMALL_TILE_RATE = 0.7e12
-SPLIT_RATE = 2.5e12  # bytes per second of partial sums, written and read
-START = 2e-6  # of a block: filling the stages, the epilogue
+START = 2e-6  # filling the stages, the epilogue
+LAST_BLOCK = 1.5e-6  # until the last block of a tile that others share may add
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +115,14 @@ def plan_rows(
         return None
     tokens, chunks = 1 if grouped else m, chunk_count(k)
     pairs = m * batch if grouped else batch
-    height = height or _height(n * kernel.weights, kernel.weights, k, pairs, target)
+    height = height or _height(n, kernel.weights, k, pairs, target)
     columns = height // kernel.weights
-    if not teams:
-        teams = _teams(chunks, -(-n // columns) * pairs, target)
-        if tokens > 4 and n * pairs >= 2 * teams * columns * target.processors:
-            teams *= 2  # that share the rows of A
+    teams = teams or _teams(chunks, -(-n // columns) * pairs, target)
     shared = rows.shared_bytes(k, tokens, height, teams, chunks)
     if shared > target.shared_bytes:
         return None
     count = -(-n // (columns * teams))
-    resident = resident or min(2 if teams * chunks <= CHUNKS else 1, max(1, target.shared_bytes // max(shared, 1)))
+    resident = resident or (2 if teams * chunks <= CHUNKS and 2 * shared <= target.shared_bytes else 1)
     blocks = min(count, max(1, -(-target.processors * resident // pairs)))
     variant = f"rows{height}_{'e' if _are_early(kernel, words) else ''}"
     grid = (blocks * batch, m if grouped else 1, 1)
@@ -133,20 +130,15 @@ def plan_rows(
 
 
 def _teams(chunks: int, tiles: int, target: CudaTarget) -> int:
-    """Teams of warps in a block, each with a tile of its own: as many as fill a block, if all processors get one."""
-    return max(1, min(CHUNKS // chunks, tiles // target.processors))
+    """Teams of warps in a block, each with a tile of its own: 16 warps; fewer if processors would get none."""
+    return 2 if 2 * chunks > CHUNKS else max(1, min(CHUNKS, 2 * CHUNKS // chunks, tiles // target.processors))
 
 
-def _height(rows_of_weights: int, weights: int, k: int, pairs: int, target: CudaTarget) -> int:
-    """Rows of the weights per warp: those with which the busiest block has the least to do."""
-    slots = 2 * target.processors * max(1, CHUNKS // chunk_count(k))
-
-    def turns(height: int) -> int:
-        return -(-rows_of_weights * pairs // (height * slots))
-
-    if turns(16) > MANY_TURNS:
-        return 16
-    return min((32, 16) if weights == 2 else (16, 8), key=lambda height: turns(height) * height)
+def _height(n: int, weights: int, k: int, pairs: int, target: CudaTarget) -> int:
+    """Rows of the weights per warp: as many as there are loads in flight for, or fewer where there are few rows."""
+    steps = chunk_size(k) // 32
+    few = n * pairs <= 8 * target.processors and rows.LOADS // 2 < steps <= rows.LOADS
+    return 32 if weights == 2 else 8 if few else 16
 
 
 def plan_tiles(
@@ -191,21 +183,30 @@ def tile_choices(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTar
     for tile in TILES.values():
         if tile.stages_in(target.shared_bytes) < 3 or tile.shared(target.shared_bytes) > target.shared_bytes:
             continue
+        count = _tiles(kernel, words, tile)
+        may_split = not kernel.grouped and count < 2 * target.processors and 4 * count <= tiles.COUNTERS
         for splits in (1, 2, 4, 8):
-            if splits > 1 and (splits > chunks or kernel.grouped or _tiles(kernel, words, tile) * 4 > tiles.COUNTERS):
+            if splits > (chunks if may_split else 1):
                 continue
             choices.append(Choice(tile, splits, _seconds(kernel, words, target, tile, splits)))
     return choices
 
 
 def _seconds(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, tile: Tile, splits: int) -> float:
-    count, k = _tiles(kernel, words, tile), words["k"]
-    copied = (tile.columns + tile.rows) * k * 2 / splits
-    products = tile.columns * tile.rows * k / splits
-    block = max(copied / LINE_RATE, products / TILE_RATE.get(tile.name, SMALL_TILE_RATE)) + START
-    waves = -(-count * splits // target.processors)
-    sums = 0 if splits == 1 else 2 * count * tile.columns * tile.rows * 4 * chunk_count(k)
-    return waves * block + sums / SPLIT_RATE + (START if splits > 1 else 0)
+    """Estimated time: a block waits for its stages, a processor for its memory and its tensor cores."""
+    blocks, chunks = _tiles(kernel, words, tile) * splits, chunk_count(words["k"])
+    share = -(-chunks // splits)
+    depth = min(share * chunk_size(words["k"]), words["k"])
+    copied, products = (tile.columns + tile.rows) * depth * 2, tile.columns * tile.rows * depth
+    shared = tile.shared(target.shared_bytes)
+    resident = min(2048 // tile.threads // 8, target.shared_bytes // shared)
+    rate = TILE_RATE.get(tile.name, SMALL_TILE_RATE)
+    ahead = tile.bytes_ahead(target.shared_bytes)
+    waits = -(-blocks // (target.processors * resident)) * copied / ahead * LATENCY
+    sums = 0 if splits == 1 else tile.columns * tile.rows * 4  # bytes of a chunk
+    works = -(-blocks // target.processors) * max((copied + share * sums) / READ_RATE, products / rate)
+    adds = 0 if splits == 1 else LAST_BLOCK + (chunks - share + 1) * sums / READ_RATE
+    return START + max(waits, works) + adds
 
 
 # -- f32 and f64 ------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def _plan_fma(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget
     axis = "k" if words["b_k"] == 1 and k > 1 else "n"
     if kernel.grouped != "depth" and m <= (FEW_GROUPED if grouped else FEW_ROWS):
         tokens, chunks = 1 if grouped or m == 1 else FEW_ROWS, chunk_count(k)
-        teams = _teams(chunks, -(-n // simt.ROW_COLUMNS) * batch, target)
+        teams = max(1, min(CHUNKS // chunks, -(-n // simt.ROW_COLUMNS) * batch // target.processors))
         shared = simt.rows_shared(kernel, k, tokens, teams, chunks)
         if shared <= target.shared_bytes:
             blocks = min(-(-n // (simt.ROW_COLUMNS * teams)), max(1, 4 * target.processors // batch))

@@ -53,6 +53,10 @@ class Tile:
     def stages_in(self, shared_bytes: int, *, wide: bool = False) -> int:
         return min(self.stages, (shared_bytes - self._aside_bytes) // self._stage_bytes(wide))
 
+    def bytes_ahead(self, shared_bytes: int) -> int:
+        """Bytes that a block has asked for and not yet used."""
+        return (self.stages_in(shared_bytes) - 1) * self._stage_bytes(False)
+
     @property
     def _aside_bytes(self) -> int:
         return self.columns * self.rows * 4 if self.aside else 0
@@ -65,7 +69,7 @@ TILES = {
     tile.name: tile
     for tile in (
         Tile(256, 128, (4, 2), 4, depth=32, aside=True),
-        Tile(128, 128, (2, 4), 4),
+        Tile(128, 128, (2, 2), 3, depth=32, aside=True),
         Tile(128, 64, (2, 2), 4),
         Tile(64, 128, (2, 2), 4),
         Tile(64, 64, (2, 2), 4),
@@ -239,28 +243,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
           if (!ASIDE) total[ASIDE ? 0 : i][ASIDE ? 0 : j][e] = 0;
         }
 
-    int slot = 0, left = chunk;
-    for (int turn = 0; turn < turns; turn++) {
+    // Fragments of the next step are read while those of this one are multiplied.
+    const int wr = warp_n * MI * 16 + r, xr = warp_m * NI * 8 + r;
+    u32 stage = stages;
+    uint4 xf[NI], wf[2][2];
+    auto read_x = [&](int half, uint4 (&f)[NI]) {
+#pragma unroll
+      for (int j = 0; j < NI; j++) f[j] = fragment_of(a, stage + BN * LINE, xr + j * 8, half * 4 + c);
+    };
+    auto read_w = [&](int half, int i, uint4 (&f)[2]) {
+      f[0] = read16(stage + place_of<T>(wr + i * 16, half * 4 + c));
+      f[1] = read16(stage + place_of<T>(wr + i * 16 + 8, half * 4 + c));
+    };
+    // Waits for the stage of a turn, and refills that of the turn before, which all warps have read.
+    auto enter = [&](int turn) {
       await<STAGES - 2>();
       __syncthreads();
       if (turn + STAGES - 1 < turns) { copy_weights(turn + STAGES - 1); copy_a(turn + STAGES - 1); }
       commit();
-      const u32 stage = stages + turn % STAGES * STAGE;
-      const int wr = warp_n * MI * 16 + r, xr = warp_m * NI * 8 + r;
+      stage = stages + turn % STAGES * STAGE;
+    };
+    if (turns > 0) { enter(0); read_x(0, xf); read_w(0, 0, wf[0]); }
+    int slot = 0, left = chunk;
+    for (int turn = 0; turn < turns; turn++) {
 #pragma unroll
       for (int half = 0; half < DEPTH / 32; half++) {
-        uint4 xf[NI];
-#pragma unroll
-        for (int j = 0; j < NI; j++) xf[j] = fragment_of(a, stage + BN * LINE, xr + j * 8, half * 4 + c);
+        uint4 next_x[NI], next_w[2];
 #pragma unroll
         for (int i = 0; i < MI; i++) {
-          const uint4 low = read16(stage + place_of<T>(wr + i * 16, half * 4 + c));
-          const uint4 high = read16(stage + place_of<T>(wr + i * 16 + 8, half * 4 + c));
+          if (i + 1 < MI) {
+            read_w(half, i + 1, wf[i + 1 & 1]);
+          } else if (half + 1 < DEPTH / 32) {
+            read_x(half + 1, next_x);
+            read_w(half + 1, 0, next_w);
+          } else if (turn + 1 < turns) {
+            enter(turn + 1);
+            read_x(0, next_x);
+            read_w(0, 0, next_w);
+          }
+          const uint4 low = wf[i & 1][0], high = wf[i & 1][1];
 #pragma unroll
           for (int j = 0; j < NI; j++) mma(sums[i][j], low.x, high.x, low.y, high.y, xf[j].x, xf[j].y);
 #pragma unroll
           for (int j = 0; j < NI; j++) mma(sums[i][j], low.z, high.z, low.w, high.w, xf[j].z, xf[j].w);
         }
+#pragma unroll
+        for (int j = 0; j < NI; j++) xf[j] = next_x[j];
+        wf[0][0] = next_w[0];
+        wf[0][1] = next_w[1];
       }
       left -= DEPTH;
       if (left == 0 || turn + 1 == turns) {   // the end of a chunk
@@ -302,6 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
       if (!is_last(scratch)) return;
 #pragma unroll
       for (int i = 0; i < MI * NI; i++) get(scratch, 0, i, sums[i / NI][i % NI]);
+#pragma unroll MI * NI <= 8 ? 4 : 1
       for (int p = share; p < chunks; p++) {
 #pragma unroll
         for (int i = 0; i < MI * NI; i++) {
