@@ -19,7 +19,7 @@ import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  registers the ops that files may use
 from rlx import hub
-from rlx.backends.base import backend_of
+from rlx.backends.base import backend_of, device
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load as load_model
