@@ -24,6 +24,7 @@ STATIC_SHARED = {
     "splits_early": 8 << 10,
     "scalar": 44 << 10,
 }  # bytes that kernels declare, at most
+MOST_SCRATCH = 256 << 20  # bytes of results of splits; a launch that would leave more takes its splits in order
 MOST_QUERIES = 48 << 10  # bytes of queries of a tile of `scalar`
 WIDEST_SLICE = 128  # columns of values per block
 
@@ -45,9 +46,10 @@ class AttentionGenerator:
         if on_tensor_cores(kernel):
             for warps in (8, 4):
                 blocks = units * -(-rows // (warps * TILE)) * slices(kernel)
+                shared = rows_shared(kernel, warps, target)
                 # Fewer large tiles than processors leave some idle; a few rows are faster with their keys spread.
-                if rows > warps * TILE // 2 and blocks >= target.processors * (warps // 4) // 2:
-                    shared = rows_shared(kernel, warps, target)
+                enough = rows > warps * TILE // 2 and blocks >= target.processors * (warps // 4) // 2
+                if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
                     return KernelPlan((Pass(f"rows_{warps * TILE}", (blocks, 1, 1), warps * 32, shared),))
             early = "splits_early" if kernel.cached and target.capability >= 90 else "splits"
             return spread(kernel, early, words, target, 1, splits_shared(kernel, target))
@@ -158,11 +160,11 @@ def spread(
     most = max(1, -(-keys // SPLIT) + kernel.ring)
     resident = max(1, min(4, target.shared_bytes // (shared + STATIC_SHARED[variant])))
     workers = min(most, max(1, target.processors * resident // units), 65535)
-    if workers == 1:
-        return KernelPlan((Pass(variant, (units, 1, 1), 128, shared),))
     real = 8 if kernel.dtype.size == 8 else 4
     columns = _rounded(kernel.value_dim, 16) if on_tensor_cores(kernel) else min(_rounded(kernel.value_dim, 4), 128)
     counts = _rounded(units * 4, 256)
     states = _rounded(units * most * min(TILE, rows) * 2 * real, 256)
     scratch = counts + states + units * most * min(TILE, rows) * columns * real
+    if workers == 1 or scratch > MOST_SCRATCH:
+        return KernelPlan((Pass(variant, (units, 1, 1), 128, shared),))
     return KernelPlan((Pass(variant, (units, workers, 1), 128, shared),), scratch, zeroed=counts)

@@ -8,7 +8,8 @@ TILES = r"""
 constexpr int THREADS = 128, ROWS = 16;
 constexpr int DEPTH = 256 / sizeof(Real), STREAM_PITCH = DEPTH + 16 / sizeof(Real), FACTOR_PITCH = BLOCK + 4;
 constexpr int LARGEST_DIM = KEYS && VALUE_DIM > HEAD_DIM ? VALUE_DIM : HEAD_DIM;
-constexpr int WIDTH = LARGEST_DIM <= 8 ? 8 : LARGEST_DIM <= 16 ? 16 : LARGEST_DIM <= 32 ? 32 : LARGEST_DIM <= 64 ? 64 : 128;
+constexpr int WIDTH =
+    LARGEST_DIM <= 8 ? 8 : LARGEST_DIM <= 16 ? 16 : LARGEST_DIM <= 32 ? 32 : LARGEST_DIM <= 64 ? 64 : 128;
 constexpr int OWN_ROWS = ROWS * WIDTH / THREADS;
 constexpr int KEY_SLICES = (HEAD_DIM + WIDTH - 1) / WIDTH, VALUE_SLICES = KEYS ? (VALUE_DIM + WIDTH - 1) / WIDTH : 0;
 

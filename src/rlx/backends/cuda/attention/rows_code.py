@@ -128,8 +128,8 @@ INLINE Range range_of(const Words& w, i32 batch, i32 query, i32 newest) {
   return {(i32)oldest, (i32)position};
 }
 
-// Asks for the first split of a block before earlier launches have ended: positions and pages may be older ones, so what
-// comes into the L2 cache is a guess, never wrong.
+// Asks for the first split of a block before earlier launches have ended. Positions and pages may be older ones: what
+// comes into the L2 cache is a guess, and a bad one does no harm.
 template <typename W> INLINE void fetch_early(const W& w, i32 batch, i32 head, i32 query, i32 worker) {
   if constexpr (!RING && PAGE == BLOCK) {
     i32 row = batch;
@@ -301,7 +301,7 @@ INLINE bool arrives_last(u32* arrived, u32 blocks) {
 }
 
 // Merges the splits of `rows` rows in order; `finish(row, column, values, state)` gets four columns at a time.
-constexpr int MERGED = 32, LOADED = 16;  // splits at a time, and those whose values are in registers
+constexpr int MERGED = 32, LOADED = sizeof(Real) == 4 ? 16 : 4;  // splits at a time; with values in registers
 template <int THREADS, typename Finish>
 INLINE void combine(const Scratch& scratch, i32 splits, i32 rows, Finish finish) {
   __shared__ Merge factors[16][MERGED];

@@ -2,7 +2,8 @@
 
 | portable | reason |
 | --- | --- |
-| heads of more than 48 KB per 16 rows (f32: 768 elements, f64: 384; of gradients both heads together) | queries of a tile are in shared memory |
+| heads of more than 48 KB per 16 rows: 768 elements of f32, 384 of f64 | rows of a tile are in shared memory |
+| gradients with keys and values of more than that together | the same |
 | gradients whose dy, logsumexp or delta have another type than usual | one type per kernel |
 | caches whose keys or values are not rows, as those of CPUs are | kernels read whole keys |
 """
