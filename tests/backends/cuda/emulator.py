@@ -233,7 +233,7 @@ class Changes:
 
     def __call__(self, planned: PlannedLaunch) -> PlannedLaunch:
         kernel = planned.kernel
-        if not isinstance(kernel, LoopKernel) or not planned.plan.passes:
+        if not isinstance(kernel, LoopKernel) or len(planned.plan.passes) != 1:
             return planned
         (one,) = planned.plan.passes
         variant = Variant.parse(one.variant)
