@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rlx.backends.cuda.kernel_plan import words_struct
 from rlx.backends.cuda.loops import operations
 from rlx.backends.cuda.loops.operations import MEMORY, VALUE
@@ -11,9 +9,42 @@ from rlx.backends.cuda.matmul.instructions import instructions
 from rlx.dtypes import F32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import OUT_OF_RANGE, EpilogueOperand, MatmulKernel, sum_name
-from rlx.lir.loops import Apply, Choose, Const, Expr, Ref
+from rlx.lir.loops import Apply, Choose, Const, Expr, Let, Ref
 
 CHUNKS = 8  # k is cut into at most this many
+FINISH_TILE = r"""
+// The epilogue of a tile whose sums are in shared memory. A warp takes rows; neighbours take neighbouring columns.
+template <int HEIGHT, int WIDTH, int WARPS, int SECOND, class Slot>
+INLINE void finish_tile(
+    const Words& w, i64 b0, i64 b1, i64 row0, i64 column0, i64 rows, i64 columns, i64 group, Slot slot) {
+  constexpr int ACROSS = (WIDTH + 31) / 32, AT_ONCE = HEIGHT >= 2 * WARPS ? 2 : 1;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int m = warp; m < HEIGHT; m += AT_ONCE * WARPS) {
+    Reads reads[AT_ONCE][ACROSS];
+    bool own[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const i64 row = row0 + m + i * WARPS;
+      own[i] = m + i * WARPS < HEIGHT && m + i * WARPS < rows && (!GROUPED || group_of(w, row) == group);
+#pragma unroll
+      for (int j = 0; j < ACROSS; j++) {
+        const int column = lane + 32 * j;
+        if (own[i] && column < WIDTH && column < columns) reads[i][j] = read_at(w, b0, b1, row, column0 + column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+      for (int j = 0; j < ACROSS; j++) {
+        const int column = lane + 32 * j;
+        if (!own[i] || column >= WIDTH || column >= columns) continue;
+        const Acc* sum = slot(m + i * WARPS, column);
+        const Acc second = WEIGHTS == 2 ? sum[SECOND] : (Acc)0;
+        finish(w, b0, b1, row0 + m + i * WARPS, column0 + column, sum[0], second, reads[i][j]);
+      }
+  }
+}
+"""
 SMALLEST_CHUNK = 128  # a multiple of the depth of a tile
 
 
@@ -105,26 +136,30 @@ def _address(operand: EpilogueOperand) -> str:
 
 
 def _finish(kernel: MatmulKernel) -> str:
-    """C of `finish`: the epilogue at (row, column), from the sums of all weights."""
+    """C of the epilogue at (row, column): `read_at` loads its operands, `finish` stores its values.
+
+    `expect` brings what `read_at` will load near. Loads stand apart from stores, which the compiler could not pass.
+    """
     reads = [o for o in kernel.epilogue_operands if not o.written]
     writes = [o for o in kernel.epilogue_operands if o.written]
+    place = "const Words& w, i64 b0, i64 b1, i64 row, i64 column"
     sums = ", ".join(f"Acc {sum_name(i)}" for i in range(2))
-    lines = [f"INLINE void finish(const Words& w, i64 b0, i64 b1, i64 row, i64 column, {sums}) {{"]
     values: tuple[Expr, ...] = (Ref("acc", kernel.accumulator),)
+    lets: tuple[Let, ...] = ()
     if kernel.epilogue is not None:
-        lines += [f"  const {VALUE[o.dtype.name]} {o.name} = {_load(o)};" for o in reads]
-        for let in kernel.epilogue.lets:
-            lines.append(f"  const {VALUE[let.value.dtype.name]} {let.name} = {c_text(let.value)};")
-        values = kernel.epilogue.values
+        lets, values = kernel.epilogue.lets, kernel.epilogue.values
+    lines = [
+        "struct Reads {", *(f"  {VALUE[o.dtype.name]} {o.name};" for o in reads), "};",
+        f"INLINE void expect({place}) {{", *(f"  fetch_near({_address(o)});" for o in reads), "}",
+        f"INLINE Reads read_at({place}) {{", "  Reads reads;",
+        *(f"  reads.{o.name} = {_load(o)};" for o in reads), "  return reads;", "}",
+        f"INLINE void finish({place}, {sums}, const Reads& reads) {{",
+        *(f"  const {VALUE[o.dtype.name]} {o.name} = reads.{o.name};" for o in reads),
+        *(f"  const {VALUE[let.value.dtype.name]} {let.name} = {c_text(let.value)};" for let in lets),
+    ]  # fmt: skip
     for operand, value in zip(writes, values, strict=True):
         lines.append(f"  *({_address(operand)}) = {operations.cast(c_text(value), value.dtype, operand.dtype)};")
-    return "\n".join([*lines, "}", *_expect(reads)])
-
-
-def _expect(reads: Sequence[EpilogueOperand]) -> list[str]:
-    """C of `expect`, which brings what the epilogue will read near."""
-    lines = [f"  fetch_near({_address(o)});" for o in reads]
-    return ["INLINE void expect(const Words& w, i64 b0, i64 b1, i64 row, i64 column) {", *lines, "}"]
+    return "\n".join([*lines, "}", FINISH_TILE])
 
 
 def _load(operand: EpilogueOperand) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
-from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, on_tensor_cores
+from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, on_tensor_cores
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.dtypes import F32
@@ -139,16 +139,14 @@ def _teams(chunks: int, tiles: int, target: CudaTarget) -> int:
 
 def _height(rows_of_weights: int, weights: int, k: int, pairs: int, target: CudaTarget) -> int:
     """Rows of the weights per warp: those with which the busiest block has the least to do."""
-    chunks, steps = chunk_count(k), chunk_size(k) // 32
-    slots = 2 * target.processors * max(1, CHUNKS // chunks)
+    slots = 2 * target.processors * max(1, CHUNKS // chunk_count(k))
 
     def turns(height: int) -> int:
         return -(-rows_of_weights * pairs // (height * slots))
 
-    heights = (16, 32) if weights == 2 else (8, 16, 32)
     if turns(16) > MANY_TURNS:
-        return 32 if steps <= rows.LOADS // 4 else 16  # as many loads in flight as there are registers for
-    return min(reversed(heights), key=lambda height: turns(height) * height)
+        return 16
+    return min((32, 16) if weights == 2 else (16, 8), key=lambda height: turns(height) * height)
 
 
 def plan_tiles(

@@ -173,7 +173,10 @@ PROLOGUE
         if (WEIGHTS == 2) acc1 += sum[p * per_chunk + m * 8];
       }
       const int n = first + column;
-      if (n < w.n && n >= tile * TILE) finish(w, b0, b1, first_row + token, n, acc, acc1);
+      if (n < w.n && n >= tile * TILE) {
+        const i64 at = first_row + token;
+        finish(w, b0, b1, at, n, acc, acc1, read_at(w, b0, b1, at, n));
+      }
     }
   }
 }

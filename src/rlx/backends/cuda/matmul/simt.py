@@ -116,13 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant
       for (int j = 0; j < EACH; j++)
         sheet[(j / 4 * 4 * ACROSS + tm * 4 + j % 4) * PITCH + i / 4 * 4 * ACROSS + tn * 4 + i % 4] = total[i][j];
     __syncthreads();
-#pragma unroll 2
-    for (int i = tid; i < SIDE * COLUMNS; i += THREADS) {
-      const int m = i / COLUMNS, column = i % COLUMNS;
-      if (m < rows && column < columns && (!GROUPED || group_of(w, row0 + m) == group))
-        finish(w, b0, b1, row0 + m, column0 + column, sheet[m * PITCH + column],
-            WEIGHTS == 2 ? sheet[m * PITCH + column + COLUMNS] : (Acc)0);
-    }
+    finish_tile<SIDE, COLUMNS, THREADS / 32, COLUMNS>(
+        w, b0, b1, row0, column0, rows, columns, group, [&](int m, int column) { return sheet + m * PITCH + column; });
     if (GROUPED) __syncthreads();
   } while (GROUPED);
 }
@@ -209,7 +204,10 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
         acc += here[p * per_chunk + i];
         if (WEIGHTS == 2) acc1 += here[p * per_chunk + TOKENS * TILE + i];
       }
-      if (n < w.n) finish(w, b0, b1, first_row + i / TILE, n, acc, acc1);
+      if (n < w.n) {
+        const i64 at = first_row + i / TILE;
+        finish(w, b0, b1, at, n, acc, acc1, read_at(w, b0, b1, at, n));
+      }
     }
   }
 }

@@ -324,14 +324,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
           sheet[m * PITCH + n] = sums[i][j][e];
         }
     __syncthreads();
-#pragma unroll 4
-    for (int i = tid; i < BM * COLUMNS; i += THREADS) {
-      const int m = i / COLUMNS, column = i % COLUMNS;
-      const int n = WEIGHTS == 2 ? (column >> 3) * 16 + (column & 7) : column;
-      if (m < rows && column < columns && (!GROUPED || group_of(w, row0 + m) == group))
-        finish(w, b0, b1, row0 + m, column0 + column, sheet[m * PITCH + n],
-            WEIGHTS == 2 ? sheet[m * PITCH + n + 8] : 0.0f);
-    }
+    auto sum_at = [&](int m, int column) {
+      return sheet + m * PITCH + (WEIGHTS == 2 ? (column >> 3) * 16 + (column & 7) : column);
+    };
+    finish_tile<BM, COLUMNS, WARPS_N * WARPS_M, 8>(w, b0, b1, row0, column0, rows, columns, group, sum_at);
     if (GROUPED) __syncthreads();
   } while (GROUPED);
 }
