@@ -19,7 +19,7 @@ from rlx.lir.loops import SCALAR_OPS
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["arrays", "garbage", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
+    ["arrays", "garbage", "jax_names", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
     ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts"],
     ["profile", "target", "quant_schemes"], ["ir", "formats"],
     ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
@@ -32,6 +32,7 @@ RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 # that it names.
 ALLOWED = {
     ("ir/graph.py", "rlx.module.GraphModule"),
+    ("ir/numpy_functions.py", "rlx.functional.graph_values.on_values"),
     ("ir/graph.py", "rlx.inspect.notebook.graph_html"),
     ("module.py", "rlx.backends.base.backend"),
     ("operand_layouts.py", "rlx.backends.base.backend"),
@@ -79,8 +80,8 @@ def test_llvmlite_is_imported_only_in_the_cpu_backend() -> None:
 # Where a backend may know ops: loop forms of its own, and layouts of weights.
 BACKENDS = [p for p in FILES if p.is_relative_to(ROOT / "backends")]
 WITHOUT_OPS = [p for p in BACKENDS if p.relative_to(ROOT).parts[2:3] not in (("forms",), ("packing",))]
-# Names of ops that mean something else in a backend: reductions of LIR, a routine of attention, a label of the driver.
-OTHER_MEANINGS = {"sum", "prod", "softmax", "barrier"}
+# Names of ops that mean something else in a backend: reductions of LIR, a routine of attention.
+OTHER_MEANINGS = {"sum", "prod", "softmax"}
 
 
 def op_names() -> set[str]:
@@ -177,3 +178,10 @@ def test_problems_hold_no_loops_and_no_units() -> None:
     for record in (kernels.MatmulKernel, kernels.AttentionKernel, kernels.AttentionGradKernel):
         kinds = " ".join(str(field.type) for field in dataclasses.fields(record))
         assert "LoopKernel" not in kinds and "For" not in kinds.split()
+
+
+def test_the_page_of_the_architecture_names_every_layer() -> None:
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    rows = [line.split("|") for line in page.partition("## Layers")[2].partition("## ")[0].splitlines() if "|" in line]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[2])}
+    assert named == {layer_of(module_name(path)) for path in FILES} - {"__main__"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,45 @@ def test_nodes_are_copied_one_by_one_in_one_place() -> None:
     """Who wants a part of a graph asks `live_copy` or `copy_nodes`."""
     copies = re.compile(r"\.update\(zip\((\w+)\.results, [\w.]+\.copy\(\1\)")
     assert [name_of(p) for p in FILES if copies.search(p.read_text())] == ["ir/rewrite.py"]
+
+
+LONGEST_REPEAT = 12  # lines
+
+
+def lines_of_code(path: Path) -> list[tuple[int, str]]:
+    """Numbered lines without white space at their ends; no imports, comments, blank lines and lone punctuation."""
+    imports: set[int] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(map(str.strip, path.read_text().splitlines()), 1)
+    return [(i, line) for i, line in lines if i not in imports and re.search(r"\w", line) and line[0] != "#"]
+
+
+def repeats(files: Sequence[Path], longest: int) -> list[str]:
+    """Places whose next lines, one more than `longest`, stand somewhere else too."""
+    places: dict[str, str] = {}
+    result = []
+    for path in files:
+        lines = lines_of_code(path)
+        for at in range(len(lines) - longest):
+            text, place = "\n".join(line for _, line in lines[at : at + longest + 1]), f"{path}:{lines[at][0]}"
+            if places.setdefault(text, place) != place:
+                result.append(f"{place} and {places[text]}")
+    return result
+
+
+def test_no_two_places_share_many_lines() -> None:
+    """Generated stubs (`.pyi`) may: each class has its own copy of every op's signature."""
+    assert not repeats(FILES, LONGEST_REPEAT)
+
+
+def test_a_repeat_is_found(tmp_path: Path) -> None:
+    same = [f"    x{i} = f({i})" for i in range(4)]
+    (tmp_path / "a.py").write_text("\n".join(["import os", "def a():", *same]))
+    (tmp_path / "b.py").write_text("\n".join(["def b():", *same[:2], "", "    # why", *same[2:]]))
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    assert repeats(files, 3) == [f"{files[1]}:2 and {files[0]}:3"] and not repeats(files, 4)
 
 
 # -- private names ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ def names(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
             yield node.attr, node.lineno, False
         elif isinstance(node, ast.arg):
             yield node.arg, node.lineno, False
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.name, node.lineno, False
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname, node.lineno, False) for alias in node.names if alias.asname)
 
 
 def is_banned(name: str) -> bool:

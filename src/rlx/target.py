@@ -10,6 +10,7 @@ from rlx.dtypes import F32, DType
 from rlx.operand_layouts import WeightLayout
 from rlx.types import Size, TensorType
 
+KV_PAGE = 64  # positions per page of a KV cache
 POOL_AXES = "phsd"  # axes of a KV-cache pool: page, head, slot in the page, element of the head
 
 
@@ -20,7 +21,7 @@ class KvLayout:
     A pool has the axes of `POOL_AXES` in any order. Attention reads keys page by page.
     """
 
-    page: int = 64
+    page: int = KV_PAGE
     keys: str = POOL_AXES
     values: str = POOL_AXES
 
@@ -46,6 +47,7 @@ class Target:
     name: str
     device: str  # the backend that generates code for it
     prepacks: bool = False  # matmuls need weights in target-specific layouts, packed when weights are bound
+    reads_rows: bool = False  # matmuls want 16-bit weights contiguous along k, transposed when weights are bound
 
     def native(self, dtype: DType) -> DType:
         """The type in which arithmetic on `dtype` is done: floats below 32 bits are widened on load."""

@@ -19,6 +19,8 @@ def test_ops_lists_groups_and_shows_every_cell_of_one(capsys: pytest.CaptureFixt
     assert main(["ops", "matmul"]) == 0
     out = capsys.readouterr().out
     assert "matmul(a, b)" in out and "rlx/ops/linear.py:" in out and "rlx/lir/forms/linear.py:" in out
+    assert out.count("rlx/transforms/rules/linear.py:") == 3, "VJP, JVP and vmap"
+    assert "cpu form     rlx/backends/cpu/forms/linear.py, matmul" in out
     assert main(["ops", "matmull"]) == 1
     assert "did you mean 'matmul'" in capsys.readouterr().err
 

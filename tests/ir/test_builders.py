@@ -12,7 +12,7 @@ import pytest
 import rlx
 from rlx import Emit, FlowValue, Graph, GraphModule, LayerStack, ModelFlow, Value
 from rlx.errors import GraphError
-from rlx.ir.registry import LEAF, OPS
+from rlx.ir.registry import LEAF, OPS, RENAMED
 from rlx.lir.forms.custom import forget
 from rlx.types import TensorType
 
@@ -139,3 +139,15 @@ def test_every_public_method_has_a_docstring_and_types(cls: type) -> None:
         assert inspect.getdoc(function), f"{cls.__name__}.{name} has no docstring"
         hints = function.__annotations__
         assert "return" in hints, f"{cls.__name__}.{name} does not say what it returns"
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_the_old_name_of_an_op_warns_and_says_the_new_one(old: str) -> None:
+    g, new = rlx.Graph("g"), RENAMED[old]
+    x = g.input("x", (2,))
+    for build in (lambda: getattr(g, old)(x), lambda: getattr(x, old)(), lambda: g.apply(old, x)):
+        with pytest.warns(DeprecationWarning, match=f"the op {old} is now called {new}"):
+            assert build().node.op == new
+    text = g.set_outputs([getattr(g, new)(x)]).text()
+    with pytest.warns(DeprecationWarning, match=new):
+        assert rlx.Graph.parse(text.replace(f" {new}(", f" {old}(")).text() == text

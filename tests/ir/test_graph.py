@@ -337,3 +337,15 @@ def test_numbers_too_large_for_f32_are_infinite() -> None:
     assert c is not None and np.isinf(c.node.attrs["value"].data)
     with pytest.raises(DTypeError, match="does not fit"):
         f32(2).astype("i8") + 300
+
+
+def test_a_node_and_its_attributes_cannot_be_changed() -> None:
+    g = Graph("fixed")
+    node = g.softmax(g.input("x", (2, 3)), axis=0).node
+    again = g.append(node.op, node.operands, node.attrs, node.types)
+    for frozen in (node, again):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            frozen.attrs["axis"] = 1  # type: ignore[index]
+        with pytest.raises(AttributeError):
+            frozen.attrs = {"axis": 1}  # type: ignore[misc]
+        assert frozen.attrs == {"axis": 0}

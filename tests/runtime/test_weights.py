@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import numpy as np
+import pytest
 
 import rlx
 
@@ -79,3 +80,10 @@ def test_a_weight_that_comes_on_top_does_not_keep_a_second_copy_of_the_others() 
     while others[0].base is not None:
         others = [others[0].base]
     assert others[0].nbytes < 2 * shared.nbytes
+
+
+def test_the_old_name_for_dropping_pages_of_tables_still_works() -> None:
+    g = rlx.Graph("exp")
+    f = rlx.compile(g.set_outputs([g.input("x", (2,)).exp()]))
+    with pytest.warns(DeprecationWarning, match="forget_rows is now called drop_table_pages"):
+        f.forget_rows()

@@ -35,11 +35,11 @@ Key = tuple[int, ...]  # values of a program's symbols, in the order of `Executa
 ArrayType = tuple[tuple[int, ...], np.dtype[Any]]  # shape and element type
 MAX_THREADS = 4096  # a request for more is a typo
 ENTRY_POINTS = "rlx.backends"
-BUILT_IN = {
-    "cpu": "rlx.backends.cpu.backend:CpuBackend",  # machine code for this processor, on all its cores
-    "cuda": "rlx.backends.cuda.backend:CudaBackend",  # NVIDIA GPUs, through CUDA C
-    "reference": "rlx.backends.reference:ReferenceBackend",  # NumPy, one op at a time: the oracle for tests
-    "toy": "rlx.backends.toy:ToyBackend",  # Python and NumPy from LIR: a backend small enough to read
+BUILT_IN = {  # in this package
+    "cpu": "cpu.backend:CpuBackend",  # machine code for this processor, on all its cores
+    "cuda": "cuda.backend:CudaBackend",  # NVIDIA GPUs, through CUDA C
+    "reference": "reference:ReferenceBackend",  # NumPy, one op at a time: the oracle for tests
+    "toy": "toy:ToyBackend",  # Python and NumPy from LIR: a backend small enough to read
 }
 
 
@@ -50,7 +50,7 @@ def bytes_of(types: Iterable[ArrayType]) -> int:
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 class Buffer(Protocol):
-    """Device memory with an element type and a shape: a NumPy array on the host, a `DeviceArray` elsewhere."""
+    """Memory of a device with an element type and a shape: a NumPy array on the host, a `DeviceArray` elsewhere."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -61,10 +61,13 @@ class Buffer(Protocol):
 
 
 class DeviceArray(ABC):
-    """An array in device memory, as users hold it. `np.asarray` downloads it; DLPack shares it with other libraries.
+    """An array in memory of `device`, as users hold it. `np.asarray` downloads it; DLPack shares it with libraries.
 
-    Subclasses add the memory itself, and a zero-copy `__dlpack__` where other libraries can read that memory.
+    Subclasses add the memory itself. Where the host can address it, `host_view` makes `np.asarray`, DLPack and the
+    buffer protocol (`memoryview`, from Python 3.12 on) free of copies; elsewhere a subclass adds its own `__dlpack__`.
     """
+
+    device: str = "a device"  # its name, such as cuda:1; subclasses say it
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.shape, self.dtype = shape, dtype
@@ -72,6 +75,10 @@ class DeviceArray(ABC):
     @abstractmethod
     def numpy(self) -> Array:
         """Returns a copy in host memory."""
+
+    def host_view(self) -> Array | None:
+        """Returns the memory itself as an array; None if the host cannot address it."""
+        return None
 
     @property
     def ndim(self) -> int:
@@ -86,16 +93,25 @@ class DeviceArray(ABC):
         return self.size * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        if copy is False:
-            raise ValueError("a copy is needed: this array is in memory of a device")
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        view = self.host_view()
+        changes_type = dtype is not None and np.dtype(dtype) != self.dtype
+        if copy is False and (view is None or changes_type):
+            raise ValueError(f"a copy is needed: {self.dtype.name} in memory of {self.device}")
+        array = self.numpy() if view is None or (copy and not changes_type) else view
+        return array.astype(dtype) if changes_type else array
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.numpy().__dlpack__(**options)
+        view = self.host_view()
+        return (self.numpy() if view is None else view).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[Any, Any]:
         return (1, 0)  # host memory: `__dlpack__` returns a host copy
+
+    def __buffer__(self, flags: int) -> memoryview:
+        view = self.host_view()
+        if view is None:
+            raise BufferError(f"{self!r}: the host cannot address memory of {self.device}; np.asarray downloads it")
+        return memoryview(view)  # type: ignore[arg-type]  # NumPy declares no buffer before 3.12
 
     def __len__(self) -> int:
         if not self.shape:
@@ -442,7 +458,7 @@ def backend_of(target: Target) -> Backend:
 def _class(name: str) -> Callable[[int], Backend]:
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(f"rlx.backends.{module}"), attribute)  # type: ignore[no-any-return]
     point = _entry_points().get(name)
     if point is None:
         known = available()

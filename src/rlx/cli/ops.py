@@ -10,7 +10,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import rlx.hir.lower
 from rlx import dtypes
@@ -25,6 +26,8 @@ from rlx.lir import forms
 from rlx.lir.forms.elementwise import scalar_form
 from rlx.lir.schedule import loop_form
 from rlx.mir.recognise_ops import common_form
+from rlx.runtime.session import Session
+from rlx.transforms import rule_tables, rules  # noqa: F401 (rules fills the tables)
 from rlx.types import TensorType
 
 FLOATS = tuple(d for d in dtypes.ALL if d.is_float)
@@ -80,7 +83,7 @@ def describe(op: OpDef) -> str:
     """An op: its signature, its docstring, and file and line of each rule."""
     lines = [f"{op.name}{_signature(op)}   [{op.level}, {op.group}]", "", op.doc, ""]
     lines += [f"  {label:12} {text}" for label, text in facts(op)]
-    for cell, place in cells(op).items():
+    for cell, place in (cells(op) | cells_elsewhere(op)).items():
         lines.append(f"  {cell:12} {place}")
     lines.append(f"  {'samples':12} {len(op.samples)}")
     return "\n".join(lines)
@@ -113,9 +116,27 @@ def cells(op: OpDef) -> dict[str, str]:
         places["common form"] = registry.place_of(common_form[op.name])
     if op.name in rlx.hir.lower.lowering:
         places["lowering"] = registry.place_of(rlx.hir.lower.lowering[op.name])
+    return _short(places)
+
+
+def cells_elsewhere(op: OpDef) -> dict[str, str]:
+    """File and line of an op's derivative and vmap rules, and of the form that the default device has for it."""
+    tables: dict[str, registry.RuleTable[Any]] = {
+        "partials": rule_tables.partials, "vjp": rule_tables.vjp, "jvp": rule_tables.jvp,
+        "linearise": rule_tables.linearise, "push": rule_tables.push, "parts": rule_tables.parts,
+        "vmap": rule_tables.batching,
+    }  # fmt: skip
+    places = {cell: registry.place_of(table[op.name]) for cell, table in tables.items() if op.name in table}
+    target = Session().target
+    if (form := target.forms().get(op.name)) is not None:
+        places[f"{target.device} form"] = f"{form.__module__.replace('.', '/')}.py, {form.__qualname__}"
+    return _short(places)
+
+
+def _short(places: Mapping[str, str]) -> dict[str, str]:
+    """Places relative to the folder of the package."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(inspect.getfile(rlx))))
-    inside = root + os.sep
-    return {cell: place.removeprefix(inside) for cell, place in places.items()}
+    return {cell: place.removeprefix(root + os.sep) for cell, place in places.items()}
 
 
 def facts(op: OpDef) -> Iterator[tuple[str, str]]:

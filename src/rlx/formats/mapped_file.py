@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from rlx.errors import FormatError
+from rlx.host_memory import address
 
 SLOTS = 4096  # entries of the table; further maps are not listed
 START, END, PATH, LENGTH = range(4)  # words of a slot: addresses of the map, address and length of the path; 0 is free
@@ -53,9 +54,9 @@ class FileMap(mmap.mmap):
         if slot >= SLOTS:
             return
         self._name = np.frombuffer(os.fsencode(self.path), np.uint8)  # must outlive its address in the table
-        start = _address(np.frombuffer(self, np.uint8))
+        start = address(np.frombuffer(self, np.uint8))
         self._slot = slot
-        TABLE[slot, END:] = start + len(self), _address(self._name), self._name.size
+        TABLE[slot, END:] = start + len(self), address(self._name), self._name.size
         TABLE[slot, START] = start
 
     def __del__(self) -> None:
@@ -80,10 +81,6 @@ class FileMap(mmap.mmap):
 def map_of(view: memoryview) -> list[FileMap]:
     """The map behind a view, as a list; empty for other memory."""
     return [view.obj] if isinstance(view.obj, FileMap) else []
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _format_time(nanoseconds: int) -> str:

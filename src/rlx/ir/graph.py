@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
     def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any], origin: Origin | None = None) -> Node:
         """The node that `apply` appends; passes supply the origin."""
         definition = registry.get(op)
-        schema = definition.schema
+        op, schema = definition.name, definition.schema
         expected = attrs.pop("out_shape", None)  # accepted by every op: checked against the inferred shape, not stored
         values = self._operands(definition, operands, attrs)
         unknown = [k for k in attrs if k not in schema.attrs]
@@ -186,12 +187,13 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         self,
         op: str,
         operands: tuple[Value | None, ...],
-        attrs: dict[str, Any],
+        attrs: Mapping[str, Any],
         types: tuple[TensorType, ...],
         origin: Origin | None = None,
     ) -> Node:
         """Append a node whose types are known, for passes and parsers. Users call the ops."""
         results = tuple([Value(i) for i in range(len(types))])
+        attrs = attrs if type(attrs) is MappingProxyType else MappingProxyType(attrs)
         node = Node(len(self.nodes), op, operands, attrs, types, self._scope or origin or here(), self, results)
         for value in results:
             value.node = node
@@ -413,7 +415,8 @@ def canonical_attr(op: str, key: str, value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return Array(value)
-    raise GraphError(f"{op}: attribute {key!r} cannot be a {type(value).__name__}")
+    hint = "rlx.trace(f)(*args) is the graph of a function" if callable(value) else None
+    raise GraphError(f"{op}: attribute {key!r} cannot be a {type(value).__name__}", hint=hint)
 
 
 def attr_key(value: Any) -> str:

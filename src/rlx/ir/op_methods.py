@@ -31,10 +31,9 @@ class GraphOps(ListsOps):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in registry.SPELLINGS:
-            return getattr(self, registry.SPELLINGS[name])
-        if is_op(name):
-            return MethodType(Builder(registry.OPS[name]), self)
+        op = registry.current_name(name)
+        if is_op(op):
+            return MethodType(Builder(registry.OPS[op]), self)
         raise AttributeError(f"Graph has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
 
 
@@ -46,7 +45,7 @@ class ValueOps(ListsOps):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        op = registry.SPELLINGS.get(name, name)
+        op = registry.current_name(name)
         if is_op(op):
             return MethodType(getattr(self.graph, op), self)
         raise AttributeError(f"Value has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())

@@ -208,7 +208,7 @@ class _Parser:
         number, op = head.groups()
         if int(number) != len(graph.nodes):
             raise ParseError(f"node %{number} stands where %{len(graph.nodes)} is expected")
-        definition = registry.OPS.get(op)
+        definition = registry.OPS.get(op) or registry.OPS.get(registry.current_name(op))
         if definition is None:
             raise ParseError(f"no op is called {shortened(op, 80)!r}", hint=nearest(op, registry.OPS))
         if graph.level == registry.MIR and definition.level == registry.HIR:
@@ -237,7 +237,7 @@ class _Parser:
                 attrs[key] = _attr(self.source, a, b)
         _complete(definition, operands, attrs)
         _check(graph, definition, operands, attrs, types)
-        graph.append(op, tuple(operands), attrs, types, self.origin)
+        graph.append(definition.name, tuple(operands), attrs, types, self.origin)
 
 
 def _complete(definition: registry.OpDef, operands: list[Value | None], attrs: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +30,7 @@ class Node:
     id: int
     op: str
     operands: tuple[Value | None, ...]
-    attrs: dict[str, Any]
+    attrs: Mapping[str, Any]  # read-only
     types: tuple[TensorType, ...]
     origin: Origin
     graph: Graph
@@ -56,7 +56,8 @@ class Node:
         return dict(zip(self.definition.schema.operands, self.operands, strict=False)).get(name)
 
     def __repr__(self) -> str:
-        return f"<node %{self.id} {self.op}>"
+        name = f" {self.attrs['name']!r}" if "name" in self.attrs else ""
+        return f"<node %{self.id} {self.op}{name}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("nodes are pickled with their graph, as text")

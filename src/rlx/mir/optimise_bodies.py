@@ -144,7 +144,7 @@ def _tee_outputs(body: Graph) -> Graph:
             return None
         inner = rebuild(node.attrs["body"], lambda rewriter, node: None, made_by="tee")
         inner.outputs = inner.outputs * count
-        attrs = node.attrs | {"body": inner}
+        attrs = {**node.attrs, "body": inner}
         results = rewriter.graph.build(node.op, rewriter.operands(node), attrs, node.origin).results
         copies[node[0]] = list(results)
         return results[0]

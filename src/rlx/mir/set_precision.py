@@ -47,7 +47,7 @@ class _Precision:
     def node(self, node: Node) -> tuple[Value, ...]:
         wide = self.is_exact(node) or self.is_delicate(node) or bool(_bodies(node)) or _takes_f32(node)
         operands = [None if o is None else self.operand(node, i, o, wide) for i, o in enumerate(node.operands)]
-        attrs = node.attrs if self.is_exact(node) else {k: self.attribute(v) for k, v in node.attrs.items()}
+        attrs = {k: v if self.is_exact(node) else self.attribute(v) for k, v in node.attrs.items()}
         results = self.rewriter.graph.build(node.op, operands, attrs, node.origin).results
         if self.is_exact(node) or self.is_delicate(node) or _is_cache(node[0]) or _stays_wide(node[0]):
             return results

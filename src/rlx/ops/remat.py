@@ -1,4 +1,4 @@
-"""A barrier against CSE, for values that are recomputed to save memory."""
+"""An optimization barrier, for values that are recomputed to save memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rlx.ir.registry import FUSED, VIEW, op
 from rlx.types import TensorType
 
 
-@op("barrier", independent=never, reference=lambda x: x, traits=[FUSED, VIEW])
-def barrier(x: TensorType) -> TensorType:
-    """Identity that blocks CSE: passes do not merge computations across it (JAX: `optimization_barrier`)."""
+@op("optimization_barrier", independent=never, reference=lambda x: x, traits=[FUSED, VIEW])
+def optimization_barrier(x: TensorType) -> TensorType:
+    """Identity that blocks CSE: passes do not merge computations across it (as in JAX)."""
     return x

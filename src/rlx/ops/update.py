@@ -177,13 +177,13 @@ def sgd_update(
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
-@op("settled", independent=never, reference=lambda x: x, traits=[FUSED])
-def settled(x: TensorType) -> TensorType:
+@op("read_before_update", independent=never, reference=lambda x: x, traits=[FUSED])
+def read_before_update(x: TensorType) -> TensorType:
     """A copy of `x` outside states, so that a value computed before a state's update can be read after it."""
     return x
 
 
-@op("after", independent=never, reference=lambda x, *done: x, traits=[FUSED])
-def after(x: TensorType, *done: TensorType) -> TensorType:
+@op("depends_on", independent=never, reference=lambda x, *done: x, traits=[FUSED])
+def depends_on(x: TensorType, *done: TensorType) -> TensorType:
     """`x`, computed after all of `done`: keeps state updates alive whose results nobody reads."""
     return x

@@ -35,10 +35,10 @@ POLICIES: dict[str, Keep | None] = {
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 def as_graph(where: str, source: Any) -> Graph:
-    """Return the MIR graph of a graph or a module; raises if it has no outputs."""
-    graph = source if isinstance(source, Graph) else source.into_mir() if hasattr(source, "into_mir") else None
+    """Return the MIR graph of a graph, a module or a built flow; raises if it has no outputs."""
+    graph = source if isinstance(source, Graph) else source.into_graph() if hasattr(source, "into_graph") else None
     if graph is None:
-        hint = "its .module is a graph" if isinstance(getattr(source, "module", None), Graph) else None
+        hint = "build it: flow.build(params)" if hasattr(source, "build") else None
         raise GraphError(f"{where}: {type(source).__name__} is neither a Graph nor a GraphModule", hint=hint)
     if not graph.outputs:
         raise GraphError(f"{where}: graph {graph.name!r} has no outputs", hint="call set_outputs([...])")
@@ -182,7 +182,8 @@ def _rematerialise(where: str, source: Graph, new_graph: Graph, start: int, keep
     saved = dict(zip(cut.saved, results[count:], strict=True))
     saved |= dict(zip((n[0] for n in body.inputs), leaf_values, strict=False))
     # Weights need no barrier: values that depend on them alone are computed once, when weights are set.
-    barriers = [v if v.node.op == "param" else final.one("barrier", v) for v in (saved[n] for n in cut.needs)]
+    needed = [saved[n] for n in cut.needs]
+    barriers = [v if v.node.op == "param" else final.one("optimization_barrier", v) for v in needed]
     return _prune(final.set_outputs([*results[:count], *inline(final, cut.backward, [*barriers, *cts])]))
 
 

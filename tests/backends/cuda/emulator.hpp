@@ -126,8 +126,7 @@ struct Fiber {
   Context context;
   State state;
   u32 mask;   // of the threads that it waits with; of a team, its number and threads
-  u32 turn;   // counts shuffles: slots are used in alternation
-  u64 slots[2];
+  u64 given, taken;  // the value of a shuffle: of this thread, and of all once the last one has come
 };
 const size_t STACK = 256 * 1024;
 static std::vector<Fiber> fibers;
@@ -181,7 +180,10 @@ inline bool release(u32 threads) {
         }
       if (!together) continue;
       for (u32 lane = 0; lane < 32; lane++)
-        if (fiber.mask >> lane & 1) fibers[warp + lane].state = READY;
+        if (fiber.mask >> lane & 1) {
+          fibers[warp + lane].state = READY;
+          fibers[warp + lane].taken = fibers[warp + lane].given;
+        }
       moved = true;
     }
   }
@@ -204,7 +206,6 @@ inline void run_block(u32 threads, bool backwards) {
     Fiber& fiber = fibers[i];
     prepare(fiber.context, stacks + i * STACK, STACK, body);
     fiber.state = READY;
-    fiber.turn = 0;
   }
   while (!problem) {
     bool running = false;
@@ -219,12 +220,12 @@ inline void run_block(u32 threads, bool backwards) {
 }
 template <typename T> inline T exchanged(u32 mask, T x, u32 source) {
   Fiber& fiber = fibers[current];
-  const u32 turn = fiber.turn++ % 2, warp = current / 32 * 32;
-  memcpy(&fiber.slots[turn], &x, sizeof(x));
+  const u32 warp = current / 32 * 32;
+  memcpy(&fiber.given, &x, sizeof(x));
   wait(AT_WARP, mask);
   if (!(mask >> source & 1)) problem = "a shuffle reads from a thread outside its mask";
   T y;
-  memcpy(&y, &fibers[warp + source].slots[turn], sizeof(y));
+  memcpy(&y, &fibers[warp + source].taken, sizeof(y));
   return y;
 }
 }  // namespace emulated

@@ -24,7 +24,7 @@ from unittest import mock
 
 import numpy as np
 
-from rlx.backends.cuda import backend, executable, launch_plan, memory, modules
+from rlx.backends.cuda import backend, launch_plan, memory, modules
 from rlx.backends.cuda.attention import instructions as attention_instructions
 from rlx.backends.cuda.gpu import Gpu
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
@@ -146,7 +146,7 @@ class EmulatedGpu(Gpu):
         thunks = [
             f'extern "C" void call_{name}(const void* w) {{ {inside}{name}(*(const {inside}{words}*)w); }}'
             for name, words in _ENTRY.findall(kernels)
-            for inside in (f"ns_{name}::{name}_::" if f"namespace {name}_ " in kernels else f"ns_{name}::",)
+            for inside in (f"ns_{name}::{name}_::" if f"namespace {name}_ {{" in kernels else f"ns_{name}::",)
         ]
         header = self.precompiled_header()
         text = "\n".join([f'#include "{header.name}"', kernels, *thunks, ""])
@@ -189,9 +189,6 @@ class EmulatedGpu(Gpu):
             function.address, words.ctypes.data, sizes.ctypes.data, threads, shared, function.meets, self.backwards
         )
         assert problem is None, problem.decode()
-
-    def allow_shared(self, name: str, shared: int) -> None:
-        return
 
     def activate(self) -> None:
         return
@@ -255,20 +252,20 @@ _folder = tempfile.TemporaryDirectory(prefix="rlx-emulator-")
 
 @contextmanager
 def emulated_gpu(
-    changes: Changes = Changes(), *, backwards: bool = False, guarded: bool = False, folder: str = ""
+    changes: Changes | None = None, *, backwards: bool = False, guarded: bool = False, folder: str = ""
 ) -> Iterator[EmulatedGpu]:
     """Device `cuda` is emulated inside."""
     gpu = EmulatedGpu(Path(folder or _folder.name), backwards, guarded)
-    plan = launch_plan.plan_launches
+    plan = launch_plan._planned  # each launch by itself, before small ones are joined
 
-    def changed(*args: Any) -> list[PlannedLaunch]:
-        return [changes(planned) for planned in plan(*args)]
+    def changed(*args: Any) -> PlannedLaunch:
+        return (changes or Changes())(plan(*args))
 
     with (
         mock.patch.object(backend, "gpu", lambda index=0: gpu),
         mock.patch.object(backend, "gpu_count", lambda: 1),
         mock.patch.object(memory, "gpu", lambda index=0: gpu),
-        mock.patch.object(executable, "plan_launches", changed),
+        mock.patch.object(launch_plan, "_planned", changed),
     ):
         yield gpu
 

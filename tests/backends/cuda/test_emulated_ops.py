@@ -1,8 +1,8 @@
 """Ops on an emulated GPU, on their samples: against outside oracles.
 
 Plain runs take a few ops, `RLX_EMULATE=all` every op in every element type. Each is run as planned; with 64 threads
-per unit in reverse order, as if all operands shared memory; and with one thread per unit, 64-bit indices and memory that
-ends at a page without access.
+per unit in reverse order, as if all operands shared memory; and with one thread per unit, 64-bit indices, and memory
+that ends at a page without access.
 """
 
 from __future__ import annotations

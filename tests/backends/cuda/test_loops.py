@@ -185,7 +185,7 @@ def test_a_side_that_is_not_taken_is_not_loaded() -> None:
 
 
 # -- scalars ----------------------------------------------------------------------------------------------------------
-class Table_:
+class Elements:
     """Expressions of the elements of flat arrays, computed together by one kernel."""
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class Table_:
 
 @emulated
 def test_integers_wrap_and_divisions_round_down(gpu: EmulatedGpu) -> None:
-    table = Table_()
+    table = Elements()
     x = table.array(np.array([-128, -1, 0, 1, 127], np.int8))
     zero = table.array(np.zeros(5, np.int8))
     wide = table.array(np.array([-(2**31), -7, 0, 7, 2**31 - 1], np.int32))
@@ -247,7 +247,7 @@ def test_integers_wrap_and_divisions_round_down(gpu: EmulatedGpu) -> None:
 @emulated
 @pytest.mark.parametrize("have", [F32, F64], ids=str)
 def test_floats_saturate_as_integers(gpu: EmulatedGpu, have: DType) -> None:
-    table, kinds = Table_(), (I8, U8, I16, I32, U32, I64)
+    table, kinds = Elements(), (I8, U8, I16, I32, U32, I64)
     x = table.array(np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 2.9, -2.9, 0.0, 2.0**31], have.numpy))
     for kind, result in zip(kinds, table.computed(gpu, *((x.cast(k), k) for k in kinds)), strict=True):
         low, high = np.iinfo(kind.numpy).min, np.iinfo(kind.numpy).max
@@ -257,7 +257,7 @@ def test_floats_saturate_as_integers(gpu: EmulatedGpu, have: DType) -> None:
 @emulated
 def test_narrow_floats_are_rounded_once(gpu: EmulatedGpu) -> None:
     """1 + 2^-8 + 2^-40 lies above the middle of two bf16 numbers, but its f32 is the middle."""
-    table = Table_()
+    table = Elements()
     values = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, -1 - 2.0**-8 - 2.0**-40, 1e300, np.inf, np.nan, 65520.0])
     with np.errstate(over="ignore"):
         small = values[::-1].astype(ml_dtypes.bfloat16)
@@ -274,7 +274,7 @@ def test_narrow_floats_are_rounded_once(gpu: EmulatedGpu) -> None:
 
 @emulated
 def test_functions_of_floats_and_bits(gpu: EmulatedGpu) -> None:
-    table = Table_()
+    table = Elements()
     values = np.array([-np.inf, -6.0, -1.5, -0.0, 0.0, 2.5, np.inf, np.nan], np.float32)
     x, bits = table.array(values), table.array(values.view(np.int32))
     words = np.array([[255, 1, 2, 3], [1, 0, 0, 0]] * 4, np.uint8).view(np.int32)[:, 0]
@@ -285,7 +285,8 @@ def test_functions_of_floats_and_bits(gpu: EmulatedGpu) -> None:
     order, nearest, same, dot, looked, gelu, top, least, pow_, sqrt = table.computed(
         gpu, (x.order(), I32), (x.nearest(), I32), (bits.bits(), F32),
         (Apply("dot_u8", (Const(10, I32), a, b), I32), I32), (squares, I32), (Apply("gelu", (x,), F32), F32),
-        (x.max(zero), F32), (zero.min(x), F32), (Apply("pow", (abs(x), Const(0.5, F32)), F32), F32), (abs(x).sqrt(), F32),
+        (x.max(zero), F32), (zero.min(x), F32), (Apply("pow", (abs(x), Const(0.5, F32)), F32), F32),
+        (abs(x).sqrt(), F32),
     )  # fmt: skip
     assert (np.diff(order) >= 0).all() and order[3] == order[4] == 0
     assert nearest[1:6].tolist() == [-6, -2, 0, 0, 2] and looked.tolist() == [9, 0, 4, 1] * 2

@@ -11,10 +11,10 @@ from typing import Any
 from rlx.dtypes import DType
 from rlx.errors import CapabilityError
 from rlx.operand_layouts import Layout, WeightLayout
-from rlx.target import KvLayout, Target
+from rlx.target import KV_PAGE, KvLayout, Target
 from rlx.types import TensorType
 
-KEY_BLOCK = 64  # keys per attention step, aligned to absolute positions; also the page size of a KV cache
+KEY_BLOCK = KV_PAGE  # keys per attention step, aligned to absolute positions; also the page size of a KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class CpuTarget(Target):
     @property
     def kv_layout(self) -> KvLayout:
         """Pages of a head are contiguous, a stream that the hardware prefetches; keys are interleaved in lanes."""
-        return KvLayout(KEY_BLOCK, keys="hpds", values="hpsd")
+        return KvLayout(keys="hpds", values="hpsd")
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         from rlx.backends.cpu.forms import FORMS

@@ -252,6 +252,7 @@ class _Prepared:
         return outputs
 
     def _enqueue(self) -> None:
+        self.gpu.separate()
         for launch in self._launch_order():
             self._launch(launch, self.sizes)
 
@@ -371,6 +372,7 @@ class _Prepared:
         marks: list[tuple[int, Any, Any]] = []
         self.gpu.activate()
         origin = self.gpu.event()
+        self.gpu.separate()
         for number in self._launch_order():
             begin = self.gpu.event()
             self._launch(number, self.sizes)

@@ -31,6 +31,8 @@ def _mib(size: int) -> str:
 class Gpu:
     """A device, its primary context and its stream."""
 
+    _separate = False  # whether the next kernel waits for all earlier ones
+
     def __init__(self, index: int) -> None:
         self.index = index
         self.lock = threading.RLock()
@@ -190,11 +192,19 @@ class Gpu:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = self._stream
-        if self.target.capability >= 90:
+        if self.target.capability >= 90 and not self._separate:
             config.attrs = [self._overlap]
             config.numAttrs = 1
+        self._separate = False
         pointers = np.array([words.ctypes.data], np.uint64)
         self._call(cu.cuLaunchKernelEx, config, function, pointers.ctypes.data, 0)
+
+    def separate(self) -> None:
+        """Lets the next kernel start only when all earlier ones have ended.
+
+        Kernels read weights before they wait for inputs, so an earlier program that computes weights must be over.
+        """
+        self._separate = True
 
     @functools.cached_property
     def _overlap(self) -> Any:

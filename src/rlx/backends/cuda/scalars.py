@@ -8,7 +8,7 @@ from __future__ import annotations
 
 SCALARS = r"""
 #ifndef RLX_HOST
-#pragma nv_diag_suppress 177, 186  // generated code has names without uses, and checks whether unsigned integers are below 0
+#pragma nv_diag_suppress 177, 186  // generated code has unused names, and compares unsigned integers with 0
 #endif
 
 // -- integers: quotients round down (`floor_*`) or have non-negative operands; a zero divisor gives 0 --

@@ -16,6 +16,7 @@ class CudaTarget(Target):
     """A kind of GPU. `arch` is what NVRTC compiles for; processors and cache sizes are those of the device at hand."""
 
     device: str = "cuda"
+    reads_rows: bool = True
     arch: str = ""  # sm_90a
     capability: int = 80  # 10 * major + minor
     processors: int = 108  # streaming multiprocessors

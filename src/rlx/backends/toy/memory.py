@@ -18,6 +18,8 @@ from rlx.errors import BindError
 class ToyBuffer(DeviceArray):
     """An array in toy device memory."""
 
+    device = "toy"
+
     def __init__(self, contents: Array) -> None:
         super().__init__(contents.shape, contents.dtype)
         self._contents = contents  # for the allocator and kernels only

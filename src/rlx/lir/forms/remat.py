@@ -9,6 +9,6 @@ from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
 
 
-@loop_form("barrier")
+@loop_form("optimization_barrier")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     return [s.view(node.operands[0])]

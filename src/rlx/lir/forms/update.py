@@ -52,7 +52,7 @@ def _update_in_place(s: Scheduler, node: Node, written: Sequence[int]) -> list[V
     return list(updated.values())
 
 
-@loop_form("settled")
+@loop_form("read_before_update")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x = s.view(node.operands[0])
     kind = s.program.buffers[x.buffer].kind
@@ -60,6 +60,6 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return [s.copied(x) if is_state else x]
 
 
-@loop_form("after")
+@loop_form("depends_on")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     return [s.view(node.operands[0])]

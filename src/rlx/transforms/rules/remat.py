@@ -8,16 +8,16 @@ from rlx.ir.graph import Value
 from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, vjp
 
 
-@vjp("barrier")
+@vjp("optimization_barrier")
 def _(at: NodeCtx, ct: Value) -> Cotangents:
     return [ct]
 
 
-@jvp("barrier")
+@jvp("optimization_barrier")
 def _(at: NodeCtx, tangent: Value) -> Cotangents:
-    return [at.graph.one("barrier", tangent)]
+    return [at.graph.one("optimization_barrier", tangent)]
 
 
-@batching("barrier")
+@batching("optimization_barrier")
 def _(vmapped: Vmapped) -> Sequence[Value]:
-    return [vmapped.graph.one("barrier", vmapped.operand(0))]
+    return [vmapped.graph.one("optimization_barrier", vmapped.operand(0))]

@@ -37,6 +37,7 @@ def _lazy_form(where: str) -> LoopForm:
         loop_form: LoopForm = getattr(importlib.import_module(f"{__name__}.{module}"), function)
         return loop_form(s, node)
 
+    form.__module__, form.__qualname__ = f"{__name__}.{module}", function  # where `rlx ops` says it is
     return form
 
 

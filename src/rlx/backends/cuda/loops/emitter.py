@@ -22,6 +22,7 @@ from rlx.backends.cuda.loops.structure import (
     Packing,
     each,
     effects,
+    is_condition,
     is_free,
     loop_packing,
     reduction_packing,
@@ -336,7 +337,7 @@ class Emitter:
         name = self.fresh(let.name)
         self.line(f"const {self.type_of(let.value)} {name} = {text};")
         self.bind(let.name, name, index)
-        if isinstance(let.value, Apply) and let.value.op == "cast" and let.value.args[0].dtype is BOOL:
+        if is_condition(let.value):
             self.conditions.add(name)
 
     def lead(self) -> str:
@@ -700,12 +701,13 @@ def _uses(kernel: LoopKernel) -> Counter[int]:
     return uses
 
 
-RESERVED = {"and", "or", "not", "xor", "int", "long", "short", "char", "float", "double", "new", "delete", "this", "auto",
-            "register", "union", "struct", "class", "const", "void", "bool", "true", "false", "for", "if", "else",
-            "while", "do", "switch", "case", "default", "break", "continue", "return", "static", "extern", "signed",
-            "unsigned", "template", "typename", "namespace", "operator", "private", "public", "protected", "using",
-            "inline", "volatile", "mutable", "friend", "goto", "sizeof", "try", "throw", "catch", "enum", "export",
-            "scratch", "fault", "launch"}  # fmt: skip
+RESERVED = {  # words of C++, and fields that every kernel has
+    "and", "or", "not", "xor", "int", "long", "short", "char", "float", "double", "new", "delete", "this", "auto",
+    "register", "union", "struct", "class", "const", "void", "bool", "true", "false", "for", "if", "else", "while",
+    "do", "switch", "case", "default", "break", "continue", "return", "static", "extern", "signed", "unsigned",
+    "template", "typename", "namespace", "operator", "private", "public", "protected", "using", "inline", "volatile",
+    "mutable", "friend", "goto", "sizeof", "try", "throw", "catch", "enum", "export", "scratch", "fault", "launch",
+}  # fmt: skip
 
 
 def _field(name: str) -> str:

@@ -115,7 +115,7 @@ class _Sizes:
         return -(-extent // (elements * packs))
 
     def pack(self, loops: list[SharedLoop], *, free: bool) -> int:
-        """The largest pack that divides the extents of all loops that access packs; for chunks any, they have a tail."""
+        """The largest pack that divides the extents of all loops that access packs; chunks may have a tail."""
         packed = [(loop, loop.packing) for loop in loops if loop.packing is not None]
         pack = min((largest_pack(self.kernel, loop) for loop, _ in packed), default=1)
         if self.kernel.chunk:

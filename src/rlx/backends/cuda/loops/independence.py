@@ -1,7 +1,7 @@
 """Serial loops whose iterations may run side by side: each warp of a unit then takes some of them.
 
-For example, sampling finds the largest logit of each block of 256, one block after the other. Iterations are independent
-if they write disjoint parts of memory, and if variables that outlive them only accumulate: `total = total + x`.
+For example, sampling finds the largest logit of each block of 256, one block after the other. Iterations are
+independent if they write disjoint parts of memory, and if variables that outlive them only accumulate.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx.backends.cuda.loops.ranges import Ranges, Span
-from rlx.backends.cuda.loops.structure import SharedLoop, each_in, shared_loops_in, values
-from rlx.dtypes import BOOL, I64
+from rlx.backends.cuda.loops.structure import SharedLoop, each_in, is_condition, shared_loops_in, values
+from rlx.dtypes import I64
 from rlx.lir.loops import (
     Apply,
     Arg,
@@ -53,9 +53,8 @@ def warp_loops(kernel: LoopKernel) -> list[WarpLoop]:
 
 
 def _warp_loops(stmt: Stmt, conditions: set[str]) -> Iterator[WarpLoop]:
-    if isinstance(stmt, Let) and isinstance(stmt.value, Apply) and stmt.value.op == "cast":
-        if stmt.value.args[0].dtype is BOOL:
-            conditions.add(stmt.name)
+    if isinstance(stmt, Let) and is_condition(stmt.value):
+        conditions.add(stmt.name)
     if not isinstance(stmt, For) or stmt.vector:
         return
     once = isinstance(stmt.extent, Ref) and stmt.extent.name in conditions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rlx.dtypes import BOOL
 from rlx.lir.loops import (
     Apply,
     Arg,
@@ -95,6 +96,11 @@ def values(stmt: Stmt) -> Iterator[Expr]:
         case Store():
             yield from (index for index, _ in stmt.at)
             yield stmt.value
+
+
+def is_condition(expr: Expr) -> bool:
+    """Whether an integer is 0 or 1: a loop of that length is a branch."""
+    return isinstance(expr, Apply) and expr.op == "cast" and expr.args[0].dtype is BOOL
 
 
 def weight(*stmts: Stmt) -> int:
@@ -259,7 +265,7 @@ def _coefficient(expr: Expr, index: str, dependent: Iterable[str]) -> int | None
 
 
 def largest_pack(kernel: LoopKernel, loop: SharedLoop) -> int:
-    """Elements per pack: 16 bytes of the narrowest type, at most `LARGEST_PACK`, within budgets of registers and code."""
+    """Elements per pack: 16 bytes of the narrowest type, within budgets of registers and code."""
     if loop.packing is None:
         return 1
     sizes = [kernel.params[access.param].dtype.size for access in loop.packing.accesses]

@@ -1,8 +1,8 @@
 """Plans launches of matmul kernels and writes their CUDA C.
 
 Names of variants: `rows16_e` and `tile128x64_as` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as`
-prepares an operand. Letters say: a, b, the operand is in scratch memory; s, blocks split k; e, weights are read
-early, before earlier launches have ended; k, n, the axis along which weights are contiguous.
+prepares an operand. Letters say: a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e,
+weights are read early, before earlier launches have ended; k, n, the axis along which weights are contiguous.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rlx.backends.cuda.matmul import rows, simt, tiles
 from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, on_tensor_cores
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
 from rlx.backends.cuda.targets import CudaTarget
+from rlx.dtypes import F32
 from rlx.errors import LowerError
 from rlx.lir.kernels import Kernel, MatmulKernel, weight_name
 
@@ -59,13 +60,15 @@ class MatmulGenerator:
 
 def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
     name, _, letters = variant.partition("_")
-    a, b, split, early = (letter in letters for letter in "abse")
+    a, b, wide, split, early = (letter in letters for letter in "abwse")
     if name.startswith("rows"):
         return rows.source(kernel, variant, rows=int(name.removeprefix("rows")), early=early)
     if name.startswith("tile"):
         tile = TILES[name.removeprefix("tile")]
-        stages = tile.stages_in(target.shared_bytes)
-        return tiles.tile_source(kernel, variant, tile, stages=stages, a=a, b=b, split=split, early=early)
+        return tiles.tile_source(
+            kernel, variant, tile,
+            shared_bytes=target.shared_bytes, a=a, b=b, wide=wide, split=split, early=early,
+        )  # fmt: skip
     if name.startswith("narrow"):
         return tiles.narrow_source(kernel, variant, of_b=name == "narrowb", a=a, b=b, split=split)
     k_first = letters == "k"
@@ -154,11 +157,12 @@ def plan_tiles(
     """Tiles, after passes that prepare operands which are not 16-bit rows along k."""
     choice = choice or choose_tile(kernel, words, target)
     tile, splits = choice.tile, choice.splits
-    a = kernel.dtype.size != 2 or kernel.transposed
+    wide = kernel.dtype is F32 and not kernel.transposed and tile.takes_wide
+    a = (kernel.dtype.size != 2 or kernel.transposed) and not wide
     b = words["b_k"] != 1 and words["k"] > 1
     split = splits > 1
     count = _tiles(kernel, words, tile)
-    letters = "a" * a + "b" * b + "s" * split
+    letters = "a" * a + "b" * b + "w" * wide + "s" * split
     early = "e" if _are_early(kernel, words) and not b else ""
     passes = []
     for operand in "a" * a + "b" * b:
@@ -167,7 +171,7 @@ def plan_tiles(
         blocks = min(-(-eights // NARROW_THREADS), 16 * target.processors)
         passes.append(Pass(f"narrow{operand}_{letters}", (blocks, 1, 1), NARROW_THREADS))
     variant = f"tile{tile.name}_{letters}{early}"
-    passes.append(Pass(variant, (count, splits, 1), tile.threads, tile.shared(target.shared_bytes)))
+    passes.append(Pass(variant, (count, splits, 1), tile.threads, tile.shared(target.shared_bytes, wide=wide)))
     scratch = tiles.scratch_bytes(kernel, words, tile, count, a=a, b=b, split=split)
     return KernelPlan(tuple(passes), scratch, tiles.COUNTERS if split else 0)
 

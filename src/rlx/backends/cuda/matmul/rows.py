@@ -182,7 +182,7 @@ PROLOGUE
 
 @dataclass(frozen=True)
 class Prologue:
-    """Code that computes the only row of A: the kernel's name, its parameter struct, and statements (`prologues.py`)."""
+    """Code that computes the only row of A: name of the kernel, parameter struct, statements (`prologues.py`)."""
 
     name: str
     struct: str

@@ -40,21 +40,25 @@ class Tile:
     def name(self) -> str:
         return f"{self.columns}x{self.rows}"
 
-    def shared(self, shared_bytes: int) -> int:
+    @property
+    def takes_wide(self) -> bool:
+        """Whether it reads A in f32 and rounds fragments, which is worth it if A is small beside the weights."""
+        return self.rows <= 32
+
+    def shared(self, shared_bytes: int, *, wide: bool = False) -> int:
         """Dynamic shared memory: as many stages as fit, and room for the sums of a tile."""
-        stages = self.stages_in(shared_bytes) * self.stage_bytes + self.aside_bytes
+        stages = self.stages_in(shared_bytes, wide=wide) * self._stage_bytes(wide) + self._aside_bytes
         return max(stages, self.rows * (self.columns + 4) * 4)
 
-    def stages_in(self, shared_bytes: int) -> int:
-        return min(self.stages, (shared_bytes - self.aside_bytes) // self.stage_bytes)
+    def stages_in(self, shared_bytes: int, *, wide: bool = False) -> int:
+        return min(self.stages, (shared_bytes - self._aside_bytes) // self._stage_bytes(wide))
 
     @property
-    def aside_bytes(self) -> int:
+    def _aside_bytes(self) -> int:
         return self.columns * self.rows * 4 if self.aside else 0
 
-    @property
-    def stage_bytes(self) -> int:
-        return (self.columns + self.rows) * self.depth * 2
+    def _stage_bytes(self, wide: bool) -> int:
+        return (self.columns + self.rows * (1 + wide)) * self.depth * 2
 
 
 TILES = {
@@ -74,8 +78,9 @@ TILES = {
 
 KERNEL = r"""
 constexpr int THREADS = 32 * WARPS_N * WARPS_M, MI = BN / WARPS_N / 16, NI = BM / WARPS_M / 8;
-constexpr int LINE = DEPTH * 2, EIGHTS = DEPTH / 8;   // bytes and loads of a row of a stage
-constexpr int COLUMNS = BN / WEIGHTS, PITCH = BN + 4, STAGE = (BN + BM) * DEPTH;
+constexpr int LINE = DEPTH * 2;   // bytes of a row of weights in a stage
+constexpr int LEFT_LINE = DEPTH * sizeof(Left), STAGE = BN * LINE + BM * LEFT_LINE;   // bytes
+constexpr int COLUMNS = BN / WEIGHTS, PITCH = BN + 4;
 
 // sum = earlier + sum
 INLINE void add(float4 earlier, float (&sum)[4]) {
@@ -84,37 +89,52 @@ INLINE void add(float4 earlier, float (&sum)[4]) {
   sum[2] = earlier.z + sum[2];
   sum[3] = earlier.w + sum[3];
 }
-// The place of 16 bytes in a stage: rows of 128 bytes swap their halves if odd, so that eight lanes meet all banks.
-INLINE u32 place_of(int row, int eighth) {
-  return row * LINE + ((DEPTH == 64 ? eighth ^ (row & 1) << 2 : eighth) << 4);
+// The place of 16 bytes in rows of a stage, in which eight lanes meet all banks.
+template <class S> INLINE u32 place_of(int row, int piece) {
+  const int moved = sizeof(S) == 4 ? piece ^ (row & 1) : DEPTH == 64 ? piece ^ (row & 1) << 2 : piece;
+  return row * DEPTH * (int)sizeof(S) + (moved << 4);
+}
+// 16 bytes of a row that are not aligned; numbers from `left` on are zero.
+INLINE uint4 gathered(const T* at, i64 left) { return eight(at, 1, left, false); }
+INLINE uint4 gathered(const float* at, i64 left) {
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = i < left ? __float_as_uint(at[i]) : 0;
+  return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
 // Copies `ROWS` rows of a stage to shared memory: 16 bytes per thread and turn. Row i is at from + i * pitch; rows from
 // `rows` on and k from `depth` on are zero.
 template <int ROWS, int TURN, class S>
 INLINE void copy_rows(u32 to, const S* from, i64 pitch, i64 rows, i64 depth, bool aligned) {
-  constexpr int STEP = THREADS / EIGHTS;
-  const int eighth = threadIdx.x % EIGHTS, first = threadIdx.x / EIGHTS;
-  const i64 left = depth - 8 * eighth;
-  const int bytes = left >= 8 ? 16 : left > 0 ? 2 * (int)left : 0;
+  constexpr int EACH = 16 / sizeof(S), PIECES = DEPTH / EACH, STEP = THREADS / PIECES;
+  const int piece = threadIdx.x % PIECES, first = threadIdx.x / PIECES;
+  const i64 left = depth - EACH * piece;
+  const int bytes = left >= EACH ? 16 : left > 0 ? (int)sizeof(S) * (int)left : 0;
+  auto taken_by = [](int row) { return (row >> 4) * TURN + (TURN == 16 ? row & 15 : row & 7); };
   if (aligned) {
 #pragma unroll
     for (int i = 0; i < ROWS / STEP; i++) {
-      const int row = first + i * STEP;
-      const int taken = (row >> 4) * TURN + (TURN == 16 ? row & 15 : row & 7);
-      const u32 at = to + place_of(row, eighth);
-      copy16(at, from + taken * pitch + 8 * eighth, taken < rows ? bytes : 0);
+      const int row = first + i * STEP, taken = taken_by(row);
+      copy16(to + place_of<S>(row, piece), from + taken * pitch + EACH * piece, taken < rows ? bytes : 0);
     }
   } else {
 #pragma unroll 1
     for (int i = 0; i < ROWS / STEP; i++) {
-      const int row = first + i * STEP;
-      const int taken = (row >> 4) * TURN + (TURN == 16 ? row & 15 : row & 7);
-      const u32 at = to + place_of(row, eighth);
-      const uint4 v = eight(from + taken * pitch + 8 * eighth, 1, taken < rows ? left : 0, false);
-      write16(at, v);
+      const int row = first + i * STEP, taken = taken_by(row);
+      write16(to + place_of<S>(row, piece), gathered(from + taken * pitch + EACH * piece, taken < rows ? left : 0));
     }
   }
+}
+// A lane's fragments of A: eight numbers along k.
+INLINE uint4 fragment_of(const T*, u32 rows, int row, int eighth) { return read16(rows + place_of<T>(row, eighth)); }
+INLINE uint4 fragment_of(const float*, u32 rows, int row, int eighth) {
+  const uint4 low = read16(rows + place_of<float>(row, 2 * eighth));
+  const uint4 high = read16(rows + place_of<float>(row, 2 * eighth + 1));
+  return make_uint4(pair(__uint_as_float(low.x), __uint_as_float(low.y)),
+                    pair(__uint_as_float(low.z), __uint_as_float(low.w)),
+                    pair(__uint_as_float(high.x), __uint_as_float(high.y)),
+                    pair(__uint_as_float(high.z), __uint_as_float(high.w)));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Words w) {
@@ -131,17 +151,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
 
   const i64 pitch = (u32)(w.k + 7) / 8 * 8;      // of operands in scratch memory
   const Scratch scratch = scratch_of(w, pitch);
-  const T* a; i64 a_pitch;
+  const Left* a; i64 a_pitch;
   if (A_IN_SCRATCH) {
     const i64 matrix = (w.a_batch0 ? b0 : 0) * (w.a_batch1 ? w.batch1 : 1) + (w.a_batch1 ? b1 : 0);
-    a = scratch.a + (matrix * w.m + row0) * pitch;
+    a = (const Left*)scratch.a + (matrix * w.m + row0) * pitch;
     a_pitch = pitch;
   }
-  else { a = (const T*)row_of(w, b0, b1, row0); a_pitch = w.a_row; }
+  else { a = (const Left*)row_of(w, b0, b1, row0); a_pitch = w.a_row; }
   const i64 b_pitch = B_IN_SCRATCH ? pitch : w.b_n;
   const i64 matrix = B_IN_SCRATCH ? w.n * pitch : w.b_batch0;
   // Rows of two weights alternate in eights; what this thread copies belongs to one of them.
-  const int own = WEIGHTS == 2 ? tid / EIGHTS >> 3 & 1 : 0;
+  const int own = WEIGHTS == 2 ? tid / (DEPTH / 8) >> 3 & 1 : 0;
   const T* weights = B_IN_SCRATCH ? scratch.b + own * scratch.b_size : (const T*)weights_of(w, own);
   weights += column0 * b_pitch;
   if (!GROUPED && B_IN_SCRATCH)
@@ -165,17 +185,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   auto copy_weights = [&](int turn) {
     const i64 at = begin + (i64)turn * DEPTH;
     const T* from = weights + group * matrix + k0 + at;
-    const u32 to = stages + turn % STAGES * STAGE * 2;
+    const u32 to = stages + turn % STAGES * STAGE;
     copy_rows<BN, 16 / WEIGHTS>(to, from, b_pitch, columns, end - at, aligned(from, b_pitch));
   };
   auto copy_a = [&](int turn) {
     const i64 at = begin + (i64)turn * DEPTH;
-    copy_rows<BM, 16>(stages + turn % STAGES * STAGE * 2 + BN * LINE, a + k0 + at, a_pitch, rows, end - at, a_aligned);
+    copy_rows<BM, 16>(stages + turn % STAGES * STAGE + BN * LINE, a + k0 + at, a_pitch, rows, end - at, a_aligned);
   };
 
   // Sums of earlier chunks.
   float total[ASIDE ? 1 : MI][ASIDE ? 1 : NI][4];
-  float4* aside = (float4*)(shared + STAGES * STAGE * 2) + tid;
+  float4* aside = (float4*)(shared + STAGES * STAGE) + tid;
   i64 next = 0;          // of grouped rows: the smallest matrix that is not done
   bool first = true;
   do {
@@ -225,17 +245,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
       __syncthreads();
       if (turn + STAGES - 1 < turns) { copy_weights(turn + STAGES - 1); copy_a(turn + STAGES - 1); }
       commit();
-      const u32 stage = stages + turn % STAGES * STAGE * 2;
-      const int wr = warp_n * MI * 16 + r, xr = BN + warp_m * NI * 8 + r;
+      const u32 stage = stages + turn % STAGES * STAGE;
+      const int wr = warp_n * MI * 16 + r, xr = warp_m * NI * 8 + r;
 #pragma unroll
       for (int half = 0; half < DEPTH / 32; half++) {
         uint4 xf[NI];
 #pragma unroll
-        for (int j = 0; j < NI; j++) xf[j] = read16(stage + place_of(xr + j * 8, half * 4 + c));
+        for (int j = 0; j < NI; j++) xf[j] = fragment_of(a, stage + BN * LINE, xr + j * 8, half * 4 + c);
 #pragma unroll
         for (int i = 0; i < MI; i++) {
-          const uint4 low = read16(stage + place_of(wr + i * 16, half * 4 + c));
-          const uint4 high = read16(stage + place_of(wr + i * 16 + 8, half * 4 + c));
+          const uint4 low = read16(stage + place_of<T>(wr + i * 16, half * 4 + c));
+          const uint4 high = read16(stage + place_of<T>(wr + i * 16 + 8, half * 4 + c));
 #pragma unroll
           for (int j = 0; j < NI; j++) mma(sums[i][j], low.x, high.x, low.y, high.y, xf[j].x, xf[j].y);
 #pragma unroll
@@ -411,14 +431,17 @@ constexpr i64 COUNTERS = {COUNTERS};
 
 
 def tile_source(
-    kernel: MatmulKernel, variant: str, tile: Tile, *, stages: int, a: bool, b: bool, split: bool, early: bool
-) -> str:
-    """CUDA C; `a` and `b`: the operand is in scratch memory; `split`: blocks share the chunks of a tile."""
+    kernel: MatmulKernel, variant: str, tile: Tile, *,
+    shared_bytes: int, a: bool, b: bool, wide: bool, split: bool, early: bool,
+) -> str:  # fmt: skip
+    """CUDA C; `a` and `b`: the operand is in scratch memory; `wide`: A is read in f32; `split`: blocks share a tile."""
+    stages = tile.stages_in(shared_bytes, wide=wide)
     blocks = 1 if tile.threads > 128 else 2
     constants = f"""
 constexpr int BN = {tile.columns}, BM = {tile.rows}, WARPS_N = {tile.warps[0]}, WARPS_M = {tile.warps[1]};
 constexpr int STAGES = {stages}, BLOCKS = {blocks}, DEPTH = {tile.depth};
 constexpr bool EARLY = {flag(early)}, ASIDE = {flag(tile.aside)};
+typedef {"A" if wide else "T"} Left;
 """
     splitting = SPLITTING if split else WITHOUT_SPLITTING
     text = KERNEL.replace("NAME", entry(kernel, variant))
