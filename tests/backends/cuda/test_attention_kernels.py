@@ -98,7 +98,7 @@ def variants(kernel: AttentionKernel) -> list[tuple[str, int]]:
     """Variants and numbers of workers that give the same bits."""
     if not generator.on_tensor_cores(kernel):
         return [("scalar", 1), ("scalar", 3)]
-    return [("splits", 1), ("splits_early" if kernel.cached else "splits", 3), ("rows_64", 1)]
+    return [("splits_early", 1), ("splits_early", 3), ("rows_64", 1)]
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_a_row_of_many_splits_has_the_bits_of_splits_in_order(gpu: EmulatedGpu) 
 def test_a_ring_wraps_around(gpu: EmulatedGpu) -> None:
     kernel = a_kernel(F32, 32, 2, "sliding", 100, cache=BF16, ring=True)
     case = Cached(kernel, (tuple(range(400, 420)), tuple(range(150, 170))), blocks=2)
-    results = [case.run(variant, workers, gpu) for variant, workers in (("splits", 3), ("rows_64", 1))]
+    results = [case.run(variant, workers, gpu) for variant, workers in (("splits_early", 3), ("rows_64", 1))]
     np.testing.assert_allclose(results[0].astype(float), case.expected(), rtol=0, atol=TOLERANCE[BF16])
     assert len({result.tobytes() for result in results}) == 1
 
@@ -231,12 +231,12 @@ def test_ragged_tokens_of_a_sequence_share_its_keys(gpu: EmulatedGpu) -> None:
 def test_faults_of_positions_and_pages(gpu: EmulatedGpu) -> None:
     case = Cached(KERNELS["bf16"], ((70,),))
     case.positions[0, 0] = 128
-    case.run("splits", 1, gpu, fault=BEYOND_CAPACITY)
+    case.run("splits_early", 1, gpu, fault=BEYOND_CAPACITY)
     case.positions[0, 0] = 70
     case.table[0, 1] = 2
-    case.run("splits", 1, gpu, fault=OUTSIDE_POOL)
+    case.run("splits_early", 1, gpu, fault=OUTSIDE_POOL)
     case.positions[0, 0] = 63  # the page is not needed
-    case.run("splits", 1, gpu)
+    case.run("splits_early", 1, gpu)
 
 
 # -- gradient ---------------------------------------------------------------------------------------------------------
