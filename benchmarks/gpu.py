@@ -1,4 +1,4 @@
-"""Decoding and prefill on a GPU: Qwen3 shapes with random bf16 weights, against the speed of the memory in the same run.
+"""Decoding and prefill on a GPU: Qwen3 shapes with random bf16 weights, against the memory speed of the same run.
 
     python benchmarks/gpu.py --models 0.6b 1.7b 8b --json benchmarks/results/gpu.json
 
@@ -10,6 +10,7 @@ them (`Decoder.decode`). The floor is the bytes of weights and cache over the be
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -129,7 +130,7 @@ def seconds_of(device: Gpu, work: Callable[[], None], repeats: int = 20) -> list
         work()
         events.append(device.event())
     device.synchronize()
-    return [device.seconds(a, b) for a, b in zip(events, events[1:], strict=False)]
+    return [device.seconds(a, b) for a, b in itertools.pairwise(events)]
 
 
 def read_speed(device: Gpu) -> float:

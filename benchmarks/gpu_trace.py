@@ -1,4 +1,4 @@
-"""Where a decode step spends its time on a GPU: launches of one run, by kernel. `python benchmarks/gpu_trace.py FOLDER`"""
+"""Where a decode step spends its time on a GPU, by kernel: `python benchmarks/gpu_trace.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def main() -> int:
             if launch.plan.passes:
                 totals[entry(launch.kernel, launch.plan.passes[0].variant)].append(end - begin)
     for name, times in sorted(totals.items(), key=lambda item: -sum(item[1])):
-        print(f"{sum(times) / 5 * 1e6:9.1f} us in {len(times) // 5:4} launches, {np.median(times) * 1e6:7.2f} each  {name}")
+        each = np.median(times) * 1e6
+        print(f"{sum(times) / 5 * 1e6:9.1f} us in {len(times) // 5:4} launches, {each:7.2f} each  {name}")
     return 0
 
 

@@ -33,17 +33,19 @@ class Hoisted:
         return len(self.main) + len(self.bind)
 
 
-def hoist_weights(graph: Graph, target: Target, *, certain: bool = True) -> Hoisted:
+def hoist_weights(graph: Graph, target: Target, *, certain: bool = True, exact: bool = False) -> Hoisted:
     """Split the graph into main and bind; matmuls by weights become `fused_matmul`s in the layout the target asks for.
 
-    If the body is not `certain` to run, nodes that can fail are not hoisted out of it.
+    If the body is not `certain` to run, nodes that can fail are not hoisted out of it. With `exact`, 16-bit weights are
+    widened if the target would round the other operand to their type.
     """
-    return _Hoister(graph, target, certain).run()
+    return _Hoister(graph, target, certain, exact).run()
 
 
 class _Hoister:
-    def __init__(self, graph: Graph, target: Target, certain: bool) -> None:
+    def __init__(self, graph: Graph, target: Target, certain: bool, exact: bool) -> None:
         self.graph = graph
+        self.exact = exact
         self.target = target
         self.weights = weight_nodes(graph, certain=certain)
         self.main = Rewriter(graph, "hoist_weights")
@@ -150,7 +152,8 @@ class _Hoister:
             if layout is not None or not self.target.prepacks:
                 return rows, layout
         narrow = [stored(m) for m in matrices]
-        if len({n.dtype for n in narrow}) == 1 and x.dtype is F32:
+        rounds = self.target.multiplied(narrow[0].dtype) is not F32  # the kernel rounds x to the type of the weights
+        if len({n.dtype for n in narrow}) == 1 and x.dtype is F32 and not (self.exact and rounds):
             matrices = narrow
         return matrices, self.target.layout(x.dtype, matrices[0].type)
 

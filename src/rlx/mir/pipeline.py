@@ -281,7 +281,10 @@ def _optimise_and_hoist(request: Request, log: PassLog) -> Hoisted:
     if has_bodies(request):
         graph = timed(log, PIPELINE.number(optimise_bodies), optimise_bodies, graph, body)
     graph = run_passes(graph, PIPELINE.passes(request, "simplify", "merge"), log)
-    return timed(log, PIPELINE.number(hoist_weights), hoist_weights, graph, target, certain=request.certain)
+    exact = profile.precision.activations == "f32"
+    return timed(
+        log, PIPELINE.number(hoist_weights), hoist_weights, graph, target, certain=request.certain, exact=exact
+    )
 
 
 def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:

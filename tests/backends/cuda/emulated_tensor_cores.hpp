@@ -1,14 +1,9 @@
-// What attention kernels need besides `emulator.hpp`: memory that a launch sizes, more collectives, and the functions of
-// `attention/instructions.py`. A product of matrices adds 16 products one after the other.
+// What attention kernels need besides `emulator.hpp`: more collectives, and the functions of `attention/instructions.py`. A product of matrices adds 16 products one after the other.
 #define __forceinline__ inline
 #define __noinline__
-#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
-alignas(256) static u8 emulated_memory[256 * 1024];
 struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
 struct double2 { double x, y; };
-struct uint4 { u32 x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 template <typename T> inline T __ldcg(const T* at) { return *at; }
 template <typename A, typename B> inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
@@ -16,10 +11,6 @@ template <typename A, typename B> inline auto max(A a, B b) -> decltype(a + b) {
 inline float __int_as_float(u32 x) { return __uint_as_float(x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
-inline u32 atomicAdd(u32* at, u32 x) { const u32 old = *at; *at += x; return old; }
-inline void __threadfence() {}
-inline void store(bf16* at, float x) { *at = to_bf16(x); }
-inline void store(f16* at, float x) { *at = to_f16(x); }
 inline void store(float* at, float x) { *at = x; }
 inline void store(double* at, double x) { *at = x; }
 
@@ -36,6 +27,12 @@ inline i32 __reduce_min_sync(u32 mask, i32 x) {
   for (int step = 16; step; step /= 2) x = min(x, __shfl_xor_sync(mask, x, step));
   return x;
 }
+inline u32 __ballot_sync(u32 mask, bool x) {
+  u32 lanes = 0;
+  for (u32 i = 0; i < 32; i++) lanes |= (u32)__shfl_sync(mask, (i32)x, i) << i;
+  return lanes;
+}
+inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline bool __any_sync(u32 mask, bool x) { return __reduce_max_sync(mask, x); }
 inline int __syncthreads_or(int x) {
   static int any;
@@ -53,24 +50,24 @@ inline float exp2_fast(float x) {
   return y < 1.17549435e-38f ? 0.0f : y;
 }
 inline void fetch_line(const void* at) { (void)*(const volatile char*)at; }
-inline u32 shared_address(const void* at) { return (u32)((const u8*)at - emulated_memory); }
+inline u32 shared_address(const void* at) { return (u32)((const u8*)at - shared_memory); }
 inline void copy_chunk(u32 to, const void* from, bool present) {
   if ((u64)from % 16 || to % 16) emulated::problem = "a copy that is not aligned";
-  else if (present) memcpy(emulated_memory + to, from, 16);
-  else memset(emulated_memory + to, 0, 16);
+  else if (present) memcpy(shared_memory + to, from, 16);
+  else memset(shared_memory + to, 0, 16);
 }
 inline void commit_copies() {}
 template <int PENDING> inline void wait_for_copies() {}
-inline void store_word(u32 to, u32 x) { memcpy(emulated_memory + to, &x, 4); }
+inline void store_word(u32 to, u32 x) { memcpy(shared_memory + to, &x, 4); }
 inline u32 load_word(u32 at) {
   u32 x;
-  memcpy(&x, emulated_memory + at, 4);
+  memcpy(&x, shared_memory + at, 4);
   return x;
 }
-inline void store_chunk(u32 to, uint4 x) { memcpy(emulated_memory + to, &x, 16); }
+inline void store_chunk(u32 to, uint4 x) { memcpy(shared_memory + to, &x, 16); }
 inline uint4 load_chunk(u32 at) {
   uint4 x;
-  memcpy(&x, emulated_memory + at, 16);
+  memcpy(&x, shared_memory + at, 16);
   return x;
 }
 inline void load_matrices(u32 (&r)[4], u32 at) {
@@ -84,7 +81,7 @@ inline void load_transposed(u32 (&r)[4], u32 at) {
     for (int e = 0; e < 2; e++) {
       const u32 row = __shfl_sync(~0u, at, m * 8 + lane % 4 * 2 + e);
       u16 x;
-      memcpy(&x, emulated_memory + row + lane / 4 * 2, 2);
+      memcpy(&x, shared_memory + row + lane / 4 * 2, 2);
       r[m] |= (u32)x << 16 * e;
     }
   }

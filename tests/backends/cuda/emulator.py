@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from unittest import mock
 import numpy as np
 
 from rlx.backends.cuda import backend, launch_plan, memory, modules
+from rlx.backends.cuda.attention import instructions as attention_instructions
 from rlx.backends.cuda.gpu import Gpu
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.launch_plan import PlannedLaunch
@@ -32,18 +33,17 @@ from rlx.backends.cuda.loops.emitter import Variant
 from rlx.backends.cuda.matmul.instructions import instructions
 from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.scalars import SCALARS
-from rlx.backends.cuda.targets import SM_90, CudaTarget
+from rlx.backends.cuda.targets import SM_90
 from rlx.dtypes import BF16, F16, F32
 from rlx.lir.loops import LoopKernel
 
 Array = np.ndarray[Any, Any]
-HEADER = (Path(__file__).parent / "emulator.hpp").read_text()
+HEADER = "".join((Path(__file__).parent / name).read_text() for name in ("emulator.hpp", "emulated_tensor_cores.hpp"))
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 _ENTRY = re.compile(
     r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
 )
 _MEETS = re.compile(r"__sync|reduce_|__shfl|mma")
-_MATMUL_FORMS = {op: form for op, form in SM_90.forms().items() if "attention" not in op}
 _DYNAMIC = "extern __shared__ __align__(128) u8 shared[];"
 _MMA = """INLINE void mma(float (&s)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   mma_of<T>(s, a0, a1, a2, a3, b0, b1);
@@ -59,14 +59,7 @@ def missing() -> str:
     return "" if shutil.which("g++") else "needs g++"
 
 
-class EmulatedTarget(CudaTarget):
-    """A GPU whose attention is loops."""
-
-    def forms(self) -> dict[str, Any]:
-        return _MATMUL_FORMS
-
-
-TARGET = EmulatedTarget(**{f.name: getattr(SM_90, f.name) for f in fields(SM_90)})
+TARGET = SM_90
 
 
 def _compile(*arguments: str) -> None:
@@ -146,7 +139,8 @@ class EmulatedGpu(Gpu):
     def build(self, source: str, arch: str) -> bytes:
         """Compiles a translation unit to a shared library; the result is its path."""
         kernels = source.removeprefix(PRELUDE).replace(_DYNAMIC, "u8* shared = shared_memory;")
-        kernels = kernels.replace(instructions(F32), "")
+        for text in (instructions(F32), attention_instructions.SCALAR, attention_instructions.TENSOR):
+            kernels = kernels.replace(text, "")
         for kind in (BF16, F16):
             kernels = kernels.replace(instructions(kind).removeprefix(instructions(F32)), _MMA)
         thunks = [
@@ -233,7 +227,7 @@ class Changes:
 
     def __call__(self, planned: PlannedLaunch) -> PlannedLaunch:
         kernel = planned.kernel
-        if not isinstance(kernel, LoopKernel) or not planned.plan.passes:
+        if not isinstance(kernel, LoopKernel) or len(planned.plan.passes) != 1:
             return planned
         (one,) = planned.plan.passes
         variant = Variant.parse(one.variant)

@@ -54,3 +54,23 @@ def test_repeated_runs_replay_a_graph() -> None:
             before = gpu.launches
             case.check([np.asarray(output) for output in compiled.run(case.inputs)])
             assert gpu.launches > before
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_blocks_split_long_reductions(backwards: bool) -> None:
+    """Rows of more than 65,536 terms: the same bits alone and among others."""
+    x = np.random.default_rng(0).standard_normal((3, 70_001)).astype(np.float32)
+    results = []
+    with emulated_gpu(backwards=backwards) as gpu:
+        for rows in (1, 3):
+            g = rlx.Graph("long")
+            value = g.input("x", (rows, 70_001))
+            g.set_outputs([value.mean(axis=(1,)), value.max(axis=(1,)), (value * value).sum(axis=(1,)) + 1.0])
+            results.append([np.asarray(y) for y in rlx.compile(g, "cuda").run({"x": x[:rows]})])
+    assert any(name.endswith("_join") for name in gpu.functions)
+    for one, many in zip(*results, strict=True):
+        assert one[0].tobytes() == many[0].tobytes()
+    mean, top, squares = results[1]
+    np.testing.assert_allclose(mean, x.astype(np.float64).mean(1), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(top, x.max(1))
+    np.testing.assert_allclose(squares, (x.astype(np.float64) ** 2).sum(1) + 1, rtol=1e-6)

@@ -25,6 +25,7 @@ class CudaBackend(Backend):
     """Compiles LIR to CUDA C and runs it on a GPU."""
 
     name = "cuda"
+    is_accelerator = True
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)

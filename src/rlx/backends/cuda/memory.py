@@ -14,6 +14,7 @@ from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.errors import BindError
 
 ALIGNMENT = 256  # of arrays that share an allocation
+RESERVED_SHARE = 128  # reservations of one buffer are at most this part of the free memory
 DLPACK_CUDA = 2  # device type of DLPack
 
 
@@ -40,6 +41,7 @@ class CudaArray(DeviceArray):
     ) -> None:  # fmt: skip
         super().__init__(shape, dtype)
         self.gpu, self._memory, self._offset, self._host = device, memory, offset, host
+        self.device = f"cuda:{device.index}"
         self.strides = _contiguous(shape, dtype.itemsize) if strides is None else strides  # in bytes
 
     @property
@@ -140,6 +142,11 @@ class CudaAllocator(Allocator):
         array = self.empty(shape, dtype)
         self.gpu.clear(array.start, array.nbytes)
         return array
+
+    def reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray | None:
+        """All of it at once, if that leaves most of the memory free; there is no memory page by page."""
+        size = math.prod(shape) * dtype.itemsize
+        return self.zeros(shape, dtype) if RESERVED_SHARE * size <= self.gpu.free_bytes() else None
 
     def upload(self, array: Array) -> CudaArray:
         return CudaArray(array.shape, array.dtype, self.gpu, None, host=np.array(array, order="C"))

@@ -81,8 +81,16 @@ class SequenceGenerator:
             for i, (piece, name) in enumerate(zip(kernel.pieces, names, strict=True))
         )
         own = entry(kernel, variant)
-        head = f'extern "C" __global__ void __launch_bounds__({THREADS}) {own}(const __grid_constant__ Words_{own} w) {{'
-        parts = (*texts.values(), f"struct Words_{own} {{\n{fields}\n}};", head, "  start_next();", "  wait_for_inputs();")
+        head = (
+            f'extern "C" __global__ void __launch_bounds__({THREADS}) {own}(const __grid_constant__ Words_{own} w) {{'
+        )
+        parts = (
+            *texts.values(),
+            f"struct Words_{own} {{\n{fields}\n}};",
+            head,
+            "  start_next();",
+            "  wait_for_inputs();",
+        )
         return "\n".join((*parts, calls, "}", ""))
 
 

@@ -24,6 +24,7 @@ STATIC_SHARED = {
     "splits_early": 8 << 10,
     "scalar": 44 << 10,
 }  # bytes that kernels declare, at most
+FEW_TOKENS = 64  # ragged tokens up to which each is by itself
 MOST_SCRATCH = 256 << 20  # bytes of results of splits; a launch that would leave more takes its splits in order
 MOST_QUERIES = 48 << 10  # bytes of queries of a tile of `scalar`
 WIDEST_SLICE = 128  # columns of values per block
@@ -44,6 +45,8 @@ class AttentionGenerator:
         if not rows * units:
             return KernelPlan(())
         if on_tensor_cores(kernel):
+            if kernel.ragged and words["batch"] > FEW_TOKENS and 4 * TILE % kernel.group == 0:
+                return _ragged(kernel, words, target)
             for warps in (8, 4):
                 blocks = units * -(-rows // (warps * TILE)) * slices(kernel)
                 shared = rows_shared(kernel, warps, target)
@@ -71,9 +74,10 @@ class AttentionGenerator:
                 "HEAD_PITCH": _pitch(kernel),
             }
             parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
-        elif variant in ("splits", "splits_early"):
+        elif variant.startswith(("splits", "rest")):
             more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
             more["EARLY"] = variant == "splits_early"
+            more["REST"] = int(variant.removeprefix("rest_")) if variant.startswith("rest_") else 0
             parts = [
                 *common,
                 rows_code.COMBINE,
@@ -149,6 +153,24 @@ def rows_shared(kernel: AttentionKernel, warps: int, target: CudaTarget) -> int:
     return _query_bytes(kernel, warps) + stages(kernel, warps, target) * _stage_bytes(kernel)
 
 
+# -- ragged tokens ----------------------------------------------------------------------------------------------------
+def _ragged(kernel: AttentionKernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+    """Tiles for sequences with several tokens, then the other tokens one by one: which they are is data."""
+    tokens, heads = words["batch"], words["kv_heads"]
+    tiles = {warps: heads * -(-tokens * kernel.group // (warps * TILE)) * slices(kernel) for warps in (8, 4)}
+    fits = rows_shared(kernel, 8, target) + STATIC_SHARED["rows"] <= target.shared_bytes
+    warps = 8 if fits and tiles[8] >= target.processors else 4
+    shared = splits_shared(kernel, target)
+    blocks = min(tokens * heads, target.processors * _resident("splits", shared, target))
+    rows = Pass(f"rows_{warps * TILE}", (tiles[warps], 1, 1), warps * 32, rows_shared(kernel, warps, target))
+    return KernelPlan((rows, Pass(f"rest_{warps * TILE}", (blocks, 1, 1), 128, shared)))
+
+
+def _resident(variant: str, shared: int, target: CudaTarget) -> int:
+    """Blocks per processor."""
+    return max(1, min(4, target.shared_bytes // (shared + STATIC_SHARED[variant])))
+
+
 # -- splits -----------------------------------------------------------------------------------------------------------
 def spread(
     kernel: AttentionKernel, variant: str, words: Mapping[str, int], target: CudaTarget, slices: int, shared: int
@@ -158,8 +180,7 @@ def spread(
     units = words["batch"] * words["kv_heads"] * -(-rows // TILE) * slices
     keys = words["capacity"] if kernel.cached else words["k_len"]
     most = max(1, -(-keys // SPLIT) + kernel.ring)
-    resident = max(1, min(4, target.shared_bytes // (shared + STATIC_SHARED[variant])))
-    workers = min(most, max(1, target.processors * resident // units), 65535)
+    workers = min(most, max(1, target.processors * _resident(variant, shared, target) // units), 65535)
     real = 8 if kernel.dtype.size == 8 else 4
     columns = _rounded(kernel.value_dim, 16) if on_tensor_cores(kernel) else min(_rounded(kernel.value_dim, 4), 128)
     counts = _rounded(units * 4, 256)

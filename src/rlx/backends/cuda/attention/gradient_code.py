@@ -44,9 +44,9 @@ INLINE void multiply_rows(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constant__ Words w) {
-  extern __shared__ __align__(16) u8 memory[];
+  extern __shared__ __align__(128) u8 shared[];
   constexpr int HEAD_PITCH = (HEAD_DIM + 3) / 4 * 4, VALUE_PITCH = (VALUE_DIM + 3) / 4 * 4;
-  Real* heads = (Real*)memory;                   // [ROWS][HEAD_PITCH]: q or k
+  Real* heads = (Real*)shared;                   // [ROWS][HEAD_PITCH]: q or k
   Real* values = heads + ROWS * HEAD_PITCH;      // [ROWS][VALUE_PITCH]: dy or v
   __shared__ __align__(16) Real stream[BLOCK][STREAM_PITCH];
   __shared__ __align__(16) Real factors[ROWS][FACTOR_PITCH];  // p or ds

@@ -93,6 +93,30 @@ template <typename W> INLINE i32 table_row(const W& w, i32 batch) {
   return batch;
 }
 
+// Ragged tokens are cut into tiles. A sequence with several tokens in a tile has keys to share between them; the others
+// are left to blocks with few rows. Called by whole warps.
+constexpr i32 LEAST_SHARED = 4;
+template <typename W> INLINE bool is_shared(const W& w, i32 token, i32 first, i32 tokens) {
+  if constexpr (!RAGGED) return false;
+  const i32 row = table_row(w, token), end = min(first + tokens, (i32)w.batch);
+  i32 same = 0;
+  for (i32 start = first; start < end; start += 32) {
+    const i32 other = start + (threadIdx.x & 31);
+    same += __popc(__ballot_sync(~0u, other < end && table_row(w, other) == row));
+  }
+  return same >= LEAST_SHARED;
+}
+// Whether an earlier token of the tile is of the same sequence.
+template <typename W> INLINE bool is_repeated(const W& w, i32 token, i32 first) {
+  const i32 row = table_row(w, token);
+  bool repeated = false;
+  for (i32 start = first; start < token; start += 32) {
+    const i32 other = start + (threadIdx.x & 31);
+    repeated |= __any_sync(~0u, other < token && table_row(w, other) == row);
+  }
+  return repeated;
+}
+
 // The highest position among the tokens of a row; a ring must still hold what its queries see. Called by whole warps.
 INLINE i32 newest_position(const Words& w, i32 batch) {
   i32 newest = -1;
@@ -187,6 +211,9 @@ INLINE i64 most_splits(const Words& w) { return (w.capacity + SPLIT - 1) / SPLIT
 DENSE_ROWS = r"""
 INLINE i32 newest_position(const Words&, i32) { return -1; }
 template <typename W> INLINE void fetch_early(const W&, i32, i32, i32, i32) {}
+template <typename W> INLINE i32 table_row(const W&, i32 batch) { return batch; }
+template <typename W> INLINE bool is_shared(const W&, i32, i32, i32) { return false; }
+template <typename W> INLINE bool is_repeated(const W&, i32, i32) { return false; }
 
 INLINE Range range_of(const Words& w, i32, i32 query, i32) {
   const i64 last = w.k_len - w.q_len + query + AHEAD;

@@ -24,8 +24,8 @@ constexpr int WIDTH = SLICE <= 8 ? 8 : SLICE <= 16 ? 16 : SLICE <= 32 ? 32 : SLI
 constexpr int OWN_ROWS = ROWS * WIDTH / THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constant__ Words w) {
-  extern __shared__ __align__(16) u8 memory[];
-  Real* queries = (Real*)memory;  // [ROWS][HEAD_PITCH]
+  extern __shared__ __align__(128) u8 shared[];
+  Real* queries = (Real*)shared;  // [ROWS][HEAD_PITCH]
   __shared__ __align__(16) Real keys[BLOCK][KEY_PITCH];
   __shared__ __align__(16) Real scores[ROWS][SCORE_PITCH];
   __shared__ Range ranges[ROWS];

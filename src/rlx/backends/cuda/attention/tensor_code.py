@@ -211,19 +211,21 @@ constexpr int PAIRS = SLICE / 16, OWN_PAIRS = (PAIRS + 3) / 4;  // pairs of tile
 constexpr int KEY_BYTES = SPLIT * HEAD_PITCH, VALUE_BYTES = SPLIT * VALUE_PITCH, WEIGHT_PITCH = (SPLIT / 8 | 1) * 16;
 constexpr int WEIGHTS_AT = SEPARATE ? KEY_BYTES + VALUE_BYTES : (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES);
 
-extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
-  extern __shared__ __align__(16) u8 memory[];
+INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
+  extern __shared__ __align__(128) u8 shared[];
   __shared__ float tops[4][16];
   __shared__ Range ranges[16];
   const i32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2;
-  const u32 keys = shared_address(memory), values = SEPARATE ? keys + KEY_BYTES : keys, weights = keys + WEIGHTS_AT;
+  const u32 keys = shared_address(shared), values = SEPARATE ? keys + KEY_BYTES : keys, weights = keys + WEIGHTS_AT;
   const i32 all_rows = (i32)w.q_len * GROUP, tiles = (all_rows + 15) / 16;
-  const i32 tile = blockIdx.x % tiles, unit = blockIdx.x / tiles, kv_heads = (i32)w.kv_heads;
+  const i32 tile = number % tiles, unit = number / tiles, kv_heads = (i32)w.kv_heads;
   const i32 head = unit % kv_heads, batch = unit / kv_heads;
-  const i32 first_row = tile * 16, rows = min(16, all_rows - first_row), worker = blockIdx.y;
+  const i32 first_row = tile * 16, rows = min(16, all_rows - first_row);
   if (EARLY) fetch_early(w, batch, head, (first_row + rows - 1) / GROUP, worker);
-  start_next();
-  wait_for_inputs();
+  if (!REST) {
+    start_next();
+    wait_for_inputs();
+  }
 
   const i32 newest = newest_position(w, batch);
   if (threadIdx.x < 16)
@@ -231,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
   __syncthreads();
   const Seen seen = seen_by<16>(ranges, rows);
   const i32 first_split = seen.low / SPLIT, splits = sees_any(seen) ? seen.high / SPLIT - first_split + 1 : 0;
-  const i32 workers = min((i32)gridDim.y, max(splits, 1));
+  const i32 workers = REST ? 1 : min((i32)gridDim.y, max(splits, 1));
   if (worker >= workers) return;
 
   const Source source = source_of(w, batch, head);
@@ -262,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
   };
 
   const i32 scratch_rows = min(16, all_rows);
-  const Scratch scratch = scratch_of(w, gridDim.x, blockIdx.x, most_splits(w), scratch_rows);
+  const Scratch scratch = scratch_of(w, count, number, most_splits(w), scratch_rows);
   const bool merges = workers == 1;
   float out[OWN_PAIRS][2][4] = {};
   State state[2] = {{lowest(0.0f), 0}, {lowest(0.0f), 0}};
@@ -312,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
     if (infinite_values) {
 #pragma unroll 1
       for (i32 key = 0; key < SPLIT; key++) {
-        const u16* own = (const u16*)(memory + WEIGHTS_AT + line * WEIGHT_PITCH) + key;
+        const u16* own = (const u16*)(shared + WEIGHTS_AT + line * WEIGHT_PITCH) + key;
         const bool first = own[0], second = own[8 * WEIGHT_PITCH / 2];
 #pragma unroll
         for (int i = 0; i < OWN_PAIRS; i++)
@@ -403,6 +405,22 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
       if (column + c < VALUE_DIM) store(to + column + c, sum.x[c] * factor);
   });
 }
+
+extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
+  if constexpr (REST) {
+    start_next();
+    wait_for_inputs();
+    const i32 units = (i32)(w.batch * w.kv_heads);
+    for (i32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
+      const i32 token = unit / (i32)w.kv_heads, tokens = max(REST / GROUP, 1);
+      if (is_shared(w, token, token / tokens * tokens, tokens)) continue;
+      attend(w, unit, units, 0);
+      __syncthreads();
+    }
+  } else {
+    attend(w, blockIdx.x, gridDim.x, blockIdx.y);
+  }
+}
 """
 
 # A block has WARPS · 16 rows and walks all their keys, block by block, with the next one on its way. A warp has 16
@@ -413,46 +431,35 @@ constexpr int KEY_BYTES = BLOCK * HEAD_PITCH, STAGE_BYTES = KEY_BYTES + BLOCK * 
 constexpr bool QUERIES_IN_REGISTERS = HEAD_STEPS <= 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constant__ Words w) {
-  extern __shared__ __align__(16) u8 memory[];
+  extern __shared__ __align__(128) u8 shared[];
   __shared__ Range ranges[TILE_ROWS];
+  __shared__ bool members[RAGGED ? TILE_ROWS : 1];  // of the current sequence
   const i32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2;
-  const u32 stages = shared_address(memory), query_tile = stages + STAGES * STAGE_BYTES + warp * 16 * HEAD_PITCH;
-  const i32 all_rows = (i32)w.q_len * GROUP, tiles = (all_rows + TILE_ROWS - 1) / TILE_ROWS;
-  const i32 slice = blockIdx.x % SLICES, place = blockIdx.x / SLICES, units = (i32)(w.batch * w.kv_heads);
+  const u32 stages = shared_address(shared), query_tile = stages + STAGES * STAGE_BYTES + warp * 16 * HEAD_PITCH;
+  const i32 all_rows = (i32)(RAGGED ? w.batch : w.q_len) * GROUP, tiles = (all_rows + TILE_ROWS - 1) / TILE_ROWS;
+  const i32 slice = blockIdx.x % SLICES, place = blockIdx.x / SLICES, kv_heads = (i32)w.kv_heads;
+  const i32 units = RAGGED ? kv_heads : (i32)w.batch * kv_heads;
   // Tiles at the end see the most keys: they go first.
-  const i32 unit = place % units, tile = tiles - 1 - place / units, kv_heads = (i32)w.kv_heads;
-  const i32 head = unit % kv_heads, batch = unit / kv_heads;
+  const i32 unit = place % units, tile = tiles - 1 - place / units, head = unit % kv_heads;
   const i32 first_row = tile * TILE_ROWS, rows = min(TILE_ROWS, all_rows - first_row);
+  // A row of the tile: ragged tokens are batch entries of one query.
+  struct At { i32 batch, query, head; };
+  const auto at_row = [&](i32 r) {
+    const i32 token = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
+    return RAGGED ? At{token, 0, query_head} : At{unit / kv_heads, token, query_head};
+  };
   start_next();
   wait_for_inputs();
-
-  const i32 newest = newest_position(w, batch);
-  if (threadIdx.x < TILE_ROWS)
-    ranges[threadIdx.x] =
-        threadIdx.x < rows ? range_of(w, batch, (first_row + threadIdx.x) / GROUP, newest) : NOTHING;
-  __syncthreads();
-  const Seen seen = seen_by<TILE_ROWS>(ranges, rows), own = seen_by<16>(ranges + warp * 16, min(16, rows - warp * 16));
-  const Source source = source_of(w, batch, head);
-  const bool aligned = is_aligned(w, source), uneven = is_uneven(seen);
-  const i32 first = seen.low / BLOCK, last = sees_any(seen) ? seen.high / BLOCK : first - 1;
-  const auto load = [&](i32 block) {
-    const u32 stage = stages + (STAGES == 2 && (block & 1) ? STAGE_BYTES : 0);
-    load_tile<false, BLOCK, THREADS>(w, source, stage, block * BLOCK, seen, 0, aligned);
-    load_tile<true, BLOCK, THREADS>(w, source, stage + KEY_BYTES, block * BLOCK, seen, slice * SLICE, aligned);
-    commit_copies();
-  };
-  if (first <= last) load(first);
 
   Row own_rows[2];
   const Query* queries[2];
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    const i32 r = warp * 16 + line + 8 * j, query = (first_row + r) / GROUP;
-    const i32 query_head = head * GROUP + (first_row + r) % GROUP;
-    own_rows[j].range = ranges[r];
+    const i32 r = warp * 16 + line + 8 * j;
+    const At at = at_row(r);
     own_rows[j].mask = {};
-    if (r < rows) own_rows[j].mask = mask_row(w, batch, query_head, query);
-    queries[j] = r < rows ? w.q + batch * w.q_batch + query * w.q_seq + query_head * w.q_head : nullptr;
+    if (r < rows) own_rows[j].mask = mask_row(w, at.batch, at.head, at.query);
+    queries[j] = r < rows ? w.q + at.batch * w.q_batch + at.query * w.q_seq + at.head * w.q_head : nullptr;
   }
   u32 a[QUERIES_IN_REGISTERS ? HEAD_STEPS : 1][4];
 #pragma unroll
@@ -482,7 +489,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
   State state[2] = {{lowest(0.0f), 0}, {lowest(0.0f), 0}};
   float split_top[2] = {lowest(0.0f), lowest(0.0f)};
   bool fresh = true;  // nothing of the current split is in `part`
-  i32 split = first / BLOCKS_OF_SPLIT;
   const auto merge_split = [&] {
     if (fresh) return;
 #pragma unroll
@@ -499,88 +505,121 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
     }
     fresh = true;
   };
-  for (i32 block = first; block <= last; block++) {
-    const i32 begin = block * BLOCK;
-    const u32 keys = stages + (STAGES == 2 && (block & 1) ? STAGE_BYTES : 0), values = keys + KEY_BYTES;
-    wait_for_copies<0>();
-    bool infinite_values = false;
-    // The block is there, and every warp is done with the one before.
-    if (uneven && !is_common(seen, begin, BLOCK))
-      infinite_values = __syncthreads_or(has_infinite<BLOCK, THREADS>(values));
-    else
-      __syncthreads();
-    if (STAGES == 2 && block < last) load(block + 1);
-    if (block / BLOCKS_OF_SPLIT != split) {
-      merge_split();
-      split = block / BLOCKS_OF_SPLIT;
+  bool written[2] = {!RAGGED, !RAGGED};
+  // Once for the tile, or, if ragged, for each sequence that has several tokens in it.
+  for (i32 token = 0; token < (RAGGED ? rows / GROUP : 1); token++) {
+    const At leader = at_row(token * GROUP);
+    bool member = threadIdx.x < rows;
+    if constexpr (RAGGED) {
+      const i32 from = first_row / GROUP, count = rows / GROUP;
+      if (!is_shared(w, leader.batch, from, count) || is_repeated(w, leader.batch, from)) continue;
+      member = member && table_row(w, at_row(threadIdx.x).batch) == table_row(w, leader.batch);
     }
-    const bool visible = begin <= own.high && begin + BLOCK > own.low;
-    u32 p[BLOCK / 16][4];
-    if (visible) {
-      float s[BLOCK / 8][4];
-      multiply_keys<BLOCK / 8>(s, loaded, keys);
-      score<BLOCK / 8>(s, own_rows, begin + (lane & 3) * 2, is_common(own, begin, BLOCK));
-      float top[2] = {split_top[0], split_top[1]}, kept[2], base[2];
-      largest<BLOCK / 8>(top, s);
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        kept[j] = weight(split_top[j] - reference(top[j]));
-        base[j] = reference(top[j]) * (float)UNIT;
-        split_top[j] = top[j];
-      }
-      if (!fresh && __any_sync(~0u, kept[0] != 1 || kept[1] != 1)) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          sums[e] *= kept[e >> 1];
-#pragma unroll
-          for (int i = 0; i < COLUMN_TILES; i++) part[i][e] *= kept[e >> 1];
-        }
-      }
-      fresh = false;
-#pragma unroll
-      for (int step = 0; step < BLOCK / 16; step++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float(&pair)[4] = s[2 * step + (i >> 1)];
-          p[step][i] = weights_of(pair[2 * (i & 1)], pair[2 * (i & 1) + 1], base[i & 1]);
-        }
+    __syncthreads();
+    const i32 newest = newest_position(w, leader.batch);
+    if (threadIdx.x < TILE_ROWS) {
+      const At at = at_row(threadIdx.x);
+      ranges[threadIdx.x] = member ? range_of(w, at.batch, at.query, newest) : NOTHING;
+      if (RAGGED) members[threadIdx.x] = member;
     }
-    if (infinite_values) {
+    __syncthreads();
+    const Seen seen = seen_by<TILE_ROWS>(ranges, rows);
+    const Seen own = seen_by<16>(ranges + warp * 16, min(16, rows - warp * 16));
+    const Source source = source_of(w, leader.batch, head);
+    const bool aligned = is_aligned(w, source), uneven = is_uneven(seen);
+    const i32 first = seen.low / BLOCK, last = sees_any(seen) ? seen.high / BLOCK : first - 1;
+    const auto load = [&](i32 block) {
+      const u32 stage = stages + (STAGES == 2 && (block & 1) ? STAGE_BYTES : 0);
+      load_tile<false, BLOCK, THREADS>(w, source, stage, block * BLOCK, seen, 0, aligned);
+      load_tile<true, BLOCK, THREADS>(w, source, stage + KEY_BYTES, block * BLOCK, seen, slice * SLICE, aligned);
+      commit_copies();
+    };
+    if (first <= last) load(first);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      own_rows[j].range = ranges[warp * 16 + line + 8 * j];
+      if (RAGGED) written[j] = written[j] || members[warp * 16 + line + 8 * j];
+    }
+    for (i32 block = first; block <= last; block++) {
+      const i32 begin = block * BLOCK;
+      const u32 keys = stages + (STAGES == 2 && (block & 1) ? STAGE_BYTES : 0), values = keys + KEY_BYTES;
+      wait_for_copies<0>();
+      bool infinite_values = false;
+      // The block is there, and every warp is done with the one before.
+      if (uneven && !is_common(seen, begin, BLOCK))
+        infinite_values = __syncthreads_or(has_infinite<BLOCK, THREADS>(values));
+      else
+        __syncthreads();
+      if (STAGES == 2 && block < last) load(block + 1);
+      if (block % BLOCKS_OF_SPLIT == 0) merge_split();
+      const bool visible = begin <= own.high && begin + BLOCK > own.low;
+      u32 p[BLOCK / 16][4];
       if (visible) {
-#pragma unroll 1
-        for (i32 key = 0; key < BLOCK; key++) {
-          u32 first = 0, second = 0;
+        float s[BLOCK / 8][4];
+        multiply_keys<BLOCK / 8>(s, loaded, keys);
+        score<BLOCK / 8>(s, own_rows, begin + (lane & 3) * 2, is_common(own, begin, BLOCK));
+        float top[2] = {split_top[0], split_top[1]}, kept[2], base[2];
+        largest<BLOCK / 8>(top, s);
 #pragma unroll
-          for (int i = 0; i < BLOCK / 8; i++)
-            if (i == key / 8) first = p[i >> 1][2 * (i & 1)], second = p[i >> 1][2 * (i & 1) + 1];
-          first = __shfl_sync(~0u, first, line * 4 + (key % 8 >> 1)) >> 16 * (key & 1) & 0xffff;
-          second = __shfl_sync(~0u, second, line * 4 + (key % 8 >> 1)) >> 16 * (key & 1) & 0xffff;
-          add_infinite(part, values + key * VALUE_PITCH, first, second);
+        for (int j = 0; j < 2; j++) {
+          kept[j] = weight(split_top[j] - reference(top[j]));
+          base[j] = reference(top[j]) * (float)UNIT;
+          split_top[j] = top[j];
+        }
+        if (!fresh && __any_sync(~0u, kept[0] != 1 || kept[1] != 1)) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            sums[e] *= kept[e >> 1];
+#pragma unroll
+            for (int i = 0; i < COLUMN_TILES; i++) part[i][e] *= kept[e >> 1];
+          }
+        }
+        fresh = false;
+#pragma unroll
+        for (int step = 0; step < BLOCK / 16; step++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const float(&pair)[4] = s[2 * step + (i >> 1)];
+            p[step][i] = weights_of(pair[2 * (i & 1)], pair[2 * (i & 1) + 1], base[i & 1]);
+          }
+      }
+      if (infinite_values) {
+        if (visible) {
+#pragma unroll 1
+          for (i32 key = 0; key < BLOCK; key++) {
+            u32 first = 0, second = 0;
+#pragma unroll
+            for (int i = 0; i < BLOCK / 8; i++)
+              if (i == key / 8) first = p[i >> 1][2 * (i & 1)], second = p[i >> 1][2 * (i & 1) + 1];
+            first = __shfl_sync(~0u, first, line * 4 + (key % 8 >> 1)) >> 16 * (key & 1) & 0xffff;
+            second = __shfl_sync(~0u, second, line * 4 + (key % 8 >> 1)) >> 16 * (key & 1) & 0xffff;
+            add_infinite(part, values + key * VALUE_PITCH, first, second);
+          }
+        }
+        remove_infinite<BLOCK, THREADS>(values);
+      }
+      if (visible) {
+#pragma unroll
+        for (int step = 0; step < BLOCK / 16; step++) {
+          multiply(Stored{}, sums, p[step], ONES, ONES);
+          multiply_values<COLUMN_TILES>(part, p[step], values + step * 16 * VALUE_PITCH);
         }
       }
-      remove_infinite<BLOCK, THREADS>(values);
-    }
-    if (visible) {
-#pragma unroll
-      for (int step = 0; step < BLOCK / 16; step++) {
-        multiply(Stored{}, sums, p[step], ONES, ONES);
-        multiply_values<COLUMN_TILES>(part, p[step], values + step * 16 * VALUE_PITCH);
+      if (STAGES == 1) {
+        __syncthreads();
+        if (block < last) load(block + 1);
       }
     }
-    if (STAGES == 1) {
-      __syncthreads();
-      if (block < last) load(block + 1);
-    }
+    merge_split();
   }
-  merge_split();
 
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    const i32 r = warp * 16 + line + 8 * j, query = (first_row + r) / GROUP;
-    const i32 query_head = head * GROUP + (first_row + r) % GROUP;
-    if (r >= rows) continue;
-    if (slice == 0 && (lane & 3) == 0) store_log_sum(w, batch, query_head, query, state[j]);
-    Query* to = w.out + batch * w.out_batch + query * w.out_seq + query_head * w.out_head;
+    const i32 r = warp * 16 + line + 8 * j;
+    const At at = at_row(r);
+    if (r >= rows || !written[j]) continue;
+    if (slice == 0 && (lane & 3) == 0) store_log_sum(w, at.batch, at.head, at.query, state[j]);
+    Query* to = w.out + at.batch * w.out_batch + at.query * w.out_seq + at.head * w.out_head;
     const float factor = inverse(state[j].total);
 #pragma unroll
     for (int i = 0; i < COLUMN_TILES; i++) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from rlx.backends.cuda.kernel_plan import words_struct
@@ -20,11 +20,11 @@ from rlx.backends.cuda.loops.ranges import is_index
 from rlx.backends.cuda.loops.structure import (
     Effects,
     Packing,
-    each,
     effects,
     is_condition,
     is_free,
     loop_packing,
+    reduction_group,
     reduction_packing,
     values,
     weight,
@@ -64,6 +64,10 @@ PAIRED_ACCESSES = 4  # loads and stores of such a loop
 LONGEST_TEXT = 240  # of an expression, before it gets a name of its own
 
 
+PIECES = ("part", "join")
+PART = 16384  # terms of a reduction that one block takes where blocks split it
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """How a loop kernel is compiled: `rows_128_v4_n`.
@@ -77,6 +81,7 @@ class Variant:
     narrow: bool = False
     distinct: bool = False
     warps: int = 0
+    piece: str = ""  # of a reduction that blocks split: "part" writes partial results, "join" combines them
 
     @property
     def threads(self) -> int:
@@ -86,6 +91,7 @@ class Variant:
     def __str__(self) -> str:
         parts = [f"rows_{self.lanes}" if self.lanes else "chunk", f"v{self.pack}"]
         parts += ["n"] * self.narrow + ["d"] * self.distinct + [f"w{self.warps:x}"] * bool(self.warps)
+        parts += [self.piece] * bool(self.piece)
         return "_".join(parts)
 
     @classmethod
@@ -94,10 +100,15 @@ class Variant:
         lanes = int(parts.pop(0)) if kind == "rows" else 0
         pack = int(parts.pop(0).removeprefix("v"))
         warps = next((int(part[1:], 16) for part in parts if part.startswith("w")), 0)
-        variant = cls(lanes, pack, "n" in parts, "d" in parts, warps)
+        piece = next((part for part in parts if part in PIECES), "")
+        variant = cls(lanes, pack, "n" in parts, "d" in parts, warps, piece)
         if str(variant) != text:
             raise LowerError(f"cuda loops: no variant {text!r}")
         return variant
+
+
+class _PartWritten(Exception):
+    """A unit's partial results are in scratch memory: nothing remains to be emitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +230,8 @@ class Emitter:
         step = f"({kind})gridDim.x * {per_block}"
         with self.block(f"for ({kind} {index} = first_unit; {index} < {units}; {index} += {step})"):
             self.bind(root.index, index, True)
-            self.body(root.body)
+            with suppress(_PartWritten):
+                self.body(root.body)
 
     # -- text --
     def line(self, text: str) -> None:
@@ -272,7 +284,7 @@ class Emitter:
         """Statements in order; adjacent reductions over the same range share one loop."""
         at = 0
         while at < len(stmts):
-            group = self.reductions(stmts[at:])
+            group = reduction_group(stmts[at:]) if self.scope.shared else []
             if group:
                 self.order_after(effects(*stmts[at : at + len(group)]))
                 results = self.reduce_shared([let.value for let in group if isinstance(let.value, Reduce)])
@@ -281,24 +293,6 @@ class Emitter:
             else:
                 self.stmt(stmts[at])
             at += max(1, len(group))
-
-    def reductions(self, stmts: tuple[Stmt, ...]) -> list[Let]:
-        """The leading lets that are independent reductions over one range, in shared code."""
-        group: list[Let] = []
-        for stmt in stmts:
-            if not self.scope.shared or not isinstance(stmt, Let) or not isinstance(stmt.value, Reduce):
-                break
-            value, names = stmt.value, {let.name for let in group}
-            first = group[0].value if group else value
-            assert isinstance(first, Reduce)
-            if (value.index, value.extent) != (first.index, first.extent):
-                break
-            if any(isinstance(e, Ref) and e.name in names for e in each(value)):
-                break
-            if group and (reduction_packing((value,)) is None) != (reduction_packing((first,)) is None):
-                break  # otherwise the order of a sum would depend on its neighbours
-            group.append(stmt)
-        return group
 
     def stmt(self, stmt: Stmt) -> None:
         if self.scope.shared and not isinstance(stmt, For):
@@ -382,8 +376,7 @@ class Emitter:
         before, team, totals = self.names, self.team, {name: self.fresh(name) for name in accumulated}
         kinds = {name: self.variables[self.names[name]] for name in accumulated}
         for name, op in accumulated.items():
-            kind = kinds[name]
-            self.line(f"{self.value_type(kind)} {totals[name]} = {operations.identity(op, kind)};")
+            self.line(f"{self.value_type(kinds[name])} {totals[name]} = {operations.identity(op, kinds[name])};")
         kind, extent, index = self.extent_type(loop.extent), self.extent(loop.extent), self.fresh(loop.index)
         self.names, self.team, self.pending = self.names | totals, ONE_WARP, Effects()
         self.line("#pragma unroll 1")
@@ -393,8 +386,8 @@ class Emitter:
             self.body(loop.body)
         self.names, self.team = before, team
         for at, name in enumerate(accumulated):
-            kind = self.value_type(kinds[name])
-            self.line(f"if (warp_lane == 0) *({kind}*)&slots[phase][{at}][warp] = {totals[name]};")
+            value_type = self.value_type(kinds[name])
+            self.line(f"if (warp_lane == 0) *({value_type}*)&slots[phase][{at}][warp] = {totals[name]};")
         self.synchronise()
         self.slots = max(self.slots, len(accumulated))
         for at, (name, op) in enumerate(accumulated.items()):
@@ -625,6 +618,8 @@ class Emitter:
 
     def reduce_shared(self, group: Sequence[Reduce]) -> list[str]:
         """All threads of a unit reduce over one range: each its own part, in packs where possible, then together."""
+        if self.variant.piece == "join":
+            return self.join_parts(group)
         packing = reduction_packing(group) if self.variant.pack > 1 else None
         pack = self.variant.pack if packing is not None else 1
         extent, index_type = self.extent(group[0].extent), self.extent_type(group[0].extent)
@@ -636,6 +631,10 @@ class Emitter:
         first = self.fresh(group[0].index)
         step = f"{self.team.threads} * {pack}" if pack > 1 else self.team.threads
         start = f"{self.team.thread} * {pack}" if pack > 1 else self.team.thread
+        if self.variant.piece == "part":
+            begin = self.named(f"({index_type})blockIdx.y * {PART}", index_type)
+            extent = self.named(f"smaller({extent}, {begin} + ({index_type}){PART})", index_type)
+            start = f"{begin} + {start}"
         private = _Scope(shared=False)
         heavy = sum(weight(Let("", reduction)) for reduction in group) > LIGHT
         self.line(f"#pragma unroll {1 if heavy else 4}")
@@ -653,7 +652,33 @@ class Emitter:
                     self.line(f"const {index_type} {name} = {first} + {element};")
                     self.bind(group[0].index, name, True)
                     self.accumulate(group, totals, element)
-        return self.combine_threads(group, totals, pack)
+        results = self.combine_threads(group, totals, pack)
+        if self.variant.piece == "part":
+            for at, (reduction, result) in enumerate(zip(group, results, strict=True)):
+                kind = self.value_type(reduction.dtype)
+                place = self.part_place("(i64)blockIdx.y", "(i64)gridDim.y", len(group), at)
+                self.line(f"if (lane == 0) *({kind}*)(w.scratch + {place}) = {result};")
+            raise _PartWritten
+        return results
+
+    def part_place(self, part: str, parts: str, count: int, at: int) -> str:
+        """Where a partial result is in scratch memory."""
+        return f"8 * ((({self.names[self.kernel.root.index]} * {parts}) + {part}) * {count} + {at})"
+
+    def join_parts(self, group: Sequence[Reduce]) -> list[str]:
+        """Combines the partial results of the blocks of a unit."""
+        parts = self.named(f"((i64){self.extent(group[0].extent)} + {PART - 1}) / {PART}", "i64")
+        totals = [self.fresh("total") for _ in group]
+        for reduction, total in zip(group, totals, strict=True):
+            start = operations.identity(reduction.op, reduction.dtype)
+            self.line(f"{self.value_type(reduction.dtype)} {total}[1] = {{{start}}};")
+        part = self.fresh("part")
+        with self.block(f"for (i64 {part} = thread; {part} < {parts}; {part} += threads)", _Scope(shared=False)):
+            for at, (reduction, total) in enumerate(zip(group, totals, strict=True)):
+                place = f"w.scratch + {self.part_place(part, parts, len(group), at)}"
+                term = f"*(const {self.value_type(reduction.dtype)}*)({place})"
+                self.line(f"{total}[0] = {operations.combine(reduction.op, f'{total}[0]', term)};")
+        return self.combine_threads(group, totals, 1)
 
     def accumulate(self, group: Sequence[Reduce], totals: Sequence[str], element: str) -> None:
         for reduction, total in zip(group, totals, strict=True):

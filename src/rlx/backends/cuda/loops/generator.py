@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
-from rlx.backends.cuda.loops.emitter import BLOCK, WARP, Emitter, Variant
+from rlx.backends.cuda.loops.emitter import BLOCK, PART, WARP, Emitter, Variant
 from rlx.backends.cuda.loops.independence import WarpLoop, are_disjoint, warp_loops
 from rlx.backends.cuda.loops.ranges import Ranges
-from rlx.backends.cuda.loops.structure import SharedLoop, is_free, largest_pack, shared_loops
+from rlx.backends.cuda.loops.structure import SharedLoop, is_free, largest_pack, shared_loops, split_reductions
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import Arg, LoopKernel, Place, Ref
@@ -25,6 +25,7 @@ UNKNOWN_EXTENT = 256  # of loops whose length depends on data
 WAVES = 4  # blocks per slot of a processor, at most; threads then go on to further units
 THREADS_PER_PROCESSOR = 2048
 MOST_SPLITS = 65535  # blocks along y
+LONG_ROW = 4 * PART  # terms from which blocks split a reduction
 
 
 class LoopsGenerator:
@@ -54,6 +55,15 @@ def plan(kernel: LoopKernel, words: Mapping[str, int], target: CudaTarget) -> Ke
         variant = Variant(0, pack, narrow, distinct)
         blocks = -(-units // (BLOCK * pack))
         return KernelPlan((Pass(str(variant), (min(blocks, slots // BLOCK), 1, 1), BLOCK),))
+    reductions = split_reductions(kernel)
+    terms = sizes.extent(reductions[0].extent) if reductions else 0
+    if LONG_ROW <= terms <= MOST_SPLITS * PART:
+        parts = -(-terms // PART)
+        part = Variant(BLOCK, pack, narrow, distinct, piece="part")
+        join = replace(part, lanes=min(MOST_LANES, max(2 * WARP, _power(parts))), pack=1, piece="join")
+        blocks = min(units, slots // BLOCK)
+        passes = Pass(str(part), (blocks, parts, 1), BLOCK), Pass(str(join), (blocks, 1, 1), join.threads)
+        return KernelPlan(passes, 8 * units * parts * len(reductions))
     longest = max((sizes.threads(loop, 1 if free else PACKS_PER_THREAD, pack) for loop in loops), default=1)
     split = [distinct and are_disjoint(each.loop, sizes.ranges) for each in serial]
     rounds = [sizes.extent(each.loop.extent) for each, is_split in zip(serial, split, strict=True) if is_split]

@@ -175,6 +175,38 @@ def outer_reductions(*exprs: Expr) -> Iterator[Reduce]:
             waiting += children(expr)
 
 
+def reduction_group(stmts: Sequence[Stmt]) -> list[Let]:
+    """The leading lets that are independent reductions over one range, which share a loop."""
+    group: list[Let] = []
+    first: Reduce | None = None
+    for stmt in stmts:
+        if not isinstance(stmt, Let) or not isinstance(stmt.value, Reduce):
+            break
+        value, names = stmt.value, {let.name for let in group}
+        first = value if first is None else first
+        if (value.index, value.extent) != (first.index, first.extent):
+            break
+        if any(isinstance(e, Ref) and e.name in names for e in each(value)):
+            break
+        if (reduction_packing((value,)) is None) != (reduction_packing((first,)) is None):
+            break  # otherwise the order of a sum would depend on its neighbours
+        group.append(stmt)
+    return group
+
+
+def split_reductions(kernel: LoopKernel) -> list[Reduce]:
+    """The reductions of a kernel that blocks may split: a group, or one alone, and nothing else that threads share."""
+    body = kernel.root.body
+    if kernel.chunk or kernel.lets or any(isinstance(s, For | Var | Assign) for s in body):
+        return []
+    first = next((i for i, s in enumerate(body) if any(True for _ in outer_reductions(*values(s)))), len(body))
+    reductions = list(outer_reductions(*(value for s in body for value in values(s))))
+    group = [let.value for let in reduction_group(body[first:]) if isinstance(let.value, Reduce)]
+    if len(reductions) != max(len(group), 1) or not all(isinstance(r.extent, Arg) for r in reductions):
+        return []
+    return group or reductions
+
+
 # -- packs ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Packing:
