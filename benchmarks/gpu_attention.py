@@ -114,14 +114,15 @@ def plans(words: Mapping[str, int], device: Gpu) -> dict[str, KernelPlan]:
     target = device.target
     result = {"chosen": generator.AttentionGenerator().plan(KERNEL, words, target)}
     rows, units = words["q_len"] * KERNEL.group, words["batch"] * words["kv_heads"]
-    for warps in (4, 8):
+    for warps, queries in ((4, False), (4, True), (8, False), (8, True)):
         if rows >= warps * 16:
             blocks = units * -(-rows // (warps * 16))
-            shared = generator.rows_shared(KERNEL, warps, target)
-            result[f"rows_{warps * 16}"] = KernelPlan((Pass(f"rows_{warps * 16}", (blocks, 1, 1), warps * 32, shared),))
+            shared = generator.rows_shared(KERNEL, warps, target, queries=queries)
+            name = f"rows_{warps * 16}" + "_shared" * queries
+            result[name] = KernelPlan((Pass(name, (blocks, 1, 1), warps * 32, shared),))
     if rows <= 64:
         shared = generator.splits_shared(KERNEL, target)
-        for resident in (1, 2, 3, 4, 6):
+        for resident in (1, 2, 4):
             wider = replace(target, processors=target.processors * resident, shared_bytes=shared + (9 << 10))
             for name in ("splits", "splits_early"):
                 result[f"{name} x{resident}"] = generator.spread(KERNEL, name, words, wider, 1, shared)

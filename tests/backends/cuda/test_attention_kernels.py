@@ -221,7 +221,7 @@ def test_ragged_tokens_of_a_sequence_share_its_keys(gpu: EmulatedGpu) -> None:
     positions[[5, 30]] = -1
     case = Cached(kernel, positions[:, None], kv_heads=2, rows=rows)
     plan = GENERATOR.plan(kernel, case.words(), SMALL)
-    assert [one.variant for one in plan.passes] == ["rows_128", "rest_128"]
+    assert [one.variant for one in plan.passes] == ["rows_64", "rest_64"]
     tiled, alone = case.run("", 1, gpu), case.run("splits", 1, gpu)
     np.testing.assert_allclose(tiled, case.expected(), rtol=0, atol=TOLERANCE[BF16])
     assert tiled.tobytes() == alone.tobytes()
@@ -285,7 +285,7 @@ def test_few_rows_are_spread_over_the_gpu_and_many_are_tiled() -> None:
         (Pass("splits_early", (256, 1, 1), 128, 73984),)
     )
     assert [p.variant for p in writer.plan(kernel, sizes(1, 512, 4352), SM_90).passes] == ["rows_64"]
-    assert [p.variant for p in writer.plan(kernel, sizes(1, 4096, 4352), SM_90).passes] == ["rows_128"]
+    assert [p.variant for p in writer.plan(kernel, sizes(1, 4096, 4352), SM_90).passes] == ["rows_64"]
     assert writer.plan(kernel, sizes(0, 1, 64), SM_90) == KernelPlan(())
 
 

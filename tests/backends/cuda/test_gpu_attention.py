@@ -65,7 +65,8 @@ def numbers(seed: int, *shape: int, dtype: str) -> Array:
 @functools.cache
 def dense(heads: int, kv_heads: int, dim: int, value_dim: int, kind: str, dtype: str, mask: str, **how: Any) -> Any:
     graph = rlx.Graph("dense")
-    q = graph.input("q", ("batch", "seq", heads, dim), dtype)
+    queries = "keys" if mask == "segments" else "seq"  # segments are of one sequence
+    q = graph.input("q", ("batch", queries, heads, dim), dtype)
     k = graph.input("k", ("batch", "keys", kv_heads, dim), dtype)
     v = graph.input("v", ("batch", "keys", kv_heads, value_dim), dtype)
     shapes = {"custom": ("batch", "keys"), "bias": (1, heads, "seq", "keys"), "segments": ("batch", "keys")}

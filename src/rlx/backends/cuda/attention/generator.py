@@ -1,6 +1,7 @@
 """CUDA C of `AttentionKernel`: which kernels run a launch, with which grid, and their source.
 
-Tensor cores take keys and values of 16 bits: `rows_64` and `rows_128` have many rows per block and walk their keys;
+Tensor cores take keys and values of 16 bits: `rows_64` has many rows per block and walks their keys (`rows_128` and
+`rows_64_shared`, with queries in shared memory, are alternatives that plans do not take);
 `splits` has few rows and spreads the keys over blocks. Other types have `scalar`, which does both. All variants of a
 kernel give the same bits.
 """
@@ -47,13 +48,12 @@ class AttentionGenerator:
         if on_tensor_cores(kernel):
             if kernel.ragged and words["batch"] > FEW_TOKENS and 4 * TILE % kernel.group == 0:
                 return _ragged(kernel, words, target)
-            for warps in (8, 4):
-                blocks = units * -(-rows // (warps * TILE)) * slices(kernel)
-                shared = rows_shared(kernel, warps, target)
-                # Fewer large tiles than processors leave some idle; a few rows are faster with their keys spread.
-                enough = rows > warps * TILE // 2 and blocks >= target.processors * (warps // 4) // 2
-                if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
-                    return KernelPlan((Pass(f"rows_{warps * TILE}", (blocks, 1, 1), warps * 32, shared),))
+            blocks = units * -(-rows // (4 * TILE)) * slices(kernel)
+            shared = rows_shared(kernel, 4, target)
+            # Two blocks of 64 rows per processor are faster than one of 128. A few rows have their keys spread instead.
+            enough = rows > 2 * TILE and blocks >= target.processors // 2
+            if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
+                return KernelPlan((Pass("rows_64", (blocks, 1, 1), 128, shared),))
             early = "splits_early" if kernel.cached and target.capability >= 90 else "splits"
             return spread(kernel, early, words, target, 1, splits_shared(kernel, target))
         return spread(kernel, "scalar", words, target, slices(kernel), scalar_shared(kernel))
@@ -87,9 +87,10 @@ class AttentionGenerator:
                 tensor_code.SPLITS,
             ]
         else:
-            warps = int(variant.removeprefix("rows_")) // TILE
+            warps, shared = _tile(variant)
             more = {"SLICE": slice_width(kernel), "SLICES": slices(kernel), "WARPS": warps}
-            more["STAGES"] = stages(kernel, warps, target)
+            more["QUERIES_IN_REGISTERS"] = kernel.head_dim <= 128 and not shared
+            more["STAGES"] = stages(kernel, warps, target, queries=shared)
             parts = [*common, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES, tensor_code.ROW_TILES]
         text = "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
         return text.replace("ENTRY(", f"{name}(")
@@ -138,32 +139,37 @@ def _stage_bytes(kernel: AttentionKernel) -> int:
     return BLOCK * (_row_bytes(kernel.head_dim) + _row_bytes(slice_width(kernel)))
 
 
-def _query_bytes(kernel: AttentionKernel, warps: int) -> int:
-    """Bytes of queries that do not fit into registers."""
-    return warps * TILE * _row_bytes(kernel.head_dim) if kernel.head_dim > 128 else 0
+def _tile(variant: str) -> tuple[int, bool]:
+    """Warps of a variant `rows_64` or `rows_64_shared`, and whether its queries are in shared memory."""
+    _, rows, *shared = variant.split("_")
+    return int(rows) // TILE, bool(shared)
 
 
-def stages(kernel: AttentionKernel, warps: int, target: CudaTarget) -> int:
+def _query_bytes(kernel: AttentionKernel, warps: int, queries: bool) -> int:
+    """Bytes of queries that are in shared memory: if asked for, or if they do not fit into registers."""
+    return warps * TILE * _row_bytes(kernel.head_dim) if kernel.head_dim > 128 or queries else 0
+
+
+def stages(kernel: AttentionKernel, warps: int, target: CudaTarget, *, queries: bool = False) -> int:
     """Blocks of keys and values in memory: the current one, and the next if there is space."""
-    total = _query_bytes(kernel, warps) + 2 * _stage_bytes(kernel) + STATIC_SHARED["rows"]
+    total = _query_bytes(kernel, warps, queries) + 2 * _stage_bytes(kernel) + STATIC_SHARED["rows"]
     return 2 if total <= target.shared_bytes else 1
 
 
-def rows_shared(kernel: AttentionKernel, warps: int, target: CudaTarget) -> int:
-    return _query_bytes(kernel, warps) + stages(kernel, warps, target) * _stage_bytes(kernel)
+def rows_shared(kernel: AttentionKernel, warps: int, target: CudaTarget, *, queries: bool = False) -> int:
+    stage_bytes = stages(kernel, warps, target, queries=queries) * _stage_bytes(kernel)
+    return _query_bytes(kernel, warps, queries) + stage_bytes
 
 
 # -- ragged tokens ----------------------------------------------------------------------------------------------------
 def _ragged(kernel: AttentionKernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
     """Tiles for sequences with several tokens, then the other tokens one by one: which they are is data."""
     tokens, heads = words["batch"], words["kv_heads"]
-    tiles = {warps: heads * -(-tokens * kernel.group // (warps * TILE)) * slices(kernel) for warps in (8, 4)}
-    fits = rows_shared(kernel, 8, target) + STATIC_SHARED["rows"] <= target.shared_bytes
-    warps = 8 if fits and tiles[8] >= target.processors else 4
+    tiles = heads * -(-tokens * kernel.group // (4 * TILE)) * slices(kernel)
     shared = splits_shared(kernel, target)
     blocks = min(tokens * heads, target.processors * _resident("splits", shared, target))
-    rows = Pass(f"rows_{warps * TILE}", (tiles[warps], 1, 1), warps * 32, rows_shared(kernel, warps, target))
-    return KernelPlan((rows, Pass(f"rest_{warps * TILE}", (blocks, 1, 1), 128, shared)))
+    rows = Pass("rows_64", (tiles, 1, 1), 128, rows_shared(kernel, 4, target))
+    return KernelPlan((rows, Pass("rest_64", (blocks, 1, 1), 128, shared)))
 
 
 def _resident(variant: str, shared: int, target: CudaTarget) -> int:

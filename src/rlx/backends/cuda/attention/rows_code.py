@@ -176,6 +176,14 @@ template <typename W> INLINE void fetch_early(const W& w, i32 batch, i32 head, i
   }
 }
 
+// Asks for the pages of a split while positions are on their way.
+template <typename W> INLINE void fetch_pages(const W& w, i32 batch, i32 split) {
+  if constexpr (!RING && !RAGGED) {
+    const i64 block = (i64)split * SPLIT / PAGE;
+    if (block * PAGE < w.capacity) fetch_near(w.table + batch * w.table_row + block);
+  }
+}
+
 // The page of a position; -1 if it does not exist.
 INLINE i32 page_of(const Words& w, i32 row, i32 position) {
   const i64 place = RING ? position % w.capacity : position;
@@ -211,6 +219,7 @@ INLINE i64 most_splits(const Words& w) { return (w.capacity + SPLIT - 1) / SPLIT
 DENSE_ROWS = r"""
 INLINE i32 newest_position(const Words&, i32) { return -1; }
 template <typename W> INLINE void fetch_early(const W&, i32, i32, i32, i32) {}
+template <typename W> INLINE void fetch_pages(const W&, i32, i32) {}
 template <typename W> INLINE i32 table_row(const W&, i32 batch) { return batch; }
 template <typename W> INLINE bool is_shared(const W&, i32, i32, i32) { return false; }
 template <typename W> INLINE bool is_repeated(const W&, i32, i32) { return false; }
@@ -315,15 +324,11 @@ INLINE State load_state(const State* at) {
 // Whether this is the last of `blocks` blocks to leave its splits; all threads of the block call it.
 INLINE bool arrives_last(u32* arrived, u32 blocks) {
   __shared__ u32 before;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) before = atomicAdd(arrived, 1u);
+  if (threadIdx.x == 0) before = arrive(arrived);
   __syncthreads();
   const bool last = before == blocks - 1;
-  if (last) {
-    __threadfence();
-    if (threadIdx.x == 0) *arrived = 0;  // for the next launch
-  }
+  if (last && threadIdx.x == 0) *arrived = 0;  // for the next launch
   return last;
 }
 

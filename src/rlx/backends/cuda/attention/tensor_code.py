@@ -227,6 +227,7 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
     wait_for_inputs();
   }
 
+  fetch_pages(w, batch, worker);
   const i32 newest = newest_position(w, batch);
   if (threadIdx.x < 16)
     ranges[threadIdx.x] = lane < rows ? range_of(w, batch, (first_row + lane) / GROUP, newest) : NOTHING;
@@ -428,7 +429,6 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
 ROW_TILES = r"""
 constexpr int THREADS = WARPS * 32, TILE_ROWS = WARPS * 16, COLUMN_TILES = SLICE / 8;
 constexpr int KEY_BYTES = BLOCK * HEAD_PITCH, STAGE_BYTES = KEY_BYTES + BLOCK * VALUE_PITCH;
-constexpr bool QUERIES_IN_REGISTERS = HEAD_STEPS <= 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constant__ Words w) {
   extern __shared__ __align__(128) u8 shared[];
