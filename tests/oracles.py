@@ -7,6 +7,7 @@ as names, and gives one array or a tuple. Nothing here calls rlx: a test that us
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -870,6 +871,7 @@ ORACLES |= {
 def _for_each_matrix(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of one matrix, for batches of them."""
 
+    @functools.wraps(function)
     def batched(*operands: Array, **attrs: Any) -> Any:
         lead = operands[0].shape[:-2]
         results = [function(*(x[at] for x in operands), **attrs) for at in np.ndindex(*lead)]

@@ -174,12 +174,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "rlx.trace(f)(*args)",
     ),
     "np.linalg": (
-        lambda: rlx.jit(np.linalg.inv)(X),
+        lambda: rlx.jit(np.linalg.eigvals)(X),
         GraphError,
-        "numpy.linalg.inv: is not supported",
-        "use supported functions",
+        "numpy.linalg.eigvals: is not supported",
+        "eigh",
     ),
-    "np.add.reduce": (lambda: rlx.jit(np.add.reduce)(X), GraphError, "numpy.add.reduce: is not supported", "np.sum"),
+    "np.add.at": (
+        lambda: rlx.jit(lambda x: np.add.at(x, 0, 1.0))(X),
+        GraphError,
+        "numpy.add.at: is not supported",
+        "x.at",
+    ),
     "out=": (lambda: rlx.jit(lambda x: np.add(x, x, where=X > 0))(X), GraphError, "numpy.add with where=", "assign"),
     "np.array of a list": (
         lambda: rlx.jit(lambda x: np.array([x, x]))(X),

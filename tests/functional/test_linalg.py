@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 import scipy.linalg
 from numpy_checks import check, close
+from targets import AVX512
 
 import rlx
 from rlx.errors import GraphError, ShapeError
+from rlx.lir.program import Program
+from rlx.lir.schedule import schedule
+from rlx.mir.pipeline import optimise
 
 la = rlx.numpy.linalg
 Array = np.ndarray[Any, Any]
@@ -215,6 +219,17 @@ def test_sizes_known_only_at_run_time() -> None:
         close(solution, scipy.linalg.solve_triangular(factor, rhs, lower=True), "solve", 1e-8, 1e-10)
         close(lu, scipy.linalg.lu_factor(definite)[0], "lu", 1e-7, 1e-9)
         close(values, np.linalg.eigvalsh(definite), "eigh", 1e-8)
+
+
+def test_programs_of_factors_print_and_parse() -> None:
+    """Their kernels have sums whose lengths are computed by the kernel."""
+    graph = rlx.Graph("factors")
+    x = graph.input("x", (70, 70))
+    graph.set_outputs([x.cholesky(), *x.lu(), *x.qr(), *x.eigh(), *x.svd()])
+    program = schedule(optimise(graph, AVX512).main, AVX512)
+    text = program.text(full=True)
+    assert Program.parse(text).text(full=True) == text
+    assert "sum(i in rest" in text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import weak
+from rlx.errors import GraphError
 from rlx.functional.creation import ones_like
 from rlx.functional.operands import as_value, asarray, floats, is_float, operand, traced
 from rlx.functional.tracers import type_of
@@ -110,8 +111,11 @@ def power(a: Any, b: Any) -> Any:
     return apply("pow", floats(asarray(a)) if weak(a) is None else float(a), operand(b))
 
 
-def where(condition: Any, a: Any, b: Any) -> Any:
+def where(condition: Any, a: Any = None, b: Any = None) -> Any:
     """`a` where the condition holds, else `b`."""
+    if a is None or b is None:
+        hint = "rlx.numpy.nonzero(condition, size=...) gives indices, up to a static number of them"
+        raise GraphError("where: takes a condition and two choices", hint=hint)
     return apply("where", asarray(condition), operand(a), operand(b))
 
 

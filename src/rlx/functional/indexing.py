@@ -14,7 +14,7 @@ from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional.creation import iota, zeros
 from rlx.functional.elementwise import equal, less, logical_or, maximum, minimum, negative, not_equal, where
 from rlx.functional.operands import as_value, asarray, astype, traced
-from rlx.functional.shapes import broadcast_to, expand_dims, moveaxis, ravel, reshape, roll, transpose
+from rlx.functional.shapes import broadcast_to, expand_dims, flip, moveaxis, ravel, reshape, roll, transpose
 from rlx.functional.tracers import Traced, current, traces, type_of
 from rlx.functional.tracing import apply, eager
 from rlx.transforms import build
@@ -88,9 +88,10 @@ def _sort_with_indices(x: Any, axis: int) -> tuple[Any, Any]:
         raise ShapeError(f"sort: axis {axis} of {type_of(x)} has no static size")
     if size == 0:
         return asarray(x), astype(x, "i32")
-    rows = negative(moveaxis(x, at, -1))
-    values, order = apply("topk", rows, k=size)
-    return moveaxis(negative(values), -1, at), moveaxis(order, -1, at)
+    # The largest first, from the end, and all of that reversed: the first of equals comes first, NaN last.
+    values, order = apply("topk", flip(moveaxis(x, at, -1), -1), k=size)
+    values, order = flip(values, -1), (size - 1) - flip(order, -1)
+    return moveaxis(values, -1, at), moveaxis(order, -1, at)
 
 
 def topk(x: Any, k: int) -> Any:

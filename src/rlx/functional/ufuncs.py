@@ -158,7 +158,8 @@ def hypot(a: Any, b: Any) -> Any:
     long, short = maximum(a, b), minimum(a, b)
     regular = logical_and(long > 0, long < math.inf)
     ratio = short / where(regular, long, 1.0)
-    return where(regular, long * sqrt(1 + ratio * ratio), long)
+    length = where(regular, long * sqrt(1 + ratio * ratio), long)
+    return where(logical_or(isinf(a), isinf(b)), math.inf, length)  # even if the other one is NaN
 
 
 def deg2rad(x: Any) -> Any:

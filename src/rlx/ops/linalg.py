@@ -15,7 +15,7 @@ from rlx.dtypes import I32
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.graph import Value
-from rlx.ir.independence import batched_matrices
+from rlx.ir.independence import batched_matrices, never
 from rlx.ir.registry import COMPOSED, FUSED, Spec, f32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
@@ -208,7 +208,7 @@ def _orthogonalise(w: Any, v: Any) -> Any:
     return np.swapaxes(u * values[..., None, :], -1, -2), vt @ v, values
 
 
-@op("orthogonalise", reference=_in_wide_type(_orthogonalise), independent=batched_matrices, traits=[FUSED])
+@op("orthogonalise", reference=_in_wide_type(_orthogonalise), independent=never, traits=[FUSED])
 def orthogonalise(w: TensorType, v: TensorType) -> tuple[TensorType, TensorType, TensorType]:
     """Rotates the rows of `w`, and those of `v` alike, until those of `w` are orthogonal; and their norms.
 

@@ -1,6 +1,6 @@
-"""Factorisations by blocks: kernels for panels (`matrix_panels`), matrix products for everything else, in place.
+"""Factorisations by blocks: kernels for strips (`matrix_panels`), matrix products for everything else, in place.
 
-Blocks need static sizes. A matrix whose size is known only at run time is one panel.
+Blocks need static sizes. A matrix whose size is known only at run time is one strip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlx.lir.views import View
 from rlx.types import Size, TensorType
 
 BLOCK = 64  # rows and columns of a diagonal block
-PANEL = 16  # columns of an LU panel of a larger matrix
+PANEL = 16  # columns of an LU strip of a larger matrix
 REFLECTORS = 32  # columns of a QR panel
 
 
@@ -204,8 +204,8 @@ def _factor(s: Scheduler, a: View, pivots: View, first: int, last: int) -> None:
     assert isinstance(size, int)
     below = (first, size)
     if last - first <= PANEL:
-        panel = part(a, below, (first, last))
-        factor_panel(s, panel, _slice(pivots, first, last), scratch(s, a, last - first, size - first), first)
+        strip = part(a, below, (first, last))
+        factor_panel(s, strip, _slice(pivots, first, last), scratch(s, a, last - first, size - first), first)
         return
     middle = first + (last - first + 1) // 2 // PANEL * PANEL
     middle = middle if middle > first else first + PANEL
@@ -241,16 +241,16 @@ def _(s: Scheduler, operands: Sequence[View], results: Sequence[View], attrs: Ma
         small_matrices.qr(s, x, q, r)
         return
     work = s.copied(x)
-    panels: list[tuple[int, View, View]] = []
+    strips: list[tuple[int, View, View]] = []
     for first in range(0, min(rows, columns), REFLECTORS):
         last = min(first + REFLECTORS, rows, columns)
         vectors, factor = scratch(s, x, last - first, rows - first), scratch(s, x, last - first, last - first)
         reflect_panel(s, part(work, (first, rows), (first, last)), vectors, factor)
         if last < columns:
             _reflect(s, part(work, (first, rows), (last, columns)), vectors, transposed(factor))
-        panels.append((first, vectors, factor))
+        strips.append((first, vectors, factor))
     fill(s, q, "identity")
-    for first, vectors, factor in reversed(panels):
+    for first, vectors, factor in reversed(strips):
         _reflect(s, part(q, (first, rows), (first, q.shape[-1])), vectors, factor)
     fill(s, r, "upper", source=part(work, (0, r.shape[-2]), (0, columns)))
 

@@ -56,7 +56,7 @@ def each(index: str, extent: Size | Arg | Ref, *body: Stmt, vector: bool = False
     return For(index, extent, body, vector)
 
 
-def lanes(index: str, extent: Arg | Ref, *body: Stmt) -> For:
+def vector_loop(index: str, extent: Arg | Ref, *body: Stmt) -> For:
     return For(index, extent, body, True)
 
 
@@ -105,17 +105,17 @@ def factor_definite(s: Scheduler, block: View, lower: View, upper: View, inverse
         each(
             "j", n,
             *chains(j), Let("rest", n - j),
-            lanes("c", REST, *stmts, t.put(u, total, j, j + c)),
+            vector_loop("c", REST, *stmts, t.put(u, total, j, j + c)),
             Let("scale", 1.0 / t.get(u, j, j).sqrt()),
-            lanes("c", REST, t.put(u, t.get(u, j, j + c) * scale, j, j + c)),
+            vector_loop("c", REST, t.put(u, t.get(u, j, j + c) * scale, j, j + c)),
         ),
-        each("i", n, lanes("c", n, t.put(out, (c <= i).choose(t.get(u, c, i), 0.0), i, c))),
+        each("i", n, vector_loop("c", n, t.put(out, (c <= i).choose(t.get(u, c, i), 0.0), i, c))),
     ]  # fmt: skip
     if inverse is not None:
         y = t.write(inverse)
         one = c.eq(i).select(Const(1.0, kind), 0.0)
         stmts, total = less_products(kind, one, lambda k: (t.get(u, k, i), t.get(y, k, c)))
-        row = lanes("c", n, *stmts, t.put(y, total * scale, i, c))
+        row = vector_loop("c", n, *stmts, t.put(y, total * scale, i, c))
         body.append(each("i", n, *chains(i), Let("scale", 1.0 / t.get(u, i, i)), row))
     t.run(*body, flops=product(block.shape) * size)
 
@@ -145,7 +145,7 @@ def solve_triangle(s: Scheduler, a: View, x: View, *, lower: bool, unit_diagonal
             "i", n,
             Let("row", i if lower else n - 1 - i), *chains(i),
             *([] if unit_diagonal else [Let("pivot", t.get(matrix, row, row))]),
-            lanes("c", Ref("width", I64), *stmts, t.put(out, result, row, first + c)),
+            vector_loop("c", Ref("width", I64), *stmts, t.put(out, result, row, first + c)),
         ),
         chunks=(columns + (COLUMNS - 1)) // COLUMNS, flops=product(x.shape) * size,
     )  # fmt: skip
@@ -167,12 +167,12 @@ def _solve_vector(s: Scheduler, a: View, x: View, *, lower: bool, unit_diagonal:
 
 
 # -- lu ---------------------------------------------------------------------------------------------------------------
-def factor_panel(s: Scheduler, panel: View, pivots: View, columns: View, first: Size) -> None:
-    """LU with row exchanges of a tall panel, in place. `columns` is scratch, `first` the number of its first row."""
-    *lead, height, width = panel.shape
+def factor_panel(s: Scheduler, strip: View, pivots: View, columns: View, first: Size) -> None:
+    """LU with row exchanges of a tall strip, in place. `columns` is scratch, `first` the number of its first row."""
+    *lead, height, width = strip.shape
     t = Panel(s, "lu_panel", lead)
-    a, p, y = t.write(panel), t.write(columns), t.write(pivots)
-    m, n, kind = t.size("m", height), t.size("n", width), panel.dtype
+    a, p, y = t.write(strip), t.write(columns), t.write(pivots)
+    m, n, kind = t.size("m", height), t.size("n", width), strip.dtype
     largest, at, scale = Ref("largest", kind), Ref("at", I64), Ref("scale", kind)
     magnitude = abs(t.get(p, j, j + i))
     candidate = (magnitude >= largest).select(i, m)
@@ -190,12 +190,12 @@ def factor_panel(s: Scheduler, panel: View, pivots: View, columns: View, first: 
         Let("pivot", t.get(p, j, j)),
         Let("scale", Ref("pivot", kind).eq(0.0).select(Const(0.0, kind), 1.0 / Ref("pivot", kind))),
         Let("rest", m - 1 - j),
-        lanes("i", REST, t.put(p, t.get(p, j, j + 1 + i) * scale, j, j + 1 + i)),
+        vector_loop("i", REST, t.put(p, t.get(p, j, j + 1 + i) * scale, j, j + 1 + i)),
         Let("later", n - 1 - j),
         each(
             "c", Ref("later", I64),
             Let("factor", -t.get(p, j + 1 + c, j)),
-            lanes(
+            vector_loop(
                 "i", REST,
                 t.put(p, fma(Ref("factor", kind), t.get(p, j, j + 1 + i), t.get(p, j + 1 + c, j + 1 + i)),
                       j + 1 + c, j + 1 + i),
@@ -203,10 +203,10 @@ def factor_panel(s: Scheduler, panel: View, pivots: View, columns: View, first: 
         ),
     ]  # fmt: skip
     t.run(
-        each("i", m, lanes("c", n, t.put(p, t.get(a, i, c), c, i))),
+        each("i", m, vector_loop("c", n, t.put(p, t.get(a, i, c), c, i))),
         each("j", n, *steps),
-        each("i", m, lanes("c", n, t.put(a, t.get(p, c, i), i, c))),
-        flops=product(panel.shape) * width,
+        each("i", m, vector_loop("c", n, t.put(a, t.get(p, c, i), i, c))),
+        flops=product(strip.shape) * width,
     )
 
 
@@ -223,7 +223,7 @@ def swap_rows(s: Scheduler, x: View, pivots: View, first: Size) -> None:
         each(
             "k", t.size("n", pivots.shape[-1]),
             Let("at", t.get(source, k).cast(I64)),
-            lanes(
+            vector_loop(
                 "c", Ref("width", I64),
                 Let("one", t.get(a, upper, start + c)), Let("other", t.get(a, at, start + c)),
                 t.put(a, Ref("other", kind), upper, start + c), t.put(a, Ref("one", kind), at, start + c),
@@ -240,7 +240,7 @@ def order_rows(s: Scheduler, pivots: View, order: View) -> None:
     source, out = t.read(pivots), t.write(order)
     n = t.size("n", size)
     t.run(
-        lanes("c", n, t.put(out, c.cast(I32), c)),
+        vector_loop("c", n, t.put(out, c.cast(I32), c)),
         each(
             "k", n,
             Let("at", t.get(source, k).cast(I64)),
@@ -263,15 +263,15 @@ def reflector(kind: DType, alpha: Expr) -> list[Stmt]:
     ]  # fmt: skip
 
 
-def reflect_panel(s: Scheduler, panel: View, vectors: View, factor: View) -> None:
-    """Householder QR of a tall panel: its upper triangle becomes R.
+def reflect_panel(s: Scheduler, strip: View, vectors: View, factor: View) -> None:
+    """Householder QR of a tall strip: its upper triangle becomes R.
 
     `vectors` gets the reflectors as rows V, and `factor` the upper triangular T with Q = i - Vᵀ T V.
     """
-    *lead, height, width = panel.shape
+    *lead, height, width = strip.shape
     t = Panel(s, "qr_panel", lead)
-    a, v, f = t.write(panel), t.write(vectors), t.write(factor)
-    m, n, kind = t.size("m", height), t.size("n", width), panel.dtype
+    a, v, f = t.write(strip), t.write(vectors), t.write(factor)
+    m, n, kind = t.size("m", height), t.size("n", width), strip.dtype
     zero = Const(0.0, kind)
     beta, tau, scale = (Ref(name, kind) for name in ("beta", "tau", "scale"))
     at = Ref("at", I64)
@@ -283,16 +283,16 @@ def reflect_panel(s: Scheduler, panel: View, vectors: View, factor: View) -> Non
         Let("at", j), Let("rest", m - 1 - j), Let("span", m - j), Let("later", n - 1 - j),
         Let("squares", Reduce("sum", "i", REST, t.get(v, j, j + 1 + i) * t.get(v, j, j + 1 + i))),
         *reflector(kind, t.get(v, j, j)),
-        lanes("i", REST, t.put(v, t.get(v, j, j + 1 + i) * scale, j, j + 1 + i)),
-        lanes("i", at, t.put(a, t.get(v, j, i), i, j)),
+        vector_loop("i", REST, t.put(v, t.get(v, j, j + 1 + i) * scale, j, j + 1 + i)),
+        vector_loop("i", at, t.put(a, t.get(v, j, i), i, j)),
         t.put(a, beta, j, j),
-        lanes("i", at, t.put(v, zero, j, i)),
+        vector_loop("i", at, t.put(v, zero, j, i)),
         t.put(v, Const(1.0, kind), j, j),
         each(
             "c", Ref("later", I64),
             Let("row", j + 1 + c),
             Let("part", -(tau * dot(Ref("row", I64)))),
-            lanes(
+            vector_loop(
                 "i", Ref("span", I64),
                 t.put(v, fma(Ref("part", kind), t.get(v, j, j + i), t.get(v, Ref("row", I64), j + i)),
                       Ref("row", I64), j + i),
@@ -307,8 +307,8 @@ def reflect_panel(s: Scheduler, panel: View, vectors: View, factor: View) -> Non
         t.put(f, tau, j, j),
     ]  # fmt: skip
     t.run(
-        each("i", m, lanes("c", n, t.put(v, t.get(a, i, c), c, i))),
-        each("i", n, lanes("c", n, t.put(f, zero, i, c))),
+        each("i", m, vector_loop("c", n, t.put(v, t.get(a, i, c), c, i))),
+        each("i", n, vector_loop("c", n, t.put(f, zero, i, c))),
         each("j", n, *steps),
-        flops=product(panel.shape) * (2 * width),
+        flops=product(strip.shape) * (2 * width),
     )

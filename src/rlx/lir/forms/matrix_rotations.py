@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.dtypes import F64, I64, DType
-from rlx.lir.forms.matrix_panels import Panel, each, lanes, reflector
+from rlx.lir.forms.matrix_panels import Panel, each, reflector, vector_loop
 from rlx.lir.loops import Arg, Assign, Const, Expr, Index, Let, Reduce, Ref, Stmt, Var, fma
 from rlx.lir.schedule import Scheduler
 from rlx.lir.views import View
@@ -50,7 +50,7 @@ def diagonalise(s: Scheduler, x: View, values: View, vectors: View) -> None:
         each("k", Ref("last", I64), *_tridiagonal_step(t, a, d, e, taus, p, n, kind)),
         t.put(d, t.get(a, n - 1, n - 1), n - 1),
         t.put(e, Const(0.0, kind), n - 1),
-        each("i", n, lanes("c", n, t.put(z, c.eq(i).select(Const(1.0, kind), 0.0), i, c))),
+        each("i", n, vector_loop("c", n, t.put(z, c.eq(i).select(Const(1.0, kind), 0.0), i, c))),
         each("k", Ref("last", I64), *_accumulated(t, a, z, taus, n, kind)),
         each("l", n, each("trial", QL_STEPS, *_ql_step(t, d, e, z, n, kind))),
         each(
@@ -59,7 +59,7 @@ def diagonalise(s: Scheduler, x: View, values: View, vectors: View) -> None:
             Let("total", Reduce("sum", "c", n, t.get(z, i, c))),
             Let("sign", (Ref("total", kind) < 0.0).select(Const(-1.0, kind), 1.0)),
             t.put(out_values, t.get(d, i) * unscale, result),
-            lanes("c", n, t.put(out_vectors, t.get(z, i, c) * Ref("sign", kind), c, result)),
+            vector_loop("c", n, t.put(out_vectors, t.get(z, i, c) * Ref("sign", kind), c, result)),
         ),
         flops=product(x.shape) * size * 9,
     )  # fmt: skip
@@ -73,13 +73,13 @@ def _scaled(t: Panel, source: int, a: int, n: Arg, kind: DType) -> list[Stmt]:
         Var("top", Const(0.0, kind)),
         each(
             "i", n,
-            lanes("c", n, t.put(a, (c <= i).choose(t.get(source, i, c), t.get(source, c, i)), i, c)),
+            vector_loop("c", n, t.put(a, (c <= i).choose(t.get(source, i, c), t.get(source, c, i)), i, c)),
             Let("of_row", Reduce("max", "c", n, abs(t.get(a, i, c)))),
             Assign("top", top.max(Ref("of_row", kind))),
         ),
         Let("unscale", usual.select(top, Const(1.0, kind))),
         Let("inverse", 1.0 / Ref("unscale", kind)),
-        each("i", n, lanes("c", n, t.put(a, t.get(a, i, c) * Ref("inverse", kind), i, c))),
+        each("i", n, vector_loop("c", n, t.put(a, t.get(a, i, c) * Ref("inverse", kind), i, c))),
     ]  # fmt: skip
 
 
@@ -96,15 +96,15 @@ def _tridiagonal_step(t: Panel, a: int, d: int, e: int, taus: int, p: int, n: Ar
         Let("squares", Reduce("sum", "j", Ref("others", I64), t.get(a, k, k + 2 + j) * t.get(a, k, k + 2 + j))),
         *reflector(kind, t.get(a, k, first)),
         t.put(d, t.get(a, k, k), k), t.put(e, Ref("beta", kind), k), t.put(taus, tau, k),
-        lanes("j", Ref("others", I64), t.put(a, t.get(a, k, k + 2 + j) * scale, k, k + 2 + j)),
+        vector_loop("j", Ref("others", I64), t.put(a, t.get(a, k, k + 2 + j) * scale, k, k + 2 + j)),
         t.put(a, Const(1.0, kind), k, first),
         each("i", rest, Let("row", first + i), t.put(p, tau * Reduce("sum", "j", rest, product_), i)),
         Let("half", tau * 0.5 * Reduce("sum", "j", rest, t.get(p, j) * t.get(a, k, first + j))),
-        lanes("j", rest, t.put(p, fma(-half, t.get(a, k, first + j), t.get(p, j)), j)),
+        vector_loop("j", rest, t.put(p, fma(-half, t.get(a, k, first + j), t.get(p, j)), j)),
         each(
             "i", rest,
             Let("row", first + i), Let("v", t.get(a, k, first + i)), Let("w", t.get(p, i)),
-            lanes("j", rest, t.put(a, update, row, first + j)),
+            vector_loop("j", rest, t.put(a, update, row, first + j)),
         ),
     ]  # fmt: skip
 
@@ -113,13 +113,13 @@ def _accumulated(t: Panel, a: int, z: int, taus: int, n: Arg, kind: DType) -> li
     """Apply a reflector, from the last to the first, to the eigenvectors of the tridiagonal matrix."""
     own, rest, row = Ref("own", I64), Ref("rest", I64), Ref("row", I64)
     dot = Reduce("sum", "j", rest, t.get(a, own, own + 1 + j) * t.get(z, row, own + 1 + j))
+    update = fma(Ref("part", kind), t.get(a, own, own + 1 + j), t.get(z, row, own + 1 + j))
     return [
         Let("own", n - 2 - k), Let("rest", n - 1 - own), Let("tau", t.get(taus, own)),
         each(
             "i", rest,
             Let("row", own + 1 + i), Let("part", -(Ref("tau", kind) * dot)),
-            lanes("j", rest, t.put(z, fma(Ref("part", kind), t.get(a, own, own + 1 + j), t.get(z, row, own + 1 + j)),
-                                   row, own + 1 + j)),
+            vector_loop("j", rest, t.put(z, update, row, own + 1 + j)),
         ),
     ]  # fmt: skip
 
@@ -160,7 +160,7 @@ def _ql_step(t: Panel, d: int, e: int, z: int, n: Arg, kind: DType) -> list[Stmt
             Assign("sine", new_sine), Assign("cosine", new_cosine), Assign("shift", new_sine * root),
             t.put(d, gap + shift, row + 1),
             Assign("g", fma(new_cosine, root, -b)),
-            lanes(
+            vector_loop(
                 "c", n,
                 Let("upper", t.get(z, row + 1, c)), Let("lower", t.get(z, row, c)),
                 t.put(z, fma(new_sine, lower, new_cosine * upper), row + 1, c),
@@ -197,7 +197,7 @@ def orthogonalise(s: Scheduler, rows: View, companions: View, results: Sequence[
         return Reduce("sum", "i", m, t.get(w, a, i) * t.get(w, b, i))
 
     def rotated(param: int, extent: str) -> Stmt:
-        return lanes(
+        return vector_loop(
             "i", Ref(extent, I64),
             Let("one", t.get(param, first, i)), Let("other", t.get(param, second, i)),
             t.put(param, fma(cosine, one, -(sine * other)), first, i),
@@ -231,8 +231,8 @@ def orthogonalise(s: Scheduler, rows: View, companions: View, results: Sequence[
             "i", n,
             _rank(t, norms, n, -1),
             t.put(out_norms, t.get(norms, i), rank),
-            lanes("c", m, t.put(out_w, t.get(w, i, c), rank, c)),
-            lanes("c", length, t.put(out_v, t.get(v, i, c), rank, c)),
+            vector_loop("c", m, t.put(out_w, t.get(w, i, c), rank, c)),
+            vector_loop("c", length, t.put(out_v, t.get(v, i, c), rank, c)),
         ),
         flops=product(rows.shape) * size * 30,
     )  # fmt: skip

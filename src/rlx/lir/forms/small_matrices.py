@@ -15,7 +15,7 @@ from rlx.lir.schedule import Scheduler
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, product
 
-LARGEST = 32  # rows and columns
+LARGEST = 64  # rows and columns
 LARGEST_SYSTEM = 16  # of a triangular solve, which does less work per element
 FEWEST = 16  # matrices
 LANES = 16  # matrices per unit
