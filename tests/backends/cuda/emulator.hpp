@@ -20,7 +20,7 @@ struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
 struct Fault { i32 launch; i32 code; };
 
-#define RLX_HOST
+#define ON_HOST
 #define INLINE inline
 #define __device__
 #define __global__

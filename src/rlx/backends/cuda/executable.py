@@ -203,12 +203,12 @@ class _Prepared:
     def _allocate_scratch(self) -> list[Memory]:
         """Scratch memory: launches share it, except what must be zero before and after a launch."""
         shared = max((x.plan.scratch for x in self.launches if not x.plan.zeroed), default=0)
-        kept: dict[int, int] = {}
+        clean: dict[int, int] = {}
         for launch in self.launches:
             if launch.plan.zeroed:
-                kept[launch.plan.zeroed] = max(kept.get(launch.plan.zeroed, 0), launch.plan.scratch)
+                clean[launch.plan.zeroed] = max(clean.get(launch.plan.zeroed, 0), launch.plan.scratch)
         areas = {0: Memory(self.gpu, shared, "scratch")} if shared else {}
-        for zeroed, size in kept.items():
+        for zeroed, size in clean.items():
             areas[zeroed] = Memory(self.gpu, size, "scratch")
             self.gpu.clear(areas[zeroed].address, zeroed)
         for launch, words in zip(self.launches, self._words, strict=True):
@@ -342,14 +342,14 @@ class _Prepared:
 
     def _replay(self, inputs: Sequence[CudaArray]) -> list[CudaArray]:
         assert self._slots is not None and self._graph is not None
-        self._feed(inputs)
+        self._copy_inputs(inputs)
         self.gpu.replay(self._graph)
         outputs = self._new_outputs()
         for result, output in zip(self._results, outputs, strict=True):
             self.gpu.copy(output.start, result.start, result.nbytes)
         return outputs
 
-    def _feed(self, inputs: Sequence[CudaArray]) -> None:
+    def _copy_inputs(self, inputs: Sequence[CudaArray]) -> None:
         """Copies inputs to their places: what is on the host in one piece, what is on the device each by itself."""
         assert self._slots is not None
         staged: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""The generator of CUDA C for each kind of LIR kernel."""
+"""The generator of CUDA C for each kind of kernel."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import functools
 import importlib
 
 from rlx.backends.cuda.kernel_plan import AnyKernel, Generator
+from rlx.backends.cuda.prologues import PrologueKernel
+from rlx.backends.cuda.sequences import SequenceKernel
 from rlx.errors import LowerError
+from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, MatmulKernel
+from rlx.lir.loops import LoopKernel
 
-WHERE = {
-    "loops": "rlx.backends.cuda.loops.generator:LoopsGenerator",
-    "matmul": "rlx.backends.cuda.matmul.generator:MatmulGenerator",
-    "attention": "rlx.backends.cuda.attention.generator:AttentionGenerator",
-    "sequence": "rlx.backends.cuda.sequences:SequenceGenerator",
-    "prologue": "rlx.backends.cuda.prologues:PrologueGenerator",
-    "attention_grad": "rlx.backends.cuda.attention.gradient:AttentionGradGenerator",
+WHERE: dict[type, str] = {
+    LoopKernel: "loops.generator:LoopsGenerator",
+    MatmulKernel: "matmul.generator:MatmulGenerator",
+    AttentionKernel: "attention.generator:AttentionGenerator",
+    AttentionGradKernel: "attention.gradient:AttentionGradGenerator",
+    SequenceKernel: "sequences:SequenceGenerator",
+    PrologueKernel: "prologues:PrologueGenerator",
 }
 
 
 def generator(kernel: AnyKernel) -> Generator:
     """The generator for a kernel."""
-    return _generator(kernel.kind)
+    return _generator(type(kernel))
 
 
 @functools.cache
-def _generator(kind: str) -> Generator:
+def _generator(kind: type) -> Generator:
     if kind not in WHERE:
-        raise LowerError(f"cuda: kernels of kind {kind!r} have no generator", hint="see backends/cuda/generators.py")
+        raise LowerError(f"cuda: {kind.__name__} has no generator", hint="see backends/cuda/generators.py")
     module, _, name = WHERE[kind].partition(":")
-    generator: Generator = getattr(importlib.import_module(module), name)()
-    return generator
+    maker = getattr(importlib.import_module(f"rlx.backends.cuda.{module}"), name)
+    result: Generator = maker()
+    return result

@@ -7,7 +7,6 @@ has been enqueued. `Gpu.lock` keeps the enqueued work of a run together.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from rlx.backends.cuda.nvrtc import compile_source, version
 from rlx.backends.cuda.targets import CudaTarget, nearest_target
 from rlx.backends.cuda.wheels import require_wheels
 from rlx.errors import CapabilityError, KernelError, ResourceError
+from rlx.fork_safe_locks import Lock, cached_property
 
 Graph = Any  # an instantiated CUDA graph
 Function = Any  # a kernel of a loaded module
@@ -35,7 +35,7 @@ class Gpu:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.lock = threading.RLock()
+        self.lock = Lock(reentrant=True)
         self._cu = require_wheels().driver
         self._device = self._call(self._cu.cuDeviceGet, index)
         self._context = self._call(self._cu.cuDevicePrimaryCtxRetain, self._device)
@@ -52,7 +52,7 @@ class Gpu:
         kind = getattr(self._cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self._call(self._cu.cuDeviceGetAttribute, kind, self._device))
 
-    @functools.cached_property
+    @cached_property
     def target(self) -> CudaTarget:
         """What code for this GPU is generated for."""
         capability = 10 * self._attribute("COMPUTE_CAPABILITY_MAJOR") + self._attribute("COMPUTE_CAPABILITY_MINOR")
@@ -206,7 +206,7 @@ class Gpu:
         """
         self._separate = True
 
-    @functools.cached_property
+    @cached_property
     def _overlap(self) -> Any:
         """Programmatic dependent launch: the kernel may start before the one before it has ended."""
         attribute = self._cu.CUlaunchAttribute()

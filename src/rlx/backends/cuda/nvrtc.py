@@ -43,8 +43,8 @@ _ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)'(?P<body>.*?Used \
 
 def _resources(text: str) -> Resources:
     def number(pattern: str) -> int:
-        found = re.search(pattern, text)
-        return int(found[1]) if found else 0
+        match = re.search(pattern, text)
+        return int(match[1]) if match else 0
 
     return Resources(number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes smem"))
 

@@ -1,13 +1,13 @@
 """CUDA C of the scalar operations that generated loops call: integers that wrap, saturating casts, packs, reductions.
 
 Part of `PRELUDE`. Where PTX has an instruction that C++ lacks, a plain C++ version stands beside it, so that the same
-source also compiles on a host (`RLX_HOST`).
+source also compiles on a host (`ON_HOST`).
 """
 
 from __future__ import annotations
 
 SCALARS = r"""
-#ifndef RLX_HOST
+#ifndef ON_HOST
 #pragma nv_diag_suppress 177, 186  // generated code has unused names, and compares unsigned integers with 0
 #endif
 
@@ -45,7 +45,7 @@ template <typename T> INLINE T larger(T a, T b) { return a > b ? a : b; }
 template <typename T> INLINE T smaller(T a, T b) { return a < b ? a : b; }
 INLINE double larger(double a, double b) { return a != a ? a : a > b ? a : b; }
 INLINE double smaller(double a, double b) { return a != a ? a : a < b ? a : b; }
-#ifndef RLX_HOST
+#ifndef ON_HOST
 INLINE float larger(float a, float b) { float c; asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
 INLINE float smaller(float a, float b) { float c; asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
 INLINE i32 dot_bytes(i32 total, i32 x, i32 y) {
