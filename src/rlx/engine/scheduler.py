@@ -523,7 +523,8 @@ class Scheduler:
         for job in jobs:
             if job is not first and not job.alone and not first.alone:
                 widths = [self._slice_end(j, budget) - len(self._cache.tokens[j.row]) for j in (*group, job)]
-                if max(widths) * len(widths) <= min(budget, generation.WASTE * sum(widths)):
+                waste = 1.0 if self.pool.spec.states else generation.WASTE  # the delta rule's way depends on the width
+                if max(widths) * len(widths) <= min(budget, waste * sum(widths)):
                     group.append(job)
         self._prefill_rows(group, budget)
 
