@@ -228,10 +228,13 @@ class Scheduler:
         started = time.perf_counter()
         self._receive()
         self._end_stopped()
-        prefilling = any(job is not None and not job.decodes for job in self._rows)
-        if not (prefilling and self._stall == math.inf):
+        if self._stall < math.inf:
             self._decode()
-        self._admit()
+            self._admit()
+        else:  # only the total time matters: prompts first, so that more rows decode together
+            self._admit()
+            if all(job is None or job.decodes for job in self._rows):
+                self._decode()
         self._prefill()
         self._counters.step_seconds.observe(time.perf_counter() - started)
         return self.busy
