@@ -19,12 +19,12 @@ from rlx.lir.loops import SCALAR_OPS
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["arrays", "garbage", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
+    ["arrays", "garbage", "jax_names", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
     ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts"],
     ["profile", "target", "quant_schemes"], ["ir", "formats"],
     ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
-    ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
-    ["__main__"],
+    ["runtime"], ["functional"], ["numpy"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"],
+    ["cli"], ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 # Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules, a notebook shows a graph folded as `rlx inspect`
@@ -145,7 +145,7 @@ def test_a_backend_sees_no_other() -> None:
 
 # Names that only the CPU backend has a use for.
 OF_PROCESSORS = re.compile(r"avx\w*|vnni|panels?|lanes?|vector_bytes|tile_rows|tile_vectors|has_fma|has_dot|HEIGHTS")
-ELSEWHERE = [p for p in FILES if not p.is_relative_to(ROOT / "backends" / "cpu")]
+ELSEWHERE = [p for p in FILES if not any(p.is_relative_to(ROOT / "backends" / b) for b in ("cpu", "cuda"))]
 
 
 def names(path: Path) -> set[str]:

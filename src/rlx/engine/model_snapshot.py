@@ -184,7 +184,7 @@ def write(model: Model, snapshot: ModelSnapshot) -> bool:
         "key": snapshot.key,
         "facts": asdict(model.facts),
         "digest": model.digest,
-        "auto": auto_cache(checkpoint, model.profile),
+        "auto": auto_cache(checkpoint, model.profile, snapshot.session.target),
         "in_place": in_place,
         "sampled": [_sample_digest(weights), _sample_digest(tables)],
     }
@@ -347,6 +347,9 @@ class SnapshotCheckpoint:
         self.maps = maps  # more when the files are opened
         self._lock = Lock()
         self._opened: Checkpoint | None = None
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {str(self.path)!r}, loaded from a snapshot>"
 
     def open_files(self) -> Checkpoint:
         from rlx.engine.weights import weights_digest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,8 @@ def _has_value(x: Any) -> bool:
         return any([_has_value(v) for v in x.values()])
     if isinstance(x, Value) or hasattr(type(x), "__rlx_value__"):
         return True
-    return is_dataclass(x) and not isinstance(x, type) and any([_has_value(getattr(x, f.name)) for f in fields(x)])
+    parts = None if isinstance(x, (str, int, float)) else tree.node(x)
+    return parts is not None and any([_has_value(v) for v in parts.children])
 
 
 def _held(x: Any) -> Any:
