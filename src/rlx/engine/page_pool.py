@@ -167,7 +167,7 @@ class PagePool:
         while self.limit is not None and self.used_bytes + pages.page_bytes > self.limit:
             if not self.tree.evict():
                 raise PoolFull
-        if pages.next_page() >= self._capacity.get(window, 0):
+        while pages.next_page() >= self._capacity.get(window, 0):
             self._grow(window)
         return pages.take()
 
@@ -192,7 +192,8 @@ class PagePool:
         """Make room for more pages: for the limit at once, otherwise for one sequence and then twice as many."""
         size, numbers = self.pages[window].page_bytes, self.spec.kv_heads * self.spec.head_dim * self.spec.layout.page
         most = MAX_NUMBERS // max(numbers, 1) if self.limit is None else self.limit // max(size, 1)
-        old, used = self._capacity.get(window, 0), len(self.pages[window].users)
+        old = self._capacity.get(window, 0)
+        used = min(len(self.pages[window].users), old)
         count = most if self.limit is not None else min(max(2 * old, self._first(window)), most)
         if count <= old:
             raise PoolFull
