@@ -17,6 +17,7 @@
     ├── KernelError           machine code reported a fault, such as an index out of range
     ├── NonFiniteError        a run produced NaN or infinity under rlx.debug.nans (also a FloatingPointError)
     └── RequestError          an invalid request to a model: a setting, a prompt, a number out of range
+        ├── OverloadedError   the queue of a scheduler is full: try again later
         └── UsageError        an invalid command line (rlx.cli.console)
 
 A message says `where: what, with both values`. Outer layers add context with `add_note`. Messages and note lines are
@@ -109,6 +110,14 @@ class NonFiniteError(RlxError, FloatingPointError):
 
 class RequestError(RlxError):
     """An invalid request to a model: a setting, a prompt, a number out of range."""
+
+
+class OverloadedError(RequestError):
+    """The queue of a scheduler is full. `retry_after` is an estimate of the seconds until there is room."""
+
+    def __init__(self, message: str, *, retry_after: float, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after = retry_after
 
 
 def shortened(text: str, limit: int) -> str:

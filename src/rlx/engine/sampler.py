@@ -176,6 +176,7 @@ class Sampler:
         if settings.allowed is not None and not callable(settings.allowed):
             self._fixed_mask = _as_words(settings.allowed, vocab)
         self._picked: list[int] = []  # for a function that says which tokens may follow
+        self._drawn: tuple[float, Array | None] | None = None
         self.seed = _fresh_seed() if settings.seed is None else int(settings.seed)
         self._random = np.random.Generator(np.random.Philox(self.seed)) if settings.temperature else None
         repeats = settings.repetition_penalty != 1
@@ -194,8 +195,15 @@ class Sampler:
             return None if mask is None else _as_words(mask, self.vocab)
         return self._fixed_mask
 
+    def draw(self) -> tuple[float, Array | None]:
+        """The random number and the bitmask of the next token: the same ones until it is accepted."""
+        if self._drawn is None:
+            self._drawn = self.uniform(), self.allowed()
+        return self._drawn
+
     def accept(self, token: int) -> None:
         """Add a picked token to the history."""
+        self._drawn = None
         if self._keeps_history:
             self.history.append(token)
         if callable(self.settings.allowed):
@@ -237,9 +245,8 @@ class BatchSampling:
         uniform, allowed, history = (self._arrays[operand_input(name)] for name in ("uniform", "allowed", "history"))
         for row, sampler in enumerate(rows):
             if sampler is not None:
-                uniform[row] = sampler.uniform()
+                uniform[row], mask = sampler.draw()
                 if sampler.settings.allowed is not None:
-                    mask = sampler.allowed()
                     allowed[row] = ALL_BITS if mask is None else mask
                 tokens, written = sampler.history, self._written[row]
                 if written < len(tokens):
