@@ -14,7 +14,6 @@ import numpy as np
 from chart import chart
 
 import rlx
-from rlx.flow.stages import Custom, Sequence
 
 LOVE, HATE = "I love this. It makes me so happy. It is wonderful", "I hate this. It makes me so angry. It is terrible"
 
@@ -32,15 +31,6 @@ def log_odds(model, prompt, words, path, added):
     first, second = (model.tokenizer.encode(word, add_special=False)[0] for word in words)
     likeliest = [model.tokenizer.decode([int(token)]) for token in np.argsort(-logits)[:5]]
     return float(logits[first] - logits[second]), likeliest
-
-
-def steered(name, path, added):
-    """The model with the addition compiled into it, so that it generates at full speed."""
-
-    def add(stage):
-        return Sequence([stage, Custom(lambda emit, value: value + emit.synth_param("direction", added))])
-
-    return rlx.load(name, precision="f32", patch=lambda flow: flow.edit(path, add))
 
 
 def main(argv=None):
@@ -65,9 +55,8 @@ def main(argv=None):
         print(f"{strength:+8.1f}  {ratio:+8.1f}  {', '.join(map(repr, likeliest))}")
         odds.append((strength, ratio))
     for strength in (min(args.strengths), max(args.strengths)):
-        text = steered(args.model, path, np.float32(strength) * direction).generate(
-            args.prompt, max_tokens=args.tokens, temperature=0
-        )
+        added = np.float32(strength) * direction
+        text = model.generate(args.prompt, max_tokens=args.tokens, edit={path: lambda residual, v=added: residual + v})
         print(f"{strength:+.1f}: {args.prompt}{text}")
     if args.plot:
         chart(args.plot, "Log-odds by strength", {" over".join(args.words): odds})

@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stand_ins
 from targets import AVX2, supported
 
+import rlx
 from rlx import errors
 from rlx.cli import stages
 from rlx.cli.main import COMMANDS
@@ -88,6 +90,41 @@ def test_the_function_of_the_readme_prints_what_it_shows(update: bool) -> None:
     if update:
         path.write_text(text.replace(match[0], result))
     assert match["output"] and (result == match[0] or update)
+
+
+# -- pages on models -------------------------------------------------------------------------------------------------
+MODEL_PAGES = ["using-models.md", "research.md"]
+
+
+@pytest.fixture(scope="module")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small models in place of those that pages load by name."""
+    chat, encoder = tmp_path_factory.mktemp("chat"), tmp_path_factory.mktemp("encoder")
+    return {"smollm2-135m": stand_ins.write_chat(chat), "minilm-l6": stand_ins.write_encoder(encoder)}
+
+
+@pytest.mark.parametrize("page", MODEL_PAGES)
+def test_a_page_on_models_runs_on_small_ones(
+    page: str, model_folders: dict[str, Path], update: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    load = rlx.load
+    monkeypatch.setattr(rlx, "load", lambda name, **settings: load(model_folders[name], **settings))
+    path = DOCS / page
+    result = executed(path.read_text(), page)
+    if update:
+        path.write_text(result)
+    assert result == path.read_text()
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("page", MODEL_PAGES)
+def test_a_page_on_models_runs_on_the_ones_that_it_names(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / page).read_text()
+    assert executed(text, page) == text
 
 
 # -- pages that are generated -----------------------------------------------------------------------------------------

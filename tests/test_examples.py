@@ -214,7 +214,7 @@ def test_a_steered_model_writes_what_edits_predict(talker: Path) -> None:
     model = rlx.load(talker)
     path, direction = steer.difference(model, "I love", "I hate", layer=0)
     assert path == "layers.0"
-    completion = steer.steered(talker, path, direction).generate("It was", max_tokens=5, temperature=0)
+    completion = model.generate("It was", max_tokens=5, edit={path: lambda value: value + direction})
     text = "It was"
     for token in completion.tokens:
         logits = model.run(text, edit={path: lambda value: value + direction})["logits"]

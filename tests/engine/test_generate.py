@@ -18,6 +18,7 @@ from rlx.engine import generate as generation
 from rlx.engine.generate import Decoder
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load import load
+from rlx.engine.logprobs import Logprob
 from rlx.sampling import token_bits
 
 from .conftest import language_model
@@ -27,6 +28,11 @@ Array = np.ndarray[Any, Any]
 
 def random_tokens(count: int, seed: int = 0, vocab: int = 97) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, count).tolist()
+
+
+def pairs(record: Logprob) -> list[tuple[int, float]]:
+    """The likeliest tokens of a record and their log-probabilities."""
+    return [(top.token, top.logprob) for top in record.top]
 
 
 def same(a: Completion, b: Completion) -> bool:
@@ -53,9 +59,9 @@ def test_greedy_text_and_log_probabilities_are_those_of_numpy(tiny: LanguageMode
         wanted = log_softmax(logits)
         order = np.argsort(-wanted)
         assert record.token == told.tokens[i] == order[0]
-        assert [t for t, _ in record.top] == order[:3].tolist()
+        assert [t for t, _ in pairs(record)] == order[:3].tolist()
         assert abs(record.logprob - wanted[order[0]]) < 1e-4
-        assert max(abs(p - wanted[t]) for t, p in record.top) < 1e-4
+        assert max(abs(p - wanted[t]) for t, p in pairs(record)) < 1e-4
 
 
 def test_log_probabilities_of_sampled_tokens_come_from_the_graph(tiny: LanguageModel) -> None:
@@ -67,7 +73,7 @@ def test_log_probabilities_of_sampled_tokens_come_from_the_graph(tiny: LanguageM
     for record, row in zip(told.logprobs, wanted, strict=True):
         assert record.logprob == np.float32(record.logprob)
         assert abs(record.logprob - row[record.token]) < 1e-5
-        assert max(abs(p - row[t]) for t, p in record.top) < 1e-5
+        assert max(abs(p - row[t]) for t, p in pairs(record)) < 1e-5
 
 
 def test_a_grammar_says_before_each_step_which_tokens_may_follow(tiny: LanguageModel) -> None:
@@ -283,8 +289,8 @@ def test_padding_of_the_vocabulary_is_never_picked(
     for temperature in (0.0, 5.0):
         told = model.generate(prompt, max_tokens=40, temperature=temperature, logprobs=likely, seed=0)
         assert told.logprobs is not None and max(told.tokens) < likely
-        assert all(t < likely for record in told.logprobs for t, _ in record.top)
-        assert abs(sum(np.exp(p) for _, p in told.logprobs[0].top) - 1) < 1e-6
+        assert all(t < likely for record in told.logprobs for t, _ in pairs(record))
+        assert abs(sum(np.exp(p) for _, p in pairs(told.logprobs[0])) - 1) < 1e-6
 
 
 def test_a_fault_leaves_caches_as_they_were(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

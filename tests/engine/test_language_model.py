@@ -325,7 +325,7 @@ def test_no_template_no_chat(stories: LanguageModel) -> None:
         ([1], {"max_tokens": True}, "max_tokens"),
         ([1], {"max_tokens": -1}, "max_tokens: expected a whole number from 0, found -1"),
         ([1], {"max_tokens": 1.5}, "max_tokens"),
-        ([1], {"logprobs": True}, "logprobs"),
+        ([1], {"logprobs": -1}, "logprobs"),
         ([1], {"stop": [1]}, "stop: expected texts"),
         ([1], {"stop": ""}, "stop: expected texts"),
         ([1], {"stop": 5}, "stop: expected texts"),

@@ -167,3 +167,24 @@ def test_a_closed_model_refuses(tmp_path: Path) -> None:
         assert "siglip vision model" in repr(model)
     with pytest.raises(RequestError, match="is closed"):
         model.encode_image(picture())
+
+
+# -- times and gradients ---------------------------------------------------------------------------------------------
+def test_a_report_explains_the_time_of_an_image(model: VisionModel) -> None:
+    report = model.report([picture(), picture()])
+    phase = report.phases["encode_image"]
+    assert phase.runs == 1 and report.host["reading images"] > 0 and "layers.*.attn" in phase.stages
+    assert model.report().phases["encode_image"].kernel_seconds > 0
+
+
+def test_gradients_of_an_image_model(model: VisionModel) -> None:
+    image, name = picture(), next(n for n in model.params if n.endswith("layernorm.weight"))
+    params = model.float_params(name)
+
+    def total(params: Any) -> Any:
+        return np.sum(model.apply(params, image) ** 2)
+
+    step = np.zeros_like(params[name])
+    step[2] = 1e-2
+    up, down = (float(total({name: params[name] + sign * step})) for sign in (1, -1))
+    assert rlx.grad(total)(params)[name][2] == pytest.approx((up - down) / 2e-2, rel=2e-2, abs=1e-2)

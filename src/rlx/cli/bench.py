@@ -1,8 +1,8 @@
 """`rlx bench MODEL`: measures the speed of a model, and how close it is to the limits of this machine.
 
 Decoders are measured in prefill (`pp128`, `pp512`) and decode (`tg128`), named as in llama-bench, encoders in
-embedding. The limits are measured in the same run: peak multiply-adds for prefill (f32 or int8, as each kernel does
-them), memory bandwidth for decode.
+embedding. The limits are measured in the same run: peak multiply-adds (f32 or int8, as each kernel does them) for
+prefill, and the bandwidth of memory, or of caches if the weights fit into them, for decode.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rlx import hub
 from rlx.backends.base import backend_of
-from rlx.backends.reports import Ceilings
+from rlx.backends.reports import Ceilings, Work
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.inspect import phase_sizes
@@ -34,6 +34,7 @@ from rlx.engine.language_model import LanguageModel
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError
 from rlx.hub.store import show_size
+from rlx.inspect.profiler import LARGEST_CACHE
 from rlx.ir.graph import Graph
 from rlx.lir.program import Program
 from rlx.runtime.kv_spec import CACHE_HELP, CACHES
@@ -44,6 +45,11 @@ ANSWER = 128
 TEXTS = ((1, 32), (1, 128), (32, 128))  # texts, tokens per text
 START = 8  # tokens of the prompt before decode
 SENTENCE = "it was not the one that had been there for them all to see from this old house with a garden by his side"
+BUSY = "faster than the limits, which were measured while the machine was busy"
+LIMITS = {
+    "int8": "the int8 multiply-adds", "f32": "the f32 multiply-adds", "f64": "the f64 multiply-adds",
+    "cache": "the bandwidth of the cache", "memory": "the bandwidth of memory",
+}  # fmt: skip
 MIN_S = 0.3  # minimum time of an embedding measurement
 
 
@@ -54,9 +60,16 @@ class Row:
     name: str
     value: float
     unit: str
-    fraction: float | None = None
+    fraction: float | None = None  # at most 1
     limit: str = ""
     note: str = ""
+
+    def compared(self, limits: Ceilings, work: Work, seconds: float) -> Row:
+        """The row with the share of the limit that its work, which took these seconds, comes closest to."""
+        share = limits.share(work, seconds)
+        if share is None:
+            return replace(self, note=", ".join(filter(None, (self.note, BUSY))))
+        return replace(self, fraction=share.fraction, limit=LIMITS[share.limit])
 
     def cells(self) -> tuple[str, str, str, str]:
         share = "" if self.fraction is None else f"{self.fraction:.0%} of {self.limit}"
@@ -102,14 +115,14 @@ def run(arguments: argparse.Namespace) -> int:
             limits = backend_of(compiled.target).ceilings(compiled.target, compiled.threads)
         if limits is None:
             raise CapabilityError(f"bench: the limits of device {compiled.device} are not known")
+        cache = "without" if arguments.cold else "with"
         rows = [
-            Row("load", loading, "s", note="until ready to run"),
-            Row("compile", compiling, "s", note="without the cache" if arguments.cold else "from the cache"),
+            Row("load", loading, "s", note="until ready to run, from the snapshot of an earlier load if there is one"),
+            Row("compile", compiling, "s", note=f"its graph in a new process, {cache} the compile cache"),
         ]
         measure: Any = _decoder_rows if isinstance(model, LanguageModel) else _encoder_rows
         measure = _vision_rows if isinstance(model, VisionModel) else measure
-        for row in measure(model, limits, arguments.repeat):
-            rows.append(_checked(row))
+        rows += measure(model, limits, arguments.repeat)
         memory = model.memory()
         rows.append(Row("memory", memory.total, "bytes", note=_parts(memory)))
         about = {"model": files.name, "target": compiled.target.name, "threads": compiled.threads}
@@ -122,14 +135,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     console.table(("row", "value", "unit", "share of the limit"), [row.cells() for row in rows])
     return 0
-
-
-def _checked(row: Row) -> Row:
-    """The row, with a warning instead of a share above 100%."""
-    if row.fraction is None or row.fraction <= 1:
-        return row
-    why = f"suspicious: {row.fraction:.2f} of {row.limit}; do the weights fit into a cache, or was the machine busy?"
-    return Row(row.name, row.value, row.unit, None, row.limit, why)
 
 
 # -- starting --------------------------------------------------------------------------------------------------------
@@ -175,8 +180,7 @@ def _decoder_rows(model: LanguageModel, limits: Ceilings, repeat: int) -> Iterat
         seconds = _median(
             name, repeat, lambda n=length: model.generate(prompt(n), max_tokens=1).timings.prompt_seconds  # type: ignore[misc]
         )  # fmt: skip
-        share = min_seconds(program, limits, 1, length) / seconds
-        yield Row(name, length / seconds, "tok/s", share, "the multiply-adds")
+        yield Row(name, length / seconds, "tok/s").compared(limits, prefill_work(program, 1, length), seconds)
 
     # Exclude stop tokens, which would end the answer early.
     no_stop = {t: -math.inf for t in model.tokenizer.stop_ids} if model.checkpoint.tokenizer else {}
@@ -189,8 +193,9 @@ def _decoder_rows(model: LanguageModel, limits: Ceilings, repeat: int) -> Iterat
 
     seconds = _median(f"tg{count}", repeat, answer)
     moved = token_bytes(program, START + count // 2)
-    share = moved / seconds / (limits.memory_gb_per_second * 1e9)
-    yield Row(f"tg{count}", 1 / seconds, "tok/s", share, "the bandwidth", f"{show_size(moved)} per token")
+    work = Work({}, moved, moved if moved > LARGEST_CACHE else 0)
+    row = Row(f"tg{count}", 1 / seconds, "tok/s", note=f"{show_size(moved)} per token")
+    yield row.compared(limits, work, seconds)
 
 
 def token_bytes(program: Program, past: int) -> int:
@@ -199,14 +204,15 @@ def token_bytes(program: Program, past: int) -> int:
     return sum(evaluate(x.bytes, sizes) for x in program.launches if x.kernel.kind in ("matmul", "attention"))
 
 
-def min_seconds(program: Program, limits: Ceilings, batch: int, seq: int, *, causal: bool = True) -> float:
-    """Minimum seconds for the multiply-adds of a run; a causal mask reduces those of attention."""
-    sizes = phase_sizes(batch, seq, symbols=program.symbols)
-    total = 0.0
+def prefill_work(program: Program, batch: int, seq: int, *, causal: bool = True) -> Work:
+    """The multiply-adds of a run, and the weights that it reads; a causal mask reduces those of attention."""
+    sizes, weights = phase_sizes(batch, seq, symbols=program.symbols), set(program.weights)
+    work = Work({}, 0)
     for launch in program.launches:
         visible = (seq + 1) / 2 / (sizes["blocks"] * 64) if causal and launch.kernel.kind == "attention" else 1.0
-        total += evaluate(launch.flops, sizes) * visible / limits.peak(launch.kernel.arithmetic())
-    return total
+        streamed = evaluate(launch.min_bytes(weights), sizes)
+        work += Work({launch.kernel.arithmetic(): evaluate(launch.flops, sizes) * visible}, streamed, streamed)
+    return work if work.memory_bytes > LARGEST_CACHE else replace(work, memory_bytes=0)
 
 
 # -- encoders --------------------------------------------------------------------------------------------------------
@@ -216,9 +222,10 @@ def _encoder_rows(model: EmbeddingModel, limits: Ceilings, repeat: int) -> Itera
         texts = texts_of(model, count, length)
         name = f"embed {count}x{length}"
         seconds = _median(name, repeat, lambda texts=texts: _per_call(lambda: model.embed(texts)))  # type: ignore[misc]
-        share = min_seconds(program, limits, count, length, causal=False) / seconds
-        note = f"{count / seconds:.0f} texts/s, {seconds * 1e3:.2f} ms"
-        yield Row(name, count * length / seconds, "tok/s", share, "the multiply-adds", note)
+        row = Row(
+            name, count * length / seconds, "tok/s", note=f"{count / seconds:.0f} texts/s, {seconds * 1e3:.2f} ms"
+        )
+        yield row.compared(limits, prefill_work(program, count, length, causal=False), seconds)
 
 
 def _vision_rows(model: VisionModel, limits: Ceilings, repeat: int) -> Iterator[Row]:

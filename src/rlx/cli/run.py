@@ -55,7 +55,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all usable cores)")
     command.add_argument("--context", type=int, metavar="N", help="maximum tokens, prompt and answer together")
     command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
-    command.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    command.add_argument(
+        "--json",
+        action="store_true",
+        help="print answer, usage and timings as one JSON object; it does not ask the model for JSON",
+    )
     command.add_argument("--stream", action="store_true", help="with --json: one line per piece, then the object")
     command.set_defaults(run=run)
 

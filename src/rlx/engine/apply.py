@@ -1,23 +1,32 @@
-"""Models with other parameters: one compiled graph per combination of dtypes, whatever the values."""
+"""Models with other parameters: one compiled graph per combination of dtypes, whatever the values.
+
+Inside a traced function, as under `rlx.grad`, the model becomes part of the function's graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import F32, F64, dtype
+from rlx.engine.edits import Edit, checked_edits, edited_values
 from rlx.engine.sampler import short_repr
-from rlx.errors import BindError, DTypeError, ShapeError, nearest
+from rlx.errors import BindError, DTypeError, RequestError, ShapeError, nearest
 from rlx.flow.weights import MapWeights, WeightSource
 from rlx.fork_safe_locks import Lock
 from rlx.models.family import STORED
 from rlx.runtime.compiled import CompiledGraph
+from rlx.types import concrete
 
 if TYPE_CHECKING:
     from rlx.engine.model import Model
+    from rlx.flow.flow import BuiltModel
+    from rlx.functional.tracers import Trace
 
 
 def checked_params(
@@ -83,3 +92,107 @@ class Applied:
                 if array.flags.writeable or self.compiled.known_params().get(name) is not array:
                     self.compiled.set_param(name, array)
             return values(self.compiled)[0]
+
+
+# -- inside a traced function ----------------------------------------------------------------------------------------
+def traced_outputs(
+    model: Model, params: Mapping[str, Any], inputs: Mapping[str, Any], edit: Mapping[str, Edit] | None = None
+) -> list[Any]:
+    """The outputs of a model in the current trace, for a batch of one. Params and inputs may be traced arrays.
+
+    Outside of a trace, the graph is compiled and run at once.
+    """
+    from rlx.functional import tree
+    from rlx.functional.tracers import current
+    from rlx.functional.tracing import apply_graph, trace_leaves
+
+    trace = current()
+    if trace is not None:
+        return _inlined(trace, model, params, inputs, checked_edits(edit))
+
+    def outputs() -> list[Any]:
+        inner = current()
+        assert inner is not None
+        return _inlined(inner, model, params, inputs, checked_edits(edit))
+
+    function = trace_leaves(outputs, tree.structure(((), {})), [])
+    results: list[Any] = apply_graph(function.graph, function.captured)
+    return results
+
+
+def _inlined(
+    trace: Trace, model: Model, params: Mapping[str, Any], inputs: Mapping[str, Any], edits: Mapping[str, Edit]
+) -> list[Any]:
+    from rlx.engine.graph_edits import inline_edited
+    from rlx.functional.tracers import type_of
+    from rlx.mir.bind_dims import bind_dims
+
+    kinds = _traced_kinds(model, params)
+    built = model._traceable.get_or_make(frozenset(kinds.items()), lambda: _traceable(model, kinds))
+    sizes: dict[str, int] = {}
+    for node in built.module.inputs:
+        for wanted, size in zip(node.types[0].shape, type_of(inputs[node.attrs["name"]]).shape, strict=True):
+            if not isinstance(size, int):
+                raise RequestError(f"apply: the number of tokens is {size}", hint="it must be known while tracing")
+            if not isinstance(wanted, int):
+                sizes[str(wanted)] = size
+    # nodes correspond: binding sizes keeps their order
+    graph = bind_dims(built.module, sizes)
+    matched = edited_values(built, list(edits))
+    by_value = {
+        graph.nodes[value.node.id][value.index]: (path, [edits[pattern] for pattern in patterns])
+        for value, (path, patterns) in matched.items()
+    }
+    operands = []
+    for node in graph.nodes:
+        if node.op in ("input", "param"):
+            name = node.attrs["name"]
+            operands.append(inputs[name] if node.op == "input" else params.get(name, model._held(built, name)))
+    return list(inline_edited(trace, graph, operands, by_value))
+
+
+def _traceable(model: Model, kinds: Mapping[str, str]) -> BuiltModel:
+    """The model's graph at MIR, without a cache, for parameters of these dtypes."""
+    flow, weights = model._patched(model._hidden_flow()), model.checkpoint.weights
+    # only types are read, so the arrays take no memory
+    shapes = {name: concrete(weights.type(name).shape, {}) for name in kinds}
+    floats = {name: np.broadcast_to(np.zeros((), dtype(kind).numpy), shapes[name]) for name, kind in kinds.items()}
+    return replace(flow, cache=None, layout=None).build_with(weights, floats).lower()
+
+
+def _traced_kinds(model: Model, params: Mapping[str, Any]) -> dict[str, str]:
+    """Check parameters, traced or not; returns the dtypes of those that differ from the model's own."""
+    from rlx.functional.tracers import type_of
+
+    own_params, weights = model.params, model.checkpoint.weights
+    kinds: dict[str, str] = {}
+    for name, value in params.items():
+        if name not in own_params:
+            raise BindError(f"apply: no parameter is called {name!r}", hint=nearest(str(name), own_params))
+        type_, own = type_of(value), weights.type(name)
+        if type_.shape != own.shape:
+            raise ShapeError(f"apply: parameter {name!r} has shape {list(type_.shape)}, expected {list(own.shape)}")
+        if type_.dtype not in STORED:
+            raise DTypeError(f"apply: parameter {name!r} is {type_.dtype}, expected f32")
+        if type_.dtype is not own.dtype:
+            kinds[name] = type_.dtype.name
+    return kinds
+
+
+def float_params(model: Model, patterns: Sequence[str]) -> dict[str, Array]:
+    """The weights whose names match patterns, as f32 arrays."""
+    from rlx.flow.patterns import matches
+
+    names = [name for name in model.params if any(matches(name, pattern) for pattern in patterns)]
+    if not names:
+        raise BindError(f"float_params: no parameter matches {patterns}", hint=nearest(patterns[0], model.params))
+    return {name: _as_floats(model.checkpoint.weights, name) for name in names}
+
+
+def _as_floats(weights: WeightSource, name: str) -> Array:
+    """A copy of a weight as f32."""
+    from rlx.formats import dequantise
+
+    type_, array = weights.type(name), weights.array(name)
+    shape = concrete(type_.shape, {})
+    return np.array(dequantise(array, type_.dtype, math.prod(shape)).reshape(shape))

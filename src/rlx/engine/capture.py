@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from rlx.arrays import Array
 from rlx.engine.edits import Edit, EditedModel, checked_edits, split_at_stages
 from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError
+from rlx.flow.patterns import matches
 from rlx.runtime.compiled import CompiledGraph
 
 if TYPE_CHECKING:
@@ -23,10 +23,7 @@ def captured_values(
 ) -> dict[str, Array]:  # fmt: skip
     """The values of stages whose paths match the patterns; `values` runs a graph that has them as outputs."""
     compiled = model.compiled
-    capture = () if capture is None else capture
-    patterns = list(capture) if isinstance(capture, Iterable) and not isinstance(capture, str) else [capture]
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise RequestError(f"run: capture is {short_repr(capture)}, expected patterns of stage paths")
+    patterns = checked_patterns(capture, "run")
     if edit:
         edits = checked_edits(edit)
         results = _edit_graphs(model, patterns, list(edits)).run(edits, values)
@@ -34,7 +31,21 @@ def captured_values(
         built, compiled = _capture_graph(model, patterns) if patterns else (model.built, compiled)
         outputs = values(compiled, {})
         results = dict(zip(built.output_names[: len(outputs)], outputs, strict=True))
-    return {n: v for n, v in results.items() if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+    return {n: v for n, v in results.items() if not patterns or is_captured(n, patterns)}
+
+
+def checked_patterns(capture: Iterable[str] | str | None, where: str) -> list[str]:
+    """Check the `capture` argument: one pattern of stage paths, or several."""
+    capture = () if capture is None else capture
+    patterns = list(capture) if isinstance(capture, Iterable) and not isinstance(capture, str) else [capture]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise RequestError(f"{where}: capture is {short_repr(capture)}, expected patterns of stage paths")
+    return patterns
+
+
+def is_captured(name: str, patterns: Sequence[str]) -> bool:
+    """Whether an output of a graph is one of the captured stages; `layers.3.out` is also called `layers.3`."""
+    return any(matches(name, pattern) for pattern in patterns)
 
 
 def _capture_graph(model: Model, patterns: Sequence[str]) -> tuple[BuiltModel, CompiledGraph]:

@@ -28,7 +28,8 @@ def checked_edits(edit: Any) -> dict[str, Edit]:
     if edit is None:
         return {}
     if not isinstance(edit, Mapping) or not all(isinstance(p, str) and callable(f) for p, f in edit.items()):
-        raise RequestError(f"run: edit is {short_repr(edit)}, expected functions by patterns of stage paths")
+        hint = 'edit={"layers.3": lambda value: value + vector}'
+        raise RequestError(f"edit: found {short_repr(edit)}, expected functions by patterns of stage paths", hint=hint)
     return dict(edit)
 
 
@@ -77,13 +78,11 @@ def _needed(edited: Mapping[str, Array], compiled: CompiledGraph) -> dict[str, A
     return {name: array for name, array in edited.items() if name in compiled.input_types}
 
 
-def split_at_stages(
-    built: BuiltModel, patterns: Sequence[str], compile: Callable[[BuiltModel], CompiledGraph]
-) -> EditedModel:
-    """Split a model at the stages that match the patterns."""
+def edited_values(built: BuiltModel, patterns: Sequence[str]) -> dict[Value, tuple[str, list[str]]]:
+    """The values of the stages that match the patterns, in order: the path of each, and its patterns."""
     values = stage_values(built.module)
     main = dict(zip(built.output_names, built.module.outputs, strict=True))
-    edited: dict[Value, tuple[str, list[str]]] = {}  # path and patterns
+    edited: dict[Value, tuple[str, list[str]]] = {}
     for pattern in patterns:
         matches = matching(values, pattern) or matching(main, pattern)
         if not matches:
@@ -91,10 +90,18 @@ def split_at_stages(
             raise RequestError(f"edit: no stage of {built.module.name!r} matches {pattern!r}", hint=hint)
         for value, path in {value: path for path, value in matches.items()}.items():
             edited.setdefault(value, (path, []))[1].append(pattern)
+    return dict(sorted(edited.items(), key=lambda item: (item[0].node.id, item[0].index)))
+
+
+def split_at_stages(
+    built: BuiltModel, patterns: Sequence[str], compile: Callable[[BuiltModel], CompiledGraph]
+) -> EditedModel:
+    """Split a model at the stages that match the patterns."""
+    main = dict(zip(built.output_names, built.module.outputs, strict=True))
+    edited = edited_values(built, patterns)
     inputs: dict[str, Value] = {}
     steps = []
-    for value in sorted(edited, key=lambda value: (value.node.id, value.index)):
-        path, named = edited[value]
+    for value, (path, named) in edited.items():
         step = Step(path, tuple(named), compile(built.cut(inputs, {path: value})))
         inputs[step.input] = value
         steps.append(step)
@@ -113,5 +120,8 @@ def _replacement(path: str, value: Array, result: Any) -> Array:
     array = np.asarray(result)
     if array.shape != value.shape or array.dtype != value.dtype:
         kinds = [f"{a.dtype}{list(a.shape)}" for a in (array, value)]
-        raise ShapeError(f"edit {path!r}: its function gave {kinds[0]}, expected {kinds[1]}, as the stage has it")
+        hint = "cast what it adds: vector.astype(np.float32)" if array.dtype != value.dtype else None
+        raise ShapeError(
+            f"edit {path!r}: its function gave {kinds[0]}, expected {kinds[1]}, as the stage has it", hint=hint
+        )
     return np.ascontiguousarray(array)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.engine.foreign_names import embed_hint
+from rlx.engine.interventions import run_of
 from rlx.engine.load_settings import as_int
 from rlx.engine.logs import warn
 from rlx.engine.model import Model
@@ -22,6 +25,9 @@ from rlx.flow.flow import ModelFlow
 from rlx.fork_safe_locks import cached_property
 from rlx.hub.progress import progress_bar
 from rlx.models.pooling import EmbedSettings, read_settings
+
+if TYPE_CHECKING:
+    from rlx.inspect.call_report import CallRecorder, CallReport
 
 TOKENS = 256  # maximum per batch and thread: activations stay in cache, and threads rarely wait
 ENOUGH = 128  # per batch and thread for full speed: beyond it, a shorter text starts a new batch
@@ -87,27 +93,43 @@ class EmbeddingModel(Model):
     def embed(
         self, texts: str | Iterable[str], *, batch_size: int | None = None, normalize: bool | None = None,
         truncate: bool = True, prompt: str | None = None, show_progress: bool = False,
+        trace: str | Path | None = None, **unknown: Any,
     ) -> Array:  # fmt: skip
         """The vector `[dim]` of a text, or the vectors `[texts, dim]` of several, as f32.
 
         Texts are truncated to `limit` tokens, with one warning for all of them; `truncate=False` makes it an error.
         `prompt` names one of the model's prompts (`settings.prompts`), which is prepended to each text. `batch_size`
-        defaults to what is fastest. `normalize` overrides the model's files.
+        defaults to what is fastest. `normalize` overrides the model's files. `trace` is a file for a timeline of the
+        whole call, for ui.perfetto.dev or chrome://tracing.
         """
+        for name in unknown:
+            raise RequestError(f"embed: no setting is called {name!r}", hint=embed_hint(name))
         listed = [texts] if isinstance(texts, str) else _checked(texts)
         unit = self._checked_request("embed", batch_size, normalize)
         prefix = self._prompt(prompt)
+
+        def call(recorder: CallRecorder | None) -> Array:
+            with _progress(len(listed), show_progress) as advance:
+                return self._embed_texts(listed, prefix, batch_size, unit, truncate, advance, recorder)
+
+        vectors = self._recorded(trace, "embed", call)
+        return vectors[0] if isinstance(texts, str) else vectors
+
+    def _embed_texts(
+        self, listed: Sequence[str], prefix: str, batch_size: int | None, unit: bool, truncate: bool,
+        advance: Callable[[int], None], recorder: CallRecorder | None,
+    ) -> Array:  # fmt: skip
         vectors = np.empty((len(listed), self.dim), np.float32)
         cut = 0
-        with _progress(len(listed), show_progress) as advance:
-            for start in range(0, len(listed), WINDOW):
+        for start in range(0, len(listed), WINDOW):
+            with contextlib.nullcontext() if recorder is None else recorder.span("tokenizing"):
                 rows = self._encode(listed[start : start + WINDOW], start, prefix, truncate)
-                for i, row in enumerate(rows):
-                    if len(row) > self.limit:
-                        rows[i] = self._truncate(row, start + i, truncate)
-                        cut += 1
-                pooled = self._embed_rows(rows, batch_size, advance)
-                vectors[start : start + len(rows)] = _unit(pooled) if unit else pooled
+            for i, row in enumerate(rows):
+                if len(row) > self.limit:
+                    rows[i] = self._truncate(row, start + i, truncate)
+                    cut += 1
+            pooled = self._embed_rows(rows, batch_size, advance, recorder)
+            vectors[start : start + len(rows)] = _unit(pooled) if unit else pooled
         if cut:
             warn(
                 "rlx.embed",
@@ -116,7 +138,23 @@ class EmbeddingModel(Model):
                 len(listed),
                 self.limit,
             )
-        return vectors[0] if isinstance(texts, str) else vectors
+        return vectors
+
+    def report(self, texts: str | Iterable[str] | None = None, *, batch_size: int | None = None) -> CallReport:
+        """Where the time of `embed(texts)` goes: kernels and stages, tokenizing, Python.
+
+        The call is made twice, and the second one is timed. Without texts, 8 rows of 32 random tokens are embedded.
+        """
+        self._checked_request("report", batch_size, None)
+        if texts is None:
+            random = np.random.default_rng(0).integers(0, self.facts.vocab, (8, min(32, self.limit))).tolist()
+            return self._measured("embed", lambda recorder: self._embed_rows(random, None, _ignore, recorder))
+        listed, prefix = [texts] if isinstance(texts, str) else _checked(texts), self._prompt(None)
+
+        def call(recorder: CallRecorder) -> None:
+            self._embed_texts(listed, prefix, batch_size, self.normalize, True, _ignore, recorder)
+
+        return self._measured("embed", call)
 
     def embed_tokens(
         self, rows: Iterable[Iterable[int]], *, batch_size: int | None = None, normalize: bool | None = None
@@ -130,7 +168,7 @@ class EmbeddingModel(Model):
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable) or getattr(rows, "shape", None) == ():
             raise RequestError(f"embed_tokens: expected rows of token ids, found {type(rows).__name__}")
         listed = [self._checked_row(row, i) for i, row in enumerate(rows)]
-        pooled = self._embed_rows(listed, batch_size, lambda count: None)
+        pooled = self._embed_rows(listed, batch_size, _ignore)
         return _unit(pooled) if unit else pooled
 
     def similarity(self, a: str | Iterable[str] | Array, b: str | Iterable[str] | Array) -> Any:
@@ -217,18 +255,21 @@ class EmbeddingModel(Model):
             hint="split the text, or have it cut with truncate=True",
         )
 
-    def _embed_rows(self, rows: Sequence[Sequence[int]], size: int | None, advance: Callable[[int], None]) -> Array:
+    def _embed_rows(
+        self, rows: Sequence[Sequence[int]], size: int | None, advance: Callable[[int], None],
+        recorder: CallRecorder | None = None,
+    ) -> Array:  # fmt: skip
         """Vectors `[rows, dim]`, not normalised. Equal rows are computed once; an empty row returns zeros."""
         first: dict[tuple[int, ...], int] = {}
         same = [first.setdefault(tuple(row), i) for i, row in enumerate(rows)]
         vectors = np.zeros((len(rows), self.dim), np.float32)
         for batch in batches({i: len(row) for row, i in first.items() if row}, size, self.threads):
-            vectors[batch] = self._run_batch([rows[i] for i in batch])
+            vectors[batch] = self._run_batch([rows[i] for i in batch], recorder)
             advance(len(batch))
         advance(len(rows) - len(first))
         return vectors[same]
 
-    def _run_batch(self, rows: Sequence[Sequence[int]]) -> Array:
+    def _run_batch(self, rows: Sequence[Sequence[int]], recorder: CallRecorder | None) -> Array:
         shape = len(rows), max(map(len, rows))
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for i, row in enumerate(rows):
@@ -242,7 +283,7 @@ class EmbeddingModel(Model):
             "attention_mask": mask,
         }
         compiled = self.compiled
-        return np.asarray(compiled.run({name: inputs[name] for name in compiled.input_types})[0])
+        return np.asarray(run_of(compiled, recorder)({name: inputs[name] for name in compiled.input_types})[0])
 
 
 def batches(lengths: dict[int, int], size: int | None = None, threads: int = 1) -> Iterator[list[int]]:
@@ -268,6 +309,10 @@ def _checked(texts: Iterable[str]) -> list[str]:
         if not isinstance(text, str):
             raise RequestError(f"embed: text {i}: expected str, found {type(text).__name__}")
     return listed
+
+
+def _ignore(count: int) -> None:
+    """Show no progress."""
 
 
 def _are_vectors(side: Any) -> TypeGuard[Array]:

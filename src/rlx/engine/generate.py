@@ -11,18 +11,23 @@ from collections import abc, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.engine.interventions import Execute
 from rlx.engine.kv_cache import SPARE, CacheStore, KvCache
+from rlx.engine.logprobs import Logprob, TokenBytes, logprob_of
 from rlx.engine.logs import warn
-from rlx.engine.sampler import BatchSampling, Sampler, most_likely, no_token, operand_input, short_repr
+from rlx.engine.sampler import BatchSampling, Sampler, no_token, operand_input, short_repr
 from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec
+
+if TYPE_CHECKING:
+    from rlx.inspect.call_report import CallRecorder
 
 Inputs = Mapping[str, Array]
 CHUNK = 256  # prompt tokens per call: more are hardly faster, and an interrupt waits for the end of a call
@@ -60,9 +65,13 @@ class Pick:
 class Decoder:
     """A compiled decoder and the cache of one batch of sequences."""
 
-    def __init__(self, compiled: CompiledGraph, cache: KvCache, cancel: Cancel | None = None) -> None:
+    def __init__(
+        self, compiled: CompiledGraph, cache: KvCache, cancel: Cancel | None = None, execute: Execute | None = None
+    ) -> None:
+        """`execute` runs the graph on inputs; the default is `compiled.run`."""
         self.compiled = compiled
         self.cache = cache
+        self._execute = execute
         self._cancel = Cancel() if cancel is None else cancel
         self.samples = operand_input("uniform") in compiled.input_types
         self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls without `sampling`
@@ -163,7 +172,7 @@ class Decoder:
         if self._cancel.wanted:
             raise Cancelled
         try:
-            return self.compiled.run(inputs)
+            return self.compiled.run(inputs) if self._execute is None else self._execute(inputs)
         except BaseException:
             self.cache.discard_interrupted(first, end)
             raise
@@ -219,15 +228,6 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprob:
-    """The log-probability of a token, and the likeliest tokens, before temperature and filters."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a completion; `cached_tokens` of the prompt came from the prefix cache."""
 
@@ -256,6 +256,7 @@ class Sequence:
     def __init__(
         self, prompt: abc.Sequence[int], sampler: Sampler, *, limit: int, vocab: int, stop: abc.Sequence[str] = (),
         stop_ids: Iterable[int] = (), text: Stream | None = None, top: int = 0, asked: int | None = None,
+        token_bytes: TokenBytes | None = None,
     ) -> None:  # fmt: skip
         self.prompt = prompt
         self.tokens: list[int] = []  # generated
@@ -269,12 +270,18 @@ class Sequence:
         self.cached = 0  # tokens of the prompt that came from a cache
         self._started = self._first_token = self._last_token = 0.0  # clocks; 0: not yet
         self._stop, self._stop_ids = stop, frozenset(stop_ids)
-        self._stream, self._top = text, top
+        self._stream, self._top, self._bytes = text, top, token_bytes
         self._held = ""  # may turn out to be the start of a stop string
 
     def begin(self, cached: int) -> None:
         self.cached = cached
         self._started = perf_counter()
+
+    def watch(self, recorder: CallRecorder) -> None:
+        """Record the time of sampling in Python, and of decoding text."""
+        recorder.watch(self.sampler, ("uniform", "allowed", "accept"), "sampling in Python")
+        if self._stream is not None:
+            recorder.watch(self._stream, ("push", "flush"), "text of tokens")
 
     def close(self) -> None:
         """End the timing of a closed stream: without a first token, prefill took until now."""
@@ -293,7 +300,7 @@ class Sequence:
         self.sampler.accept(token)
         self.tokens.append(token)
         if self.logprobs is not None:
-            self.logprobs.append(_logprob(pick, self.vocab, self._top))
+            self.logprobs.append(logprob_of(pick.logits[: self.vocab], token, pick.logprob, self._top, self._bytes))
         self._last_token = perf_counter()
         if token in self._stop_ids:
             return self._end("stop")
@@ -341,14 +348,6 @@ class Sequence:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def _logprob(pick: Pick, vocab: int, count: int) -> Logprob:
-    """That of the token comes from the graph, and with it the sum of exponentials, by which others follow."""
-    logits = pick.logits[:vocab]
-    log_sum = float(logits[pick.token]) - pick.logprob
-    top = [(i, pick.logprob if i == pick.token else float(logits[i]) - log_sum) for i in most_likely(logits, count)]
-    return Logprob(pick.token, pick.logprob, top)
 
 
 def generate_loop(

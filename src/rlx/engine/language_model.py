@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine import generate as generation
-from rlx.engine.generate import Cancel, Cancelled, Decoder, Logprob, generate_loop
+from rlx.engine.generate import Cancel, Cancelled, Decoder, generate_loop
 from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.generate import Timings as Timings
 from rlx.engine.generate import Usage as Usage
+from rlx.engine.interventions import EditedGraph, Execution, execution
 from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import as_int
-from rlx.engine.model import NOTHING, Model
+from rlx.engine.logprobs import Logprob, Score, TokenBytes
+from rlx.engine.model import NOTHING, Model, Recent
 from rlx.engine.sampler import Sampler, Sampling, short_repr
+from rlx.engine.scoring import scores_of, text_after
 from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
@@ -28,8 +32,10 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:
+    from rlx.engine.edits import Edit
     from rlx.flow.flow import BuiltModel
     from rlx.formats.chat import ChatTemplate
+    from rlx.inspect.call_report import CallRecorder, CallReport
 
 Messages = Sequence[Mapping[str, Any]]
 MAX_CHARS = 256  # of messages per token of the context: templates drop some text, but not that much
@@ -49,6 +55,7 @@ class Completion:
     seed: int  # reproduces the text
     fingerprint: str
     logprobs: list[Logprob] | None = None
+    captured: dict[str, Array] | None = None  # values by stage: a row per token of prompt and text but the last
 
     def __str__(self) -> str:
         return self.text
@@ -72,17 +79,34 @@ class TextStream(Iterator[str]):
     """Iterates over pieces of a text while it is generated. Use it in `with`, or close it, to stop early.
 
     Closing, from any thread, stops the computation within one decode step or prefill chunk. `completion` is available
-    once the stream has ended or was closed.
+    once the stream has ended or was closed; `text`, `tokens` and `logprobs` are what there is so far.
     """
 
-    def __init__(self, model: LanguageModel, sequence: TokenSequence) -> None:
+    def __init__(self, model: LanguageModel, sequence: TokenSequence, run: Execution) -> None:
         self._model = model
         self._sequence = sequence
+        self._run = run
         self._cancel = Cancel()
-        self._pieces = _pieces(model, sequence, self._cancel)
+        self._pieces = _pieces(model, sequence, run, self._cancel)
 
     def __next__(self) -> str:
         return next(self._pieces)
+
+    @property
+    def text(self) -> str:
+        """The text so far: all pieces that were returned."""
+        return self._sequence.text
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens so far. A piece may be the text of several: one token need not be a whole character."""
+        return list(self._sequence.tokens)
+
+    @property
+    def logprobs(self) -> list[Logprob] | None:
+        """The log-probabilities of `tokens`; None unless `logprobs=` was given."""
+        logprobs = self._sequence.logprobs
+        return None if logprobs is None else list(logprobs)
 
     def close(self) -> None:
         """Stop generating and release the cache for other calls."""
@@ -95,7 +119,17 @@ class TextStream(Iterator[str]):
         """The text so far, its tokens, usage and timings. Raises RequestError while the stream is running."""
         if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
             raise RequestError("stream: it has not ended", hint="read it to its end or close it")
-        return self._model._completion(self._sequence)
+        return self._model._completion(self._sequence, self._run)
+
+    def __repr__(self) -> str:
+        ended = inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED
+        state = "ended" if ended else "running"
+        return f"<stream {shortened(self.text, 60)!r}: {len(self._sequence.tokens)} tokens, {state}>"
+
+    def _repr_html_(self) -> str:
+        from rlx.notebook import box, note, prose  # few programs need it
+
+        return box("stream", prose(self.text), note(repr(self).rpartition(": ")[2].removesuffix(">")))
 
     def __enter__(self) -> Self:
         return self
@@ -104,12 +138,14 @@ class TextStream(Iterator[str]):
         self.close()
 
 
-def _pieces(model: LanguageModel, sequence: TokenSequence, cancel: Cancel) -> Generator[str, None, None]:
+def _pieces(
+    model: LanguageModel, sequence: TokenSequence, run: Execution, cancel: Cancel
+) -> Generator[str, None, None]:
     """Not a method: that would keep the stream alive, so leaving a loop by `break` would not close it."""
     try:
         model._check_usable()  # again: the stream may start long after it was created
-        with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
-            for _, piece in generate_loop(decoder, [sequence], model.caches):
+        with model._decoder([sequence], run, cancel) as decoder, suppress(Cancelled):
+            for _, piece in generate_loop(decoder, [sequence], run.caches):
                 if piece:
                     yield piece
     finally:
@@ -120,6 +156,8 @@ class LanguageModel(Model):
     """A decoder. Thread-safe: each call has its own KV cache, and later prompts with the same prefix reuse it."""
 
     caches: CacheStore
+    _bases: Recent[frozenset[str], BuiltModel]  # graphs before edits, by captured patterns
+    _interventions: Recent[tuple[frozenset[str], tuple[tuple[str, str], ...]], EditedGraph]
 
     def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
         """The main graph also samples; graphs with captures do not."""
@@ -148,11 +186,11 @@ class LanguageModel(Model):
         tokenizer = self.checkpoint.tokenizer
         return logits if tokenizer is None else min(logits, tokenizer.vocab_size)
 
-    def chat_tokens(self, messages: str | Messages) -> list[int]:
-        """Token ids of a message or conversation, rendered by the chat template."""
+    def chat_tokens(self, messages: str | Messages, *, system: str | None = None) -> list[int]:
+        """Token ids of a message or conversation, rendered by the chat template; `system` is its system message."""
         if self.template is None:
             raise CapabilityError(f"chat: {self.name} has no chat template", hint="use generate(...)")
-        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        messages = _conversation(messages, system)
         size = _characters(messages)
         if size > MAX_CHARS * self.context:
             raise self._too_long("chat", f"{size:,} characters have")
@@ -183,67 +221,147 @@ class LanguageModel(Model):
     @overload
     def generate(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
-        logprobs: int = 0, **sampling: Any,
+        logprobs: int = 0, edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None,
+        trace: str | Path | None = None, **sampling: Any,
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompt: Sequence[str] | Sequence[Sequence[int]], *, max_tokens: int | None = 256,
-        stop: str | Sequence[str] = (), logprobs: int = 0, **sampling: Any,
+        stop: str | Sequence[str] = (), logprobs: int = 0, edit: Mapping[str, Edit] | None = None,
+        capture: str | Iterable[str] | None = None, trace: str | Path | None = None, **sampling: Any,
     ) -> list[Completion]: ...  # fmt: skip
 
     def generate(
         self, prompt: Any, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (), logprobs: int = 0,
-        **sampling: Any,
+        edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None,
+        trace: str | Path | None = None, **sampling: Any,
     ) -> Completion | list[Completion]:  # fmt: skip
         """Continue a text or token ids, without a chat template. A list of prompts returns a list of completions.
 
         `max_tokens` limits the length (None: as long as the context allows). If the context has less room than that,
         the text is cut there and a warning is logged. The text ends before the first `stop` string. `logprobs=n`
-        returns the n likeliest tokens at each position. The other keywords are those of `Sampling`: temperature, top_k,
-        top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, allowed, seed.
+        returns the log-probability of each token and of the n likeliest ones. The other keywords are those of
+        `Sampling`: temperature (default 0: the likeliest token), top_k, top_p, min_p, repetition_penalty,
+        frequency_penalty, presence_penalty, logit_bias, allowed, seed.
+
+        `edit={"layers.3": f}` replaces the value of a stage by `f(value)`, for every token of prompt and text. `f` is
+        traced and compiled: it gets `[tokens, ...]` and treats tokens one by one, as in `lambda x: x + 4.0 * vector`.
+        Its numbers are run-time inputs, so other ones need no compilation. `capture=["layers.*"]` returns the values
+        of stages in `completion.captured`, with a row for every token that ran: all but the last one.
+
+        `trace` is a file for a timeline of the whole call, for ui.perfetto.dev or chrome://tracing.
         """
         self._check_usable()
         many = _is_batch(prompt)
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
-        tokens = [self.prompt_ids(p, where) for p, where in zip(prompt if many else [prompt], places, strict=True)]
-        completions = self._complete([self._new_sequence(t, settings, w) for t, w in zip(tokens, places, strict=True)])
+
+        def call(recorder: CallRecorder | None) -> list[Completion]:
+            start = execution(self, edit, capture, recorder)
+            places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
+            with _tokenizing(recorder):
+                rows = zip(prompt if many else [prompt], places, strict=True)
+                tokens = [self.prompt_ids(p, where) for p, where in rows]
+            sequences = [self._new_sequence(t, settings, w) for t, w in zip(tokens, places, strict=True)]
+            return self._complete(_watched(sequences, recorder), start)
+
+        completions = self._recorded(trace, "generate", call)
         return completions if many else completions[0]
 
     def chat(
-        self, messages: str | Messages, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
-        logprobs: int = 0, **sampling: Any,
+        self, messages: str | Messages, *, system: str | None = None, max_tokens: int | None = 256,
+        stop: str | Sequence[str] = (), logprobs: int = 0, edit: Mapping[str, Edit] | None = None,
+        capture: str | Iterable[str] | None = None, trace: str | Path | None = None, **sampling: Any,
     ) -> Completion:  # fmt: skip
         """Answer a message or a conversation through the model's chat template; the keywords are those of `generate`.
 
         A conversation is a list of messages such as `{"role": "user", "content": "Hello"}`; append each answer with the
-        role `assistant` to continue it. Earlier turns come from the prefix cache.
+        role `assistant` to continue it. Earlier turns come from the prefix cache. `system` is the system message.
         """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        return self._complete([self._new_sequence(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
+
+        def call(recorder: CallRecorder | None) -> Completion:
+            start = execution(self, edit, capture, recorder)
+            with _tokenizing(recorder):
+                tokens = self.chat_tokens(messages, system=system)
+            sequence = self._new_sequence(tokens, settings, "chat", answer=True)
+            return self._complete(_watched([sequence], recorder), start)[0]
+
+        return self._recorded(trace, "chat", call)
 
     def stream(
-        self, prompt: str | Sequence[int] | Messages, *, chat: bool = False, max_tokens: int | None = 256,
-        stop: str | Sequence[str] = (), logprobs: int = 0, **sampling: Any,
+        self, prompt: str | Sequence[int] | Messages, *, chat: bool = False, system: str | None = None,
+        max_tokens: int | None = 256, stop: str | Sequence[str] = (), logprobs: int = 0,
+        edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None, **sampling: Any,
     ) -> TextStream:  # fmt: skip
         """Generate a text piece by piece: the continuation of a text or token ids, or the answer to messages.
 
-        `chat=True` treats a text as a user's message, and token ids as a rendered conversation that is to be answered.
-        The other keywords are those of `generate`.
+        `chat=True` treats a text as a user's message, and token ids as a rendered conversation that is to be answered;
+        `system` adds a system message. The other keywords are those of `generate`.
         """
         self._check_usable()
+        if "trace" in sampling:
+            raise RequestError("stream: has no trace", hint="generate(..., trace=...) and chat write one")
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         is_chat = _is_conversation(prompt) or (chat and isinstance(prompt, str))
-        tokens = self.chat_tokens(prompt) if is_chat else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
-        return TextStream(self, self._new_sequence(tokens, settings, "stream", answer=chat or is_chat))
+        if system is not None and not is_chat:
+            raise RequestError("stream: a system message is for a conversation", hint="stream(text, chat=True)")
+        start = execution(self, edit, capture)
+        tokens = (
+            self.chat_tokens(prompt, system=system) if is_chat else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
+        )
+        return TextStream(self, self._new_sequence(tokens, settings, "stream", answer=chat or is_chat), start())
+
+    @overload
+    def score(  # type: ignore[overload-overlap]  # a str is also a sequence of strings
+        self, text: str | Sequence[int], *, prompt: str | Sequence[int] | None = None, logprobs: int = 0
+    ) -> Score: ...
+
+    @overload
+    def score(
+        self, text: Sequence[str] | Sequence[Sequence[int]], *, prompt: str | Sequence[int] | None = None,
+        logprobs: int = 0,
+    ) -> list[Score]: ...  # fmt: skip
+
+    def score(self, text: Any, *, prompt: str | Sequence[int] | None = None, logprobs: int = 0) -> Score | list[Score]:
+        """Log-probabilities of a given text, token by token; a list of texts returns a list of scores.
+
+        With a `prompt`, those of the text after it, as for choosing the likeliest of several answers. `logprobs=n`
+        also returns the n likeliest tokens at each position.
+        """
+        self._check_usable()
+        many, top = _is_batch(text, "score"), _count("logprobs", logprobs)
+        rows = [text_after(self, t, prompt, f"score: text {i}") for i, t in enumerate(text if many else [text])]
+        scores = scores_of(self, rows, top)
+        return scores if many else scores[0]
+
+    def report(self, prompt: str | Sequence[int] | None = None, *, max_tokens: int = 32, **settings: Any) -> CallReport:
+        """Where the time of `generate(prompt, ...)` goes: phases, kernels and stages, tokenizing, sampling, Python.
+
+        The call is made twice, and the second one is timed. Without a prompt it is a random one of 64 tokens; the end
+        of the text is then ignored, so that `max_tokens` are generated. Time stamps cost a few percent.
+        """
+        self._check_usable()
+        checked = _Settings.of(max_tokens, settings.pop("stop", ()), settings.pop("logprobs", 0), settings)
+        size = min(64, max(self.context - max_tokens, 1))
+        random = np.random.default_rng(0).integers(0, self.vocab_size, size).tolist() if prompt is None else []
+
+        def call(recorder: CallRecorder) -> None:
+            self.caches.clear()  # so that the prompt is prefilled
+            start = execution(self, None, None, recorder)
+            with _tokenizing(recorder):
+                tokens = random if prompt is None else self.prompt_ids(prompt, "report")
+            sequence = self._new_sequence(tokens, checked, "report", ends=prompt is not None)
+            self._complete(_watched([sequence], recorder), start)
+
+        return self._measured("generate", call)
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
         """Logits `[seq, vocab]` after each token of the prompt."""
         self._check_usable()
         compiled = self.compiled
-        return self._values(compiled, self._check_fits(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
+        return self._values(compiled, self.check_fits(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
@@ -269,7 +387,8 @@ class LanguageModel(Model):
         return results
 
     # -- inside --
-    def _check_fits(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
+    def check_fits(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
+        """Return the tokens of a prompt; raises if there are none, or too many for the context."""
         if not tokens:
             raise RequestError(f"{where}: there are no tokens", hint="give a text or token ids")
         size, room = len(tokens), self.context - len(tokens)
@@ -281,49 +400,79 @@ class LanguageModel(Model):
             )
         return tokens
 
-    def _new_sequence(self, tokens: list[int], settings: _Settings, where: str, answer: bool = False) -> TokenSequence:
-        self._check_fits(tokens, settings.max_tokens, where)
+    def _new_sequence(
+        self, tokens: list[int], settings: _Settings, where: str, answer: bool = False, ends: bool = True
+    ) -> TokenSequence:
+        """A checked sequence; unless it `ends`, the model's end-of-text tokens are tokens like others."""
+        self.check_fits(tokens, settings.max_tokens, where)
         tokenizer = self.checkpoint.tokenizer
         room = self.context - len(tokens)
         text, stop_ids = None, frozenset[int]()
         if tokenizer is not None:
             # An answer is a new text; a continuation keeps the space before its first word.
             continues = not answer and not tokenizer.special_ids.issuperset(tokens)
-            text, stop_ids = tokenizer.stream(skip_special=True, continues=continues), frozenset(tokenizer.stop_ids)
+            text = tokenizer.stream(skip_special=True, continues=continues)
+            stop_ids = frozenset(tokenizer.stop_ids if ends else ())
         sampler = Sampler(settings.sampling, tokens, self.vocab_size, scored=settings.logprobs > 0)
         return TokenSequence(
             tokens, sampler, vocab=self.vocab_size, text=text,
             limit=room if settings.max_tokens is None else min(settings.max_tokens, room),
             asked=settings.max_tokens, stop=settings.stop, stop_ids=stop_ids, top=settings.logprobs,
+            token_bytes=self.token_bytes,
         )  # fmt: skip
 
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """The function from a token id to its bytes; None without a tokenizer."""
+        tokenizer = self.checkpoint.tokenizer
+        return None if tokenizer is None else tokenizer.token_bytes
+
     @contextmanager
-    def _decoder(self, sequences: Sequence[TokenSequence], cancel: Cancel | None = None) -> Iterator[Decoder]:
+    def _decoder(
+        self, sequences: Sequence[TokenSequence], run: Execution, cancel: Cancel | None = None
+    ) -> Iterator[Decoder]:
         """A decoder for some sequences; its KV cache goes to the prefix cache afterwards."""
-        compiled = self.compiled
-        if len(sequences) > 1:
-            batch = self.caches.new(min(len(sequences), generation.ROWS))
-            yield Decoder(compiled, batch, cancel)
-            with suppress(ResourceError):  # the answers are complete without it
-                self.caches.release_rows(batch)
+        compiled, execute, caches = run.compiled, run.execute, run.caches
+        if run.captures is not None:  # all tokens run, so none come from the prefix cache
+            yield Decoder(compiled, caches.new(1), cancel, execute)
             return
-        cache = self.caches.acquire(sequences[0].prompt)
+        if len(sequences) > 1:
+            batch = caches.new(min(len(sequences), generation.ROWS))
+            yield Decoder(compiled, batch, cancel, execute)
+            with suppress(ResourceError):  # the answers are complete without it
+                caches.release_rows(batch)
+            return
+        cache = caches.acquire(sequences[0].prompt)
         try:
-            yield Decoder(compiled, cache, cancel)
+            yield Decoder(compiled, cache, cancel, execute)
         finally:
-            self.caches.release(cache)
+            caches.release(cache)
 
-    def _complete(self, sequences: list[TokenSequence]) -> list[Completion]:
-        with self._decoder(sequences) as decoder:
-            for _ in generate_loop(decoder, sequences, self.caches):
+    def _complete(self, sequences: list[TokenSequence], start: Callable[[], Execution]) -> list[Completion]:
+        run = start()
+        if run.captures is not None and len(sequences) > 1:  # a record has the values of one sequence
+            return [self._complete([sequence], start)[0] for sequence in sequences]
+        with self._decoder(sequences, run) as decoder:
+            for _ in generate_loop(decoder, sequences, run.caches):
                 pass
-        return [self._completion(s) for s in sequences]
+        return [self._completion(s, run) for s in sequences]
 
-    def _completion(self, s: TokenSequence) -> Completion:
+    def _completion(self, s: TokenSequence, run: Execution) -> Completion:
         return Completion(
             s.text, s.tokens, s.finish_reason or "closed", s.usage, s.timings, s.sampler.seed,
             self.fingerprint(s.sampler.seed), s.logprobs,
+            None if run.captures is None else run.captures.arrays(len(s.prompt)),
         )  # fmt: skip
+
+    def _graphs(self) -> list[CompiledGraph]:
+        return super()._graphs() + [edited.compiled for edited in self._interventions.values()]
+
+    def _cache_stores(self) -> list[CacheStore]:
+        return super()._cache_stores() + [s for edited in self._interventions.values() for s in edited.stores.values()]
+
+    def _drop_graphs(self) -> None:
+        super()._drop_graphs()
+        self._bases, self._interventions = Recent(self._lock), Recent(self._lock)
 
 
 @dataclass(frozen=True)
@@ -345,27 +494,54 @@ class _Settings:
         return cls(limit, strings, _count("logprobs", logprobs), Sampling.of(sampling))
 
 
+def _conversation(messages: str | Messages, system: str | None) -> Messages:
+    """A text as a user's message; with a system message before the others."""
+    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if system is None:
+        return conversation
+    if not isinstance(system, str):
+        raise RequestError(f"chat: system is {short_repr(system)}, expected a text")
+    if _is_conversation(conversation) and conversation[0].get("role") == "system":
+        raise RequestError("chat: the messages begin with a system message, and system= is another")
+    return [{"role": "system", "content": system}, *conversation]
+
+
+def _tokenizing(recorder: CallRecorder | None) -> AbstractContextManager[None]:
+    return nullcontext() if recorder is None else recorder.span("tokenizing")
+
+
+def _watched(sequences: list[TokenSequence], recorder: CallRecorder | None) -> list[TokenSequence]:
+    """The sequences, with their host work and the phase of each run recorded."""
+    if recorder is not None:
+        for sequence in sequences:
+            sequence.watch(recorder)
+        recorder.phase = lambda inputs: (
+            "decode" if inputs["tokens"].shape[1] == 1 and any(s.tokens for s in sequences) else "prefill"
+        )
+    return sequences
+
+
 def _has_rows(type_: TensorType) -> bool:
     """Whether the type is batched: [batch, seq, ...]."""
     return type_.shape[0] == sym.BATCH
 
 
 def _count(name: str, value: Any) -> int:
-    count = as_int(value)
+    count = 1 if value is True and name == "logprobs" else as_int(value)
     if count is None or count < 0:
         raise RequestError(f"{name}: expected a whole number from 0, found {short_repr(value)}")
     return count
 
 
-def _is_batch(prompt: Any) -> bool:
+def _is_batch(prompt: Any, where: str = "generate") -> bool:
     """Whether a prompt is a list of prompts."""
     if isinstance(prompt, str):
         return False
     listed = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__") and getattr(prompt, "shape", None) != ()
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not listed:
-        raise RequestError(f"generate: expected a text, token ids or a list of them, found {type(prompt).__name__}")
+        raise RequestError(f"{where}: expected a text, token ids or a list of them, found {type(prompt).__name__}")
     if _is_conversation(prompt):
-        raise RequestError("generate: messages are for chat", hint="use chat(messages)")
+        raise RequestError(f"{where}: messages are for chat", hint="use chat(messages)")
     first = prompt[0] if len(prompt) else None
     return isinstance(first, str) or hasattr(first, "__len__")
 

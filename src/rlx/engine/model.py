@@ -13,6 +13,7 @@ import numpy as np
 
 import rlx
 from rlx.arrays import Array
+from rlx.engine.foreign_names import attribute_hint
 from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.logs import warn
@@ -20,6 +21,7 @@ from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, RequestError
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
+from rlx.free_memory import writable
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import CACHES, KvCacheSpec
@@ -31,23 +33,31 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.memory import Memory
     from rlx.engine.model_snapshot import SnapshotCheckpoint
     from rlx.flow.flow import BuiltModel, ModelFlow
+    from rlx.functional.tracers import HeldArray
+    from rlx.inspect.call_report import CallRecorder, CallReport
     from rlx.models.family import Family
     from rlx.models.load import Checkpoint
 
     Patch = Callable[[ModelFlow], ModelFlow]
 
 Key = TypeVar("Key")
+Result = TypeVar("Result")
 Cached = TypeVar("Cached")
 CAPTURES = 4  # cached graphs per kind: captures, edits, other parameters
 NOTHING: Mapping[str, Array] = {}
 VERBS = {
-    "a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "embed_tokens", "similarity"),
+    "a decoder": ("generate", "chat", "stream", "score", "logits"),
+    "an encoder": ("embed", "embed_tokens", "similarity"),
     "a vision model": ("encode_image",),
 }  # fmt: skip
 
 
 class WrongVerb(CapabilityError, AttributeError):
     """A method of another kind of model. Also an AttributeError, so that `hasattr` returns False."""
+
+
+class UnknownAttribute(RequestError, AttributeError):
+    """An attribute that models of other libraries have. Also an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +133,12 @@ class Model:
         self._patch = patch
         self._session = prepared.session if prepared else session or session_for(device, threads)
         self._lock = Lock()
+        self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]]
+        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel]
+        self._applications: Recent[frozenset[tuple[str, str]], Applied]
+        self._traceable: Recent[frozenset[tuple[str, str]], BuiltModel]  # without a cache, for traced functions
+        self._drop_graphs()  # begins without any
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
-        self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]] = Recent(self._lock)
-        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel] = Recent(self._lock)
-        self._applications: Recent[frozenset[tuple[str, str]], Applied] = Recent(self._lock)
         # empty or one: a list, because its blueprint shares it
         self._builds: list[BuiltModel] = [] if prepared is None or prepared.built is None else [prepared.built]
         self._compiled: CompiledGraph | None = None if prepared is None else prepared.compiled
@@ -217,6 +229,13 @@ class Model:
         if not builds:
             builds.append(self._build())
         return builds[0]
+
+    @property
+    def stages(self) -> list[str]:
+        """The paths of all stages and their parts, for `capture` and `edit`."""
+        from rlx.flow.flow import stage_values
+
+        return list(stage_values(self.built.module))
 
     @property
     def compiled(self) -> CompiledGraph:
@@ -319,19 +338,52 @@ class Model:
 
         return Params(self.built.module, {}, self.checkpoint.weights)
 
-    def apply(self, params: Mapping[str, Any], tokens: str | Sequence[int]) -> Array:
+    def apply(
+        self, params: Mapping[str, Any], tokens: str | Sequence[int] | Any, *, edit: Mapping[str, Edit] | None = None
+    ) -> Any:
         """Run the model with other parameters: returns logits `[seq, vocab]`, or the hidden states of an encoder.
 
         Missing parameters are the model's own. New values need no compilation; a new dtype of a weight, such as f32 for
         a quantised one, compiles once.
+
+        Under `rlx.grad`, `rlx.jit` or `rlx.vmap`, parameters and token ids `[seq]` may be traced arrays: the model is
+        part of the traced function. `edit={"embed": f}` replaces the value of a stage by `f(value)`, which may read
+        traced arrays. Activations are f32 then, whatever the model's precision.
         """
         self._check_usable()
+        from rlx.engine.apply import apply_params, traced_outputs
+        from rlx.functional.tracers import Traced, current
+
+        if current() is None and not edit:
+            ids = self._checked_tokens(tokens)
+            return apply_params(self, params, lambda compiled: self._values(compiled, ids))
+        ids_array = tokens if isinstance(tokens, Traced) else np.array(self._checked_tokens(tokens), np.int32)
+        if len(ids_array.shape) != 1:
+            actual = list(ids_array.shape)
+            raise RequestError(f"apply: tokens have shape {actual}, expected [seq]", hint="rlx.vmap batches")
+        return self._one_result(traced_outputs(self, params, self._sequence_inputs(ids_array), edit))
+
+    def _checked_tokens(self, tokens: str | Sequence[int]) -> list[int]:
         ids = self.prompt_ids(tokens, "apply")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"apply: {len(ids)} tokens, expected 1 to {self.context}")
-        from rlx.engine.apply import apply_params
+        return ids
 
-        return apply_params(self, params, lambda compiled: self._values(compiled, ids))
+    def _sequence_inputs(self, tokens: Any) -> dict[str, Any]:
+        """Graph inputs of one sequence of token ids `[seq]`, which may be traced."""
+        (size,) = tokens.shape
+        positions = np.arange(size, dtype=np.int32)
+        return {
+            "tokens": tokens[None],
+            "token_types": np.zeros((1, size), np.int32),
+            "positions": positions[None],
+            "attention_mask": np.ones((1, size), np.float32),
+            "last_token_idx": positions,  # logits of all tokens
+        }
+
+    def _one_result(self, outputs: Sequence[Any]) -> Any:
+        """The main output of a batch of one."""
+        return outputs[0] if self.facts.kind == "decoder" else outputs[0][0]
 
     def _hidden_flow(self) -> ModelFlow:
         """The flow whose main output `apply` returns."""
@@ -344,6 +396,28 @@ class Model:
             arrays[name] = self.checkpoint.weights.array(name)
         return arrays[name]
 
+    def _held(self, built: BuiltModel, name: str) -> HeldArray:
+        """A weight as traced functions read it; the same object in all of them."""
+        from rlx.functional.tracers import HeldArray
+
+        with self._lock:
+            held = self._held_weights.get(name)
+            if held is None:
+                computed = built.params.computed
+                array = computed[name] if name in computed else self._own_array(name)
+                type_ = next(node.types[0] for node in built.module.params if node.attrs["name"] == name)
+                held = self._held_weights[name] = HeldArray(name, array, type_)
+        return held
+
+    def float_params(self, patterns: str | Iterable[str] = "**") -> dict[str, Array]:
+        """The weights that match patterns of names, as f32 arrays: quantised ones are dequantised.
+
+        `*` matches anything but a dot, `**` anything.
+        """
+        from rlx.engine.apply import float_params
+
+        return float_params(self, [patterns] if isinstance(patterns, str) else list(patterns))
+
     def save(self, path: str | Path, params: Mapping[str, Any] | None = None, *, dtype: str | None = None) -> Path:
         """Write the model for other programs: a `.gguf` file, a `.safetensors` file, or a Hugging Face folder.
 
@@ -354,6 +428,29 @@ class Model:
 
         self._check_usable()
         return save_model(self, Path(path), params or {}, dtype)
+
+    # -- times --
+    def _recorded(self, trace: str | Path | None, verb: str, call: Callable[[CallRecorder | None], Result]) -> Result:
+        """Make a call; with `trace`, also write its timeline."""
+        if trace is None:
+            return call(None)
+        from rlx.inspect.call_report import CallRecorder
+
+        path, recorder = writable(trace), CallRecorder(lambda inputs: verb)
+        result = call(recorder)
+        recorder.finish()
+        recorder.write_trace(path, f"{verb} of {self.name}")
+        return result
+
+    def _measured(self, verb: str, call: Callable[[CallRecorder], object]) -> CallReport:
+        """The report of a call, which is made twice: the first time warms up caches."""
+        from rlx.inspect.call_report import CallRecorder
+
+        call(CallRecorder())
+        recorder = CallRecorder(lambda inputs: verb)
+        call(recorder)
+        recorder.finish()
+        return recorder.report(f"{verb} of {self.name}")
 
     # -- life --
     def _warn(self) -> None:
@@ -372,22 +469,32 @@ class Model:
         from rlx.engine.memory import memory_of
 
         with self._lock:
-            graphs = [self.compiled, *(compiled for _, compiled in self._captures.values())]
-            graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
-            graphs += [applied.compiled for applied in self._applications.values()]
-        return memory_of(graphs, 0 if self.caches is None else self.caches.nbytes)
+            graphs, caches = self._graphs(), self._cache_stores()
+        return memory_of(graphs, sum(store.nbytes for store in caches))
+
+    def _graphs(self) -> list[CompiledGraph]:
+        """All compiled graphs of the model."""
+        graphs = [self.compiled, *(compiled for _, compiled in self._captures.values())]
+        graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
+        return graphs + [applied.compiled for applied in self._applications.values()]
+
+    def _cache_stores(self) -> list[CacheStore]:
+        """All prefix caches of the model."""
+        return [] if self.caches is None else [self.caches]
 
     def close(self) -> None:
         """Release memory and files. Calls in progress either finish or raise, as later calls do."""
         self._compiled = self._checkpoint = None  # first, so that calls that miss the rest raise "closed"
         self._builds = []
+        for store in self._cache_stores():
+            store.close()
         self._drop_graphs()
-        if self.caches is not None:
-            self.caches.close()
 
     def _drop_graphs(self) -> None:
         """Drop references to graphs and weights. Calls in progress keep their own."""
         self._captures, self._edits, self._applications = (Recent(self._lock) for _ in range(3))
+        self._traceable = Recent(self._lock)
+        self._held_weights: dict[str, HeldArray] = {}
         self._arrays = {}
 
     def __enter__(self) -> Self:
@@ -398,6 +505,7 @@ class Model:
 
     def __repr__(self) -> str:
         state = f"context {self.context}" if self._compiled else "closed"
+        state += ", patched" if self._patch else ""
         return f"<{type(self).__name__} {self.name!r}: {self.facts.family} {self.facts.kind}, {state}>"
 
     if not TYPE_CHECKING:
@@ -407,4 +515,14 @@ class Model:
             if any(name in verbs for verbs in VERBS.values()):
                 (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.facts.kind}"))
                 raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")
+            hint = None if name.startswith("_") else attribute_hint(name, self.facts.kind)
+            if hint is not None:
+                raise UnknownAttribute(f"{name}: {type(self).__name__} has no such attribute", hint=hint)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise an explanation: a model has several verbs."""
+        verbs = ", ".join(
+            f".{verb}()" for kind, all_ in VERBS.items() if kind.endswith(self.facts.kind) for verb in all_
+        )
+        raise RequestError(f"{self.name}: a model is not called", hint=f"use {verbs}")

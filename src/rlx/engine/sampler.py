@@ -17,7 +17,8 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import dtype
-from rlx.errors import KernelError, RequestError, nearest, shortened
+from rlx.engine.foreign_names import setting_hint
+from rlx.errors import KernelError, RequestError, shortened
 from rlx.sampling import NO_TOKEN, highest_places, mask_words
 
 MAX_BIAS = 1e30  # limit of bias and penalties: their sum does not overflow float32
@@ -32,19 +33,6 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "frequency_penalty": (-MAX_BIAS, MAX_BIAS, f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
     "presence_penalty": (-MAX_BIAS, MAX_BIAS, f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
 }
-# names of other programs for these settings
-FOREIGN_NAMES = {
-    "temp": "temperature", "do_sample": "temperature", "topk": "top_k", "topp": "top_p", "minp": "min_p",
-    "repeat_penalty": "repetition_penalty", "penalty_repeat": "repetition_penalty",
-    "penalty_freq": "frequency_penalty", "penalty_present": "presence_penalty", "alpha_frequency": "frequency_penalty",
-    "alpha_presence": "presence_penalty", "random_seed": "seed", "bias": "logit_bias",
-    "sequence_bias": "logit_bias", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
-    "num_predict": "max_tokens", "n_predict": "max_tokens", "max_completion_tokens": "max_tokens",
-    "stop_strings": "stop", "stop_sequences": "stop", "top_logprobs": "logprobs", "n_probs": "logprobs",
-    "n_ctx": "context in rlx.load", "num_ctx": "context in rlx.load", "n_threads": "threads in rlx.load",
-}  # fmt: skip
-
-
 # A bitmask of tokens, or what returns one (None: all tokens) for the tokens that were picked so far.
 Allowed = Array | Callable[[Sequence[int]], Array | None]
 
@@ -110,10 +98,8 @@ class Sampling:
         """From keywords; the error for another program's name of a setting says the name here."""
         for name in settings:
             if name not in cls.__dataclass_fields__:
-                ours = FOREIGN_NAMES.get(name)
-                known = (*cls.__dataclass_fields__, "max_tokens", "stop", "logprobs")
-                hint = f"here it is called {ours}" if ours else nearest(name, known) or f"known: {', '.join(known)}"
-                raise RequestError(f"sampling: no setting is called {name!r}", hint=hint)
+                known = (*cls.__dataclass_fields__, "max_tokens", "stop", "logprobs", "edit", "capture", "trace")
+                raise RequestError(f"sampling: no setting is called {name!r}", hint=setting_hint(name, known))
         return cls(**settings)
 
 

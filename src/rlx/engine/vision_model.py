@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.engine.apply import apply_params
+from rlx.engine.apply import apply_params, traced_outputs
 from rlx.engine.capture import captured_values
+from rlx.engine.interventions import run_of
 from rlx.engine.load_settings import as_int
 from rlx.engine.model import Model
 from rlx.engine.sampler import short_repr
@@ -22,6 +24,7 @@ from rlx.runtime.compiled import CompiledGraph
 
 if TYPE_CHECKING:
     from rlx.engine.edits import Edit
+    from rlx.inspect.call_report import CallRecorder, CallReport
 
 BATCH = 8  # images per batch: keeps all cores busy, while activations stay small
 
@@ -54,11 +57,7 @@ class VisionModel(Model):
         if size is None or size < 1:
             raise RequestError(f"encode_image: batch_size is {short_repr(batch_size)}, expected a whole number from 1")
         one = _is_one(images)
-        listed = [images] if one else list(images)
-        vectors: list[Array] = []
-        for start in range(0, len(listed), size):
-            pixels = [self.prepare(image, start + i) for i, image in enumerate(listed[start : start + size])]
-            vectors += self._run_images(pixels, 1 if tokens else 0)
+        vectors = self._encode([images] if one else list(images), 1 if tokens else 0, size)
         if not vectors:
             return np.zeros((0, self.dim), np.float32)
         if normalize:
@@ -68,6 +67,29 @@ class VisionModel(Model):
         if len({v.shape for v in vectors}) > 1:
             raise RequestError("encode_image: the images have different numbers of tokens", hint="give one at a time")
         return np.stack(vectors)
+
+    def report(self, images: Any = None, *, batch_size: int = BATCH) -> CallReport:
+        """Where the time of `encode_image(images)` goes: kernels and stages, reading images, Python.
+
+        The call is made twice, and the second one is timed. Without images, one of noise is encoded.
+        """
+        self._check_usable()
+        if images is None:
+            side = self.checkpoint.config.image
+            images = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+        listed = [images] if _is_one(images) else list(images)
+        return self._measured("encode_image", lambda recorder: self._encode(listed, 0, batch_size, recorder))
+
+    def _encode(
+        self, images: list[Any], output: int, batch_size: int, recorder: CallRecorder | None = None
+    ) -> list[Array]:
+        """An output of the model for each image, in batches."""
+        vectors: list[Array] = []
+        for start in range(0, len(images), batch_size):
+            with nullcontext() if recorder is None else recorder.span("reading images"):
+                pixels = [self.prepare(image, start + i) for i, image in enumerate(images[start : start + batch_size])]
+            vectors += self._run_images(pixels, output, recorder)
+        return vectors
 
     def prepare(self, image: Any, place: int = 0) -> Array:
         """Preprocess an image to the model's pixels `[3, height, width]`."""
@@ -86,14 +108,15 @@ class VisionModel(Model):
             raise RequestError(f"{where}: expected a path or an array, found {type(image).__name__}")
         return settings.prepare(as_pixels(image, where))
 
-    def _run_images(self, images: list[Array], output: int) -> list[Array]:
+    def _run_images(self, images: list[Array], output: int, recorder: CallRecorder | None) -> list[Array]:
         """The output of the model for each image; images of the same size are batched."""
         sizes: dict[tuple[int, ...], list[int]] = {}
         for i, pixels in enumerate(images):
             sizes.setdefault(pixels.shape, []).append(i)
         results: dict[int, Array] = {}
         for rows in sizes.values():
-            outputs = self.compiled.run(self.inputs(np.stack([images[i] for i in rows])))[output]
+            run = run_of(self.compiled, recorder)
+            outputs = run(self.inputs(np.stack([images[i] for i in rows])))[output]
             results |= dict(zip(rows, outputs, strict=True))
         return [results[i] for i in range(len(images))]
 
@@ -111,11 +134,18 @@ class VisionModel(Model):
         pixels = self.prepare(image)[None]
         return captured_values(self, capture, edit, lambda compiled, more: self._run_one(compiled, pixels, more))
 
-    def apply(self, params: Mapping[str, Any], image: Any) -> Array:
-        """Run the model on an image with other parameters: returns the hidden states `[tokens, dim]`."""
+    def apply(self, params: Mapping[str, Any], image: Any, *, edit: Mapping[str, Edit] | None = None) -> Any:
+        """Run the model on an image with other parameters: returns the hidden states `[tokens, dim]`.
+
+        Under `rlx.grad` and `rlx.jit`, parameters may be traced arrays; see `Model.apply` for edits.
+        """
+        from rlx.functional.tracers import current
+
         self._check_usable()
         pixels = self.prepare(image)[None]
-        return apply_params(self, params, lambda compiled: self._run_one(compiled, pixels, {})[::-1])
+        if current() is None and not edit:
+            return apply_params(self, params, lambda compiled: self._run_one(compiled, pixels, {})[::-1])
+        return traced_outputs(self, params, self.inputs(pixels), edit)[-1][0]
 
     def _run_one(self, compiled: CompiledGraph, pixels: Array, more: Mapping[str, Array]) -> list[Array]:
         inputs = self.inputs(pixels) | {name: array[None] for name, array in more.items()}

@@ -75,7 +75,8 @@ class Jitted:
         outputs: list[Any] = []
         if compiled is not None:
             names = [n.attrs["name"] for n in leaf_nodes(function.graph)]
-            outputs = compiled.run(dict(zip(names, arrays, strict=True)))
+            held = map(as_array, function.captured)  # weights of models
+            outputs = compiled.run(dict(zip(names, [*arrays, *held], strict=True)))
         if function.prints:
             emit_all(function, outputs)
         return function.outputs(outputs[: len(function.graph.outputs)])

@@ -102,13 +102,14 @@ class Trace:
             return x
         if x.trace is self or x.trace.graph is self.graph:
             return x.value
-        if x.trace not in _stack.get():
+        if x.trace not in _stack.get() and not isinstance(x, HeldArray):
             _leaked(x)
         if self.by_hand:
             hint = "build both in one graph, or trace a function of both"
             raise GraphError(f"{x!r}: belongs to a traced function, not to graph {self.graph.name!r}", hint=hint)
         if x not in self.captured:
-            self.captured[x] = declare(self.graph, "captured", x.value.type)
+            name = x.trace.graph.name if isinstance(x, HeldArray) else "captured"
+            self.captured[x] = declare(self.graph, name, x.value.type)
         return self.captured[x]
 
     def constant(self, x: Any) -> Value:
@@ -279,6 +280,20 @@ class Traced(Operators):
         return getattr(arrays, arrays.FUNCTIONS[name])(*args, **kwargs)
 
 
+class HeldArray(Traced):
+    """An array that traced functions read as an input, where any other array becomes a constant of their graph.
+
+    Weights of models are held: they are large, and graphs do not depend on their values.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, name: str, array: Array, type_: TensorType) -> None:
+        trace = Trace(Graph(name))
+        super().__init__(trace, declare(trace.graph, name, type_))
+        self.array = array
+
+
 def _unsupported(name: str, hint: str | None) -> NoReturn:
     hint = hint or "use supported functions instead; dir(rlx) lists them"
     raise GraphError(f"numpy.{name}: is not supported on traced arrays", hint=hint, notes=[f"at: {here()}"])
@@ -299,6 +314,8 @@ def as_array(x: Any) -> Array:
     if isinstance(x, (np.ndarray, np.generic)):
         dtype(x.dtype)
         return np.asarray(x)
+    if isinstance(x, HeldArray):
+        return x.array
     if isinstance(x, (bool, int, float)):
         try:
             return np.asarray(x, dtype(type(x)).numpy)

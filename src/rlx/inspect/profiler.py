@@ -12,17 +12,24 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.base import Executable, Key, backend_of
-from rlx.backends.reports import Ceilings, Trace
+from rlx.backends.reports import Ceilings, Share, Trace, Work
 from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
+from rlx.lir.kernels import AttentionKernel
+from rlx.lir.program import Program
 from rlx.notebook import Bar, Cell, box, note, table
 from rlx.types import evaluate
 
+LARGEST_CACHE = 64 << 20  # bytes: weights of larger programs come from memory in every run
+NO_WORK = Work({}, 0.0)
 RUNS = 5  # traced runs, of which the fastest time per launch is reported
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchReport:
-    """One launch: bytes, flops and seconds (0 if not run), summed over all its runs."""
+    """One launch: bytes, flops and seconds (0 if not run), summed over all its runs.
+
+    `bytes` are those that every run accesses: of a table from which data selects rows, none are counted.
+    """
 
     kernel: str
     kind: str
@@ -31,7 +38,7 @@ class LaunchReport:
     flops: int
     seconds: float
     runs: int = 1  # more than 1 in a loop
-    arithmetic: str = "f32"  # type of its multiply-adds: f32, f64, dot_u7 or dot_u8
+    work: Work = NO_WORK
 
     @property
     def gb_per_second(self) -> float:
@@ -39,14 +46,17 @@ class LaunchReport:
 
     @property
     def gflops(self) -> float:
-        return self.flops / self.seconds / 1e9 if self.seconds else 0.0
+        """Rate of the operations that every run does; 0 if data decides how many there are."""
+        return sum(self.work.flops.values()) / self.seconds / 1e9 if self.seconds else 0.0
 
-    def fraction(self, limits: Ceilings) -> float:
-        """The minimum time on this machine divided by the measured time."""
-        if not self.seconds:
-            return 0.0
-        min_seconds = max(self.flops / limits.peak(self.arithmetic), self.bytes / (limits.cache_gb_per_second * 1e9))
-        return min_seconds / self.seconds
+    @property
+    def arithmetic(self) -> str:
+        """The type of its multiply-adds: f32, f64, dot_u7 or dot_u8."""
+        return next(iter(self.work.flops), "f32")
+
+    def share(self, limits: Ceilings) -> Share | None:
+        """How close it came to the limit that applies; None if that is not known (see `Ceilings.share`)."""
+        return limits.share(self.work, self.seconds)
 
 
 @dataclass
@@ -87,8 +97,9 @@ class Report:
         return [f"machine: {rates}; run {self.seconds * 1e6:.0f} µs"]
 
     def _share(self, launch: LaunchReport) -> str:
-        """How close a launch comes to the machine's ceiling."""
-        return f"{launch.fraction(self.ceilings):6.0%}" if self.ceilings and launch.seconds else "-"
+        """How close a launch comes to the limit of the machine that applies to it."""
+        share = launch.share(self.ceilings) if self.ceilings else None
+        return "-" if share is None else str(share)
 
     def __repr__(self) -> str:
         return f"<report of {self._title}>"
@@ -106,11 +117,11 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self._title, *(f"  {line}" for line in self._machine)]
-        lines.append(f"  {'kernel':40} {'kind':9} {'µs':>9} {'GB/s':>7} {'GFLOPS':>7} {'ceiling':>7}  where")
+        lines.append(f"  {'kernel':40} {'kind':9} {'µs':>9} {'GB/s':>7} {'GFLOPS':>7} {'ceiling':>11}  where")
         for x in self.launches:
             lines.append(
                 f"  {_label(x):40} {x.kind:9} {x.seconds * 1e6:9.1f} {x.gb_per_second:7.1f} {x.gflops:7.1f} "
-                f"{self._share(x):>7}  {x.where}"
+                f"{self._share(x):>11}  {x.where}"
             )
         return "\n".join(lines)
 
@@ -143,15 +154,29 @@ def profile(executable: Executable, fusion: str, key: Key | None, inputs: Sequen
         report.arena_bytes, report.arena_bound = report.memory.arena, report.memory.bound
         report.ceilings = backend_of(target).ceilings(target, executable.threads)
         seconds, report.seconds, steps = _time(executable, key, inputs)
-    for launch, launch_seconds, runs in zip(program.launches, seconds, program.runs(steps), strict=True):
-        moved, flops = (evaluate(size, sizes) * runs for size in (launch.bytes, launch.flops))
-        kernel = launch.kernel
-        report.launches.append(
-            LaunchReport(
-                kernel.symbol, kernel.kind, launch.where, moved, flops, launch_seconds, runs, kernel.arithmetic()
-            )
-        )
+    report.launches = launch_reports(program, sizes, seconds, program.runs(steps))
     return report
+
+
+def launch_reports(
+    program: Program, sizes: Mapping[str, int], seconds: Sequence[float], runs: Sequence[int]
+) -> list[LaunchReport]:
+    """The reports of all launches of a run that took these seconds."""
+    weights = set(program.weights)
+    # each launch finds its weights where the others left them: in memory, if all of them exceed the caches
+    streams = sum(evaluate(program.buffers[n].type.bytes, sizes) for n in weights) > LARGEST_CACHE
+    reports = []
+    for launch, launch_seconds, count in zip(program.launches, seconds, runs, strict=True):
+        kernel = launch.kernel
+        moved, flops = (evaluate(size, sizes) * count for size in (launch.min_bytes(), launch.flops))
+        streamed = evaluate(launch.min_bytes(weights), sizes) * count if streams else 0
+        share = kernel.min_work if isinstance(kernel, AttentionKernel) else 1.0
+        # without multiply-adds that are known, bytes alone say little
+        work = Work({kernel.arithmetic(): flops * share}, moved, streamed) if share else NO_WORK
+        reports.append(
+            LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, launch_seconds, count, work)
+        )
+    return reports
 
 
 def memory_of(executable: Executable, key: Key) -> MemoryReport:
@@ -175,31 +200,36 @@ def _time(executable: Executable, key: Key, inputs: Sequence[Any]) -> tuple[list
 
 
 def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> None:
-    """Write a timeline for Perfetto and chrome://tracing, in microseconds, with one row per thread.
+    """Write a timeline for Perfetto and chrome://tracing, in microseconds, with one row per thread."""
+    stamps = trace.launches
+    name = f"{executable.program.name} on {executable.target.name}"
+    threads = [metadata_event("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
+    sizes = dict(zip(executable.program.symbols, key, strict=True))
+    start = float(stamps[stamps > 0].min()) if (stamps > 0).any() else 0.0
+    events = [metadata_event("process_name", 0, name), *threads, *trace_events(executable, trace, key, start)]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": sizes}))
+
+
+def trace_events(executable: Executable, trace: Trace, key: Key, start: float) -> list[dict[str, Any]]:
+    """The events of a run; `start` is the time stamp that becomes 0.
 
     A loop is shown as the sum of its steps: its launches in sequence, each as long as all its runs together.
     """
     program, stamps = executable.program, trace.launches
     sizes = dict(zip(program.symbols, key, strict=True))
-    name = f"{program.name} on {executable.target.name}"
-    events: list[dict[str, Any]] = [_metadata_event("process_name", 0, name)]
-    events += [_metadata_event("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
-    start = float(stamps[stamps > 0].min()) if (stamps > 0).any() else 0.0
+    events: list[dict[str, Any]] = []
     loops = program.outermost_loops()
     runs, units = program.runs(trace.steps), executable.units(key)
 
-    def event(name: str, kind: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> None:
-        events.append({
-            "name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread, "ts": float(begin - start) * 1e6,
-            "dur": float(end - begin) * 1e6, "args": about,
-        })  # fmt: skip
+    def add(name: str, kind: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> None:
+        events.append(event(name, kind, thread, begin - start, end - start, about))
 
     for thread in range(stamps.shape[1]):
         for outer in dict.fromkeys(n for n in loops if n is not None):
             begin, end = trace.controls[outer, thread]
             if begin:
                 inside = {"steps": trace.steps[outer], "launches": loops.count(outer)}
-                event(f"loop {outer}", "loop", thread, begin, end, inside)
+                add(f"loop {outer}", "loop", thread, begin, end, inside)
     ended: dict[tuple[int, int], float] = {}  # end of the last launch, by loop and thread
     for number, (launch, row) in enumerate(zip(program.launches, stamps, strict=True)):
         about = {
@@ -210,11 +240,20 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> N
         for thread, (begin, end) in enumerate(row):
             if end > begin:
                 at = begin if loop is None else ended.get((loop, thread), float(begin))
-                event(launch.kernel.symbol, launch.kernel.kind, thread, at, at + end - begin, about)
+                add(launch.kernel.symbol, launch.kernel.kind, thread, at, at + end - begin, about)
                 if loop is not None:
                     ended[loop, thread] = at + end - begin
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": sizes}))
+    return events
 
 
-def _metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
+def event(name: str, kind: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> dict[str, Any]:
+    """A span of time on a row of a timeline; times are in seconds."""
+    return {
+        "name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread, "ts": float(begin) * 1e6,
+        "dur": float(end - begin) * 1e6, "args": about,
+    }  # fmt: skip
+
+
+def metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
+    """The name of a row, or of the whole timeline."""
     return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}

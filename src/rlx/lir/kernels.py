@@ -111,6 +111,11 @@ class MatmulKernel:
         read = ("a", "b", "index") if self.grouped else ("a", "b")
         return dict.fromkeys(read, False) | {operand.name: operand.written for operand in self.epilogue_operands}
 
+    @property
+    def selected(self) -> frozenset[str]:
+        """Operands of which data selects the elements that are accessed: the matrices of groups."""
+        return frozenset(("b",)) if self.grouped else frozenset()
+
     def arithmetic(self) -> str:
         """The arithmetic whose peak rate limits it; see `LoopKernel.arithmetic`."""
         return (self.layout and self.layout.arithmetic()) or flops_type(self.dtype)
@@ -205,6 +210,18 @@ class AttentionKernel:
             return tensors | {"positions": False, "table": False} | ({"rows": False} if self.ragged else {})
         return tensors | {"mask": False} | ({"lse": True} if self.lse else {})
 
+    @property
+    def selected(self) -> frozenset[str]:
+        """Operands of which data selects the elements that are accessed: the pools of a cache."""
+        return frozenset(("k", "v")) if self.cached else frozenset()
+
+    @property
+    def min_work(self) -> float:
+        """The part of its flops, which count all keys for each query, that every run does; 0 if data decides."""
+        if self.cached or self.mask == "sliding" or self.segments:
+            return 0.0
+        return 0.5 if self.mask == "causal" else 1.0
+
     def arithmetic(self) -> str:
         """The arithmetic whose peak rate limits it; see `LoopKernel.arithmetic`."""
         return flops_type(self.dtype)
@@ -264,6 +281,11 @@ class AttentionGradKernel:
     def operands(self) -> dict[str, bool]:
         """The words that are operands, and whether the kernel writes them."""
         return dict.fromkeys(self.READS, False) | dict.fromkeys(self.WRITES, True)
+
+    @property
+    def selected(self) -> frozenset[str]:
+        """Operands of which data selects the elements that are accessed: none."""
+        return frozenset()
 
     def arithmetic(self) -> str:
         """The arithmetic whose peak rate limits it; see `LoopKernel.arithmetic`."""

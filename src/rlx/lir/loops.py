@@ -154,6 +154,25 @@ class LoopKernel:
         return next(dots, flops_type(*(p.dtype for p in self.params)))
 
     @cached_property
+    def selected(self) -> frozenset[str]:
+        """Operands of which data selects the elements that are accessed, such as the table of a gather."""
+        from_data: set[str] = set()  # names of values and indices that were computed from loaded ones
+
+        def is_from_data(expr: Expr) -> bool:
+            return any(isinstance(e, Load) or (isinstance(e, Ref | Index) and e.name in from_data) for e in walk(expr))
+
+        for statement in (*self.lets, *statements(self.root)):
+            match statement:
+                case Let(name, value) | Assign(name, value) | Var(name, value) if is_from_data(value):
+                    from_data.add(name)
+                case For(index, Ref(extent)) if extent in from_data:
+                    from_data.add(index)
+        places = [(e.param, e.at) for let in self.lets for e in walk(let.value) if isinstance(e, Load)]
+        places += [(e.param, e.at) for e in expressions(self.root) if isinstance(e, Load)]
+        places += [(s.param, s.at) for s in statements(self.root) if isinstance(s, Store)]
+        return frozenset(self.params[param].name for param, at in places if any(is_from_data(index) for index, _ in at))
+
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of everything the machine code depends on except the target."""
         text = f"{self.name}|{self.params}|{self.args}|{self.root}|{self.chunk}|{self.lets}"

@@ -8,7 +8,7 @@ walks through them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlx.dtypes import I16, U8
@@ -71,13 +71,31 @@ class Launch:
     @property
     def bytes(self) -> Size:
         """Bytes of all operands, each counted once."""
-        total: Size = 0
-        for view in dict.fromkeys(self.views()):
-            size: Size = view.dtype.size
-            for d, s in zip(view.shape, view.strides, strict=True):
-                size = size * d if s != 0 else size
-            total = total + size
-        return total
+        return _bytes(self.views())
+
+    def min_bytes(self, buffers: Container[str] | None = None) -> Size:
+        """Bytes that every run accesses, of all operands or those in some buffers.
+
+        Operands of which data selects a part, such as the table of a gather, are left out.
+        """
+        operands = self.kernel.operands().keys() - self.kernel.selected
+        views = [
+            view
+            for name, view in zip(self.kernel.words, self.words, strict=True)
+            if isinstance(view, View) and name in operands and (buffers is None or view.buffer in buffers)
+        ]
+        return _bytes(views)
+
+
+def _bytes(views: Iterable[View]) -> Size:
+    """Bytes of distinct views; axes of stride 0 are accessed once."""
+    total: Size = 0
+    for view in dict.fromkeys(views):
+        size: Size = view.dtype.size
+        for d, s in zip(view.shape, view.strides, strict=True):
+            size = size * d if s != 0 else size
+        total = total + size
+    return total
 
 
 @dataclass(frozen=True, slots=True)

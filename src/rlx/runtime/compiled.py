@@ -31,6 +31,7 @@ from rlx.target import Target
 from rlx.types import TensorType, concrete
 
 if TYPE_CHECKING:  # reports are imported on demand
+    from rlx.backends.reports import Trace
     from rlx.inspect.dispatch import DispatchReport
     from rlx.inspect.memory import MemoryReport
     from rlx.inspect.profiler import Report
@@ -237,20 +238,32 @@ class CompiledGraph:
         return self.run(inputs)
 
     def _run(self, inputs: Mapping[str, Any], trace: str | Path | None) -> list[Any]:
+        if trace is not None:
+            from rlx.inspect.profiler import write_trace
+
+            outputs, times, key = self.run_timed(inputs)
+            write_trace(Path(trace), self.executable, times, key)
+            return outputs
         self._ensure_bound()
         buffers, key = self._prepare(inputs)
         watched = self._watch(buffers) if nan_switch.watching else None
-        if trace is None:
-            outputs = self.executable.run(key, buffers)
-        else:
-            from rlx.inspect.profiler import write_trace
-
-            outputs, times = self.executable.trace(key, buffers)
-            write_trace(Path(trace), self.executable, times, key)
+        outputs = self.executable.run(key, buffers)
         self._last = key
         if watched is not None:
             watched.check(outputs)
         return outputs
+
+    def run_timed(self, inputs: Mapping[str, Any]) -> tuple[list[Any], Trace, tuple[int, ...]]:
+        """Run with a time stamp at each launch: returns the outputs, the times and the symbol sizes."""
+        with self._run_lock():
+            self._ensure_bound()
+            buffers, key = self._prepare(inputs)
+            watched = self._watch(buffers) if nan_switch.watching else None
+            outputs, times = self.executable.trace(key, buffers)
+            self._last = key
+            if watched is not None:
+                watched.check(outputs)
+            return outputs, times, key
 
     def _prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...]]:
         """Inputs in order and the symbol sizes: the fast path for known shapes, otherwise all checks."""

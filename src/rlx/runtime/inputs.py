@@ -39,7 +39,9 @@ def check_names(kind: str, values: Any, wanted: Sequence[str]) -> None:
             raise BindError(f"{kind}: nothing is called {name!r}", hint=nearest(str(name), wanted))
     missing = [n for n in wanted if n not in values]
     if missing:
-        raise BindError(f"{kind}: {', '.join(map(repr, missing))} not given", notes=[f"wanted: {', '.join(wanted)}"])
+        shown = ", ".join(map(repr, missing[:8])) + (f" and {len(missing) - 8} more" if missing[8:] else "")
+        others = [f"wanted: {', '.join(wanted)}"] if len(missing) < len(wanted) <= 16 else []
+        raise BindError(f"{kind}: {shown} not given", notes=others)
 
 
 def not_set(missing: Sequence[str], hint: str) -> BindError:

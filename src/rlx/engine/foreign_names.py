@@ -1,0 +1,121 @@
+"""Names of other programs for settings and methods of models: what they are called here, or what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlx.errors import nearest
+
+# settings of generate, chat and stream that have another name here
+SETTINGS = {
+    "temp": "temperature", "do_sample": "temperature", "topk": "top_k", "topp": "top_p", "minp": "min_p",
+    "repeat_penalty": "repetition_penalty", "penalty_repeat": "repetition_penalty",
+    "penalty_freq": "frequency_penalty", "penalty_present": "presence_penalty", "alpha_frequency": "frequency_penalty",
+    "alpha_presence": "presence_penalty", "random_seed": "seed", "bias": "logit_bias",
+    "sequence_bias": "logit_bias", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
+    "num_predict": "max_tokens", "n_predict": "max_tokens", "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens", "stop_strings": "stop", "stop_sequences": "stop", "until": "stop",
+    "top_logprobs": "logprobs", "n_probs": "logprobs", "return_logprobs": "logprobs", "output_scores": "logprobs",
+    "system_prompt": "system", "hooks": "edit", "steering": "edit", "interventions": "edit",
+    "output_hidden_states": "capture", "output_attentions": "capture", "return_hidden_states": "capture",
+    "prefix_allowed_tokens_fn": "allowed", "profile": "trace", "profiler": "trace",
+    "n_ctx": "context in rlx.load", "num_ctx": "context in rlx.load", "n_threads": "threads in rlx.load",
+    "num_threads": "threads in rlx.load",
+}  # fmt: skip
+_CONSTRAINED = (
+    "there are no grammars or JSON schemas; allowed= restricts each token, and an answer can be begun for the model: "
+    "generate(model.chat_tokens(messages) + model.token_ids('{'), stop='}')"
+)
+_HISTORY = 'chat takes the conversation as a list of messages: [{"role": "user", "content": "..."}, ...]'
+_STREAM = "model.stream(...) returns the text piece by piece"
+_TOOLS = "there are no tool calls: describe the tools in the system message, and parse the answer"
+_SEVERAL = "give a list of prompts: generate([prompt] * 3, temperature=1.0)"
+_BEAMS = "there is no beam search: model.score compares texts"
+# settings that mean something else here, or that do not exist
+ADVICE = {
+    "json": _CONSTRAINED, "json_schema": _CONSTRAINED, "schema": _CONSTRAINED, "grammar": _CONSTRAINED,
+    "format": _CONSTRAINED, "response_format": _CONSTRAINED, "guided_json": _CONSTRAINED, "regex": _CONSTRAINED,
+    "history": _HISTORY, "messages": _HISTORY, "memory": _HISTORY, "session": _HISTORY, "conversation": _HISTORY,
+    "stream": _STREAM, "streamer": _STREAM, "callback": _STREAM, "on_token": _STREAM, "token_callback": _STREAM,
+    "tools": _TOOLS, "functions": _TOOLS, "tool_choice": _TOOLS, "function_call": _TOOLS,
+    "n": _SEVERAL, "num_return_sequences": _SEVERAL, "best_of": _SEVERAL, "batch_size": _SEVERAL,
+    "num_beams": _BEAMS, "beam_width": _BEAMS,
+    "system": "a system message belongs to a conversation: chat(messages, system=...), or stream(..., chat=True)",
+    "chat": "chat(messages) answers a conversation; stream(text, chat=True) streams the answer",
+    "echo": "model.score(text) returns the log-probabilities of a given text",
+    "prompt_logprobs": "model.score(text) returns the log-probabilities of a given text",
+    "logits_processor": "allowed= is a function that says which tokens may follow, logit_bias= adds to logits",
+    "bad_words_ids": "logit_bias={token: -math.inf} bans a token",
+    "stop_token_ids": "stop= takes texts; logit_bias={token: -math.inf} bans a token",
+    "eos_token_id": "the model's files say which tokens end a text; stop= takes texts",
+    "timeout": "close a stream from another thread: threading.Timer(seconds, stream.close).start()",
+    "cache_prompt": "the prefix cache is always used; usage.cached_tokens says how much came from it",
+    "use_cache": "the KV cache is always used",
+    "verbose": "model.report(prompt) says where the time goes",
+    "tfs_z": "there is no tail-free sampling", "mirostat": "there is no Mirostat",
+    "typical_p": "there is no typical sampling",
+}  # fmt: skip
+
+# settings of embed
+EMBED_SETTINGS = {
+    "normalize_embeddings": "here it is called normalize", "show_progress_bar": "here it is called show_progress",
+    "prompt_name": "here it is called prompt", "convert_to_numpy": "vectors are NumPy arrays",
+    "convert_to_tensor": "vectors are NumPy arrays: torch.from_numpy(vectors)",
+    "output_value": "model.run(text, capture=...) has all values",
+    "device": "rlx.load(name, device=...)", "max_length": "rlx.load(name, context=...)",
+    "pooling": "the model's files say how to pool; model.pooling is its name",
+}  # fmt: skip
+EMBED_OWN = ("batch_size", "normalize", "truncate", "prompt", "show_progress", "trace")
+
+# attributes of models in other libraries: name -> kind of model ("" for all) -> what there is here
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "encode": {"decoder": "model.token_ids(text) returns token ids", "encoder": "model.embed(texts)",
+               "vision model": "model.encode_image(images)"},
+    "tokenize": {"": "model.token_ids(text) returns token ids"},
+    "decode": {"": "model.tokenizer.decode(ids) returns a text"},
+    "detokenize": {"": "model.tokenizer.decode(ids) returns a text"},
+    "forward": {"decoder": "model.logits(text); model.apply(params, tokens) inside rlx.grad",
+                "": "model.run(..., capture=...); model.apply(params, ...) inside rlx.grad"},
+    "predict": {"decoder": "model.generate(text), model.chat(messages)", "encoder": "model.embed(texts)",
+                "vision model": "model.encode_image(images)"},
+    "complete": {"decoder": "model.generate(text)"}, "completion": {"decoder": "model.generate(text)"},
+    "ask": {"decoder": "model.chat(text)"}, "respond": {"decoder": "model.chat(text)"},
+    "create_chat_completion": {"decoder": "model.chat(messages)"},
+    "perplexity": {"decoder": "model.score(text).perplexity"},
+    "loglikelihood": {"decoder": "model.score(text, prompt=...).logprob"},
+    "agenerate": {"decoder": "await asyncio.to_thread(model.generate, text)"},
+    "achat": {"decoder": "await asyncio.to_thread(model.chat, messages)"},
+    "history": {"decoder": "keep a list of messages; model.chat(messages) answers it"},
+    "trace": {"decoder": 'model.generate(prompt, trace="t.json"), or model.report(prompt)',
+              "encoder": 'model.embed(texts, trace="t.json"), or model.report(texts)',
+              "": "model.compiled.run(inputs, trace=...)"},
+    "profile_run": {"": "model.report()"}, "benchmark": {"": "rlx bench MODEL"},
+    "config": {"": "model.checkpoint.config"}, "parameters": {"": "model.params"},
+    "named_parameters": {"": "model.params"}, "state_dict": {"": "model.params"},
+    "load_state_dict": {"": "model.apply(params, tokens), or model.save(path, params)"},
+    "layers": {"": "model.stages lists the stages"}, "modules": {"": "model.stages lists the stages"},
+    "named_modules": {"": "model.stages lists the stages"}, "hooks": {"": "model.run(tokens, capture=..., edit=...)"},
+    "register_forward_hook": {"": "model.run(tokens, capture=..., edit=...)"},
+    "graph": {"": "model.compiled.graph"}, "device": {"": "model.compiled.device"},
+    "to": {"": 'rlx.load(name, device="...")'}, "half": {"": "rlx.load(name, precision=...)"},
+    "eval": {"": "models are always ready to run"}, "train": {"": "rlx.grad of model.apply, see docs/research.md"},
+    "max_seq_length": {"encoder": "model.limit"}, "similarity_fn": {"encoder": "model.similarity(a, b)"},
+}  # fmt: skip
+
+
+def setting_hint(name: str, known: Iterable[str]) -> str:
+    """What an unknown setting of a request is called here, or what to do instead."""
+    if name in SETTINGS:
+        return f"here it is called {SETTINGS[name]}"
+    return ADVICE.get(name) or nearest(name, known) or f"known: {', '.join(known)}"
+
+
+def embed_hint(name: str) -> str:
+    """What an unknown setting of `embed` is called here, or what to do instead."""
+    return EMBED_SETTINGS.get(name) or nearest(name, EMBED_OWN) or f"known: {', '.join(EMBED_OWN)}"
+
+
+def attribute_hint(name: str, kind: str) -> str | None:
+    """What there is in place of an attribute of other libraries; None if nothing is known of it."""
+    hints = ATTRIBUTES.get(name, {})
+    return hints.get(kind, hints.get(""))

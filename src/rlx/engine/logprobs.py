@@ -1,0 +1,102 @@
+"""Log-probabilities of tokens, with their text: of generated ones, and of a given text (`LanguageModel.score`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx.arrays import Array
+from rlx.engine.sampler import most_likely
+from rlx.errors import shortened
+
+TokenBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of a token, and of the likeliest tokens in its place, before temperature and filters."""
+
+    token: int
+    logprob: float
+    bytes: bytes = b""  # of its text; empty without a tokenizer
+    top: tuple[Logprob, ...] = ()  # likeliest first
+
+    @property
+    def text(self) -> str:
+        """The text of the token; bytes that are part of a character are replaced by �."""
+        return self.bytes.decode("utf-8", "replace")
+
+    @property
+    def probability(self) -> float:
+        return math.exp(self.logprob)
+
+    def __repr__(self) -> str:
+        shown = f" {self.text!r}" if self.bytes else ""
+        top = f", top {', '.join(repr(t.text) if t.bytes else str(t.token) for t in self.top)}" if self.top else ""
+        return f"<logprob {self.logprob:.4f} of token {self.token}{shown}{top}>"
+
+
+@dataclass(frozen=True)
+class Score:
+    """The log-probabilities of a given text, token by token.
+
+    A token's probability depends on those before it, so the first token of a text has one only after a prompt, or after
+    a special token that the tokenizer puts before every text.
+    """
+
+    tokens: list[Logprob]
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of the text: the sum over its tokens."""
+        return math.fsum(t.logprob for t in self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """`exp` of the mean negative log-probability per token; NaN without tokens."""
+        return math.exp(-self.logprob / len(self.tokens)) if self.tokens else math.nan
+
+    def __repr__(self) -> str:
+        text = b"".join(t.bytes for t in self.tokens).decode("utf-8", "replace")
+        shown = f" of {shortened(text, 40)!r}" if text else ""
+        return f"<score {self.logprob:.3f}{shown}: {len(self.tokens)} tokens, perplexity {self.perplexity:.2f}>"
+
+    def _repr_html_(self) -> str:
+        from rlx.notebook import Bar, Cell, box, table  # few programs need it
+
+        rows: list[list[Cell]] = [
+            [t.token, t.text, Bar(f"{t.logprob:.3f}", t.probability), ", ".join(o.text for o in t.top)]
+            for t in self.tokens
+        ]
+        return box(repr(self)[1:-1], table(("token", "text", "log-probability", "likeliest"), rows))
+
+
+def logprob_of(logits: Array, token: int, logprob: float, top: int, token_bytes: TokenBytes | None) -> Logprob:
+    """The record of a token whose log-probability is known: with it the sum of exponentials, by which others follow."""
+    log_sum = float(logits[token]) - logprob
+
+    def one(other: int) -> Logprob:
+        value = logprob if other == token else float(logits[other]) - log_sum
+        return Logprob(other, value, b"" if token_bytes is None else token_bytes(other))
+
+    likeliest = tuple(one(other) for other in most_likely(logits, top))
+    return Logprob(token, logprob, b"" if token_bytes is None else token_bytes(token), likeliest)
+
+
+def log_sums(logits: Array) -> Array:
+    """Log of the sum of exponentials of each row, in f64."""
+    highest = logits.max(axis=-1, keepdims=True).astype(np.float64)
+    sums: Array = highest[:, 0] + np.log(np.exp(logits - highest).sum(axis=-1))
+    return sums
+
+
+def text_logprobs(logits: Array, tokens: Sequence[int], top: int, token_bytes: TokenBytes | None) -> list[Logprob]:
+    """The records of given tokens, from the logits `[tokens, vocab]` of their places."""
+    chosen = logits[np.arange(len(tokens)), list(tokens)].astype(np.float64) - log_sums(logits)
+    return [
+        logprob_of(row, token, float(value), top, token_bytes)
+        for row, token, value in zip(logits, tokens, chosen, strict=True)
+    ]
