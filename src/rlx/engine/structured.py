@@ -8,8 +8,9 @@ grammar begins after the end of their thoughts.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.sampler import short_repr
+from rlx.engine.thinking import is_thinking, tail_of
 from rlx.errors import CapabilityError, RequestError, shortened
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
@@ -279,15 +281,13 @@ class GrammarCompiler:
         if self.thinking is None:
             return "start: answer\n"
         begin, end = self.thinking
-        tail = self.tokenizer.decode(prompt[-64:])
-        opened, closed = tail.rfind(begin.strip()), tail.rfind(end.strip())
-        thoughts = self.up_to("thoughts", end.strip()) + "THOUGHTS_END: /[ \\n]{0,4}/\n"
-        if opened > closed and not tail[opened + len(begin.strip()) :].strip():
-            return f"start: thoughts THOUGHTS_END answer\n{thoughts}"
-        if closed > opened and not tail[closed + len(end.strip()) :].strip():
-            return "start: answer\n"
-        first = self.literal(begin.strip())
-        return f"start: ({first} thoughts THOUGHTS_END)? answer\n{thoughts}"
+        thoughts = self.up_to("thoughts", end) + "THOUGHTS_END: /[ \\n]{0,4}/\n"
+        match is_thinking(self.tokenizer.decode(tail_of(prompt)), self.thinking):
+            case True:
+                return f"start: thoughts THOUGHTS_END answer\n{thoughts}"
+            case False:
+                return "start: answer\n"
+        return f"start: ({self.literal(begin)} thoughts THOUGHTS_END)? answer\n{thoughts}"
 
 
 def _tokens_of(tokenizer: Tokenizer, vocab: int) -> LLTokenizer:
@@ -301,18 +301,16 @@ def _tokens_of(tokenizer: Tokenizer, vocab: int) -> LLTokenizer:
     return LLTokenizer(vocabulary, eos_token=vocabulary.stops)  # type: ignore[arg-type]
 
 
-Compiler = Callable[[], GrammarCompiler]
-
-
 def _first_line(message: str) -> str:
     return message.split("\n", 1)[0]
 
 
 def _reason(message: str) -> str:
     """An error of llguidance without the grammar that it quotes, which is partly ours."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown error"]
+    first = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: |:? ?regex parse error:$", "", lines[0])
+    first = re.sub(r":? ?regex parse error:$", "", first) or "invalid pattern"
     causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    first = lines[0].split(": ", 1)[1] if lines and lines[0].startswith("at ") and ": " in lines[0] else lines[0]
     return shortened(f"{first}: {causes[0]}" if causes else first, MESSAGE)
 
 
