@@ -17,6 +17,8 @@
     ├── KernelError           machine code reported a fault, such as an index out of range
     ├── NonFiniteError        a run produced NaN or infinity under rlx.debug.nans (also a FloatingPointError)
     └── RequestError          an invalid request to a model: a setting, a prompt, a number out of range
+        ├── ContextError      a prompt that is longer than the context
+        ├── OverloadedError   too many requests wait already; `retry_after` says for how long
         └── UsageError        an invalid command line (rlx.cli.console)
 
 A message says `where: what, with both values`. Outer layers add context with `add_note`. Messages and note lines are
@@ -109,6 +111,22 @@ class NonFiniteError(RlxError, FloatingPointError):
 
 class RequestError(RlxError):
     """An invalid request to a model: a setting, a prompt, a number out of range."""
+
+
+class ContextError(RequestError):
+    """A prompt that is longer than the model's context: `tokens` (None: not counted) and `context` are their sizes."""
+
+    def __init__(self, message: str, *, context: int, tokens: int | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.context, self.tokens = context, tokens
+
+
+class OverloadedError(RequestError):
+    """Too many requests wait already. After `retry_after` seconds there may be room."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after = retry_after
 
 
 def shortened(text: str, limit: int) -> str:

@@ -24,7 +24,7 @@ from rlx.engine.logprobs import Logprob, Score, TokenBytes
 from rlx.engine.model import NOTHING, Model, Recent
 from rlx.engine.sampler import Sampler, Sampling, short_repr
 from rlx.engine.scoring import scores_of, text_after
-from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError, shortened
+from rlx.errors import CapabilityError, ContextError, FormatError, RequestError, ResourceError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require
@@ -460,9 +460,11 @@ class LanguageModel(Model):
             raise RequestError(f"{where}: there are no tokens", hint="give a text or token ids")
         size, room = len(tokens), self.context - len(tokens)
         if room < 0 or (room == 0 and max_tokens != 0):
-            raise RequestError(
+            raise ContextError(
                 f"{where}: the prompt has {size} token{'s' * (size != 1)}, the context holds {self.context}"
                 + (" and an answer needs room too" if room == 0 else ""),
+                context=self.context,
+                tokens=size,
                 hint="shorten the prompt or load the model with a larger context=",
             )
         return tokens
