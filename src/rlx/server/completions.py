@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ async def _answer(
     scores: list[list[Logprob | None]] = [[] for _ in prepared.prompts]
     if request.echo and request.logprobs is not None:
         for i, tokens in enumerate(prepared.prompts):
-            scores[i] = await state.engine.call(lambda tokens=tokens: _prompt_logprobs(model, tokens, request.logprobs))
+            scores[i] = await state.engine.call(functools.partial(_prompt_logprobs, model, tokens, request.logprobs))
     await generation.start(prepared.requests)
     head = {
         "id": f"cmpl-{exchange.id}", "object": "text_completion", "created": int(time.time()), "model": served.name,

@@ -109,7 +109,7 @@ class EngineThread:
         max_queued: int = 512, max_queued_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._loaders = loaders
-        self._options = {
+        self._options: dict[str, Any] = {
             "rows": rows, "cache_bytes": cache_bytes, "max_queued": max_queued, "max_queued_tokens": max_queued_tokens,
         }  # fmt: skip
         self.served: dict[str, Served] = {}

@@ -58,7 +58,7 @@ class Fields:
         value = self.get(name)
         if value is not None and not (isinstance(value, str) and len(value) <= limit):
             raise self.wrong(name, f"a text of at most {limit} characters")
-        return value
+        return None if value is None else str(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name)
@@ -97,7 +97,7 @@ class Fields:
         value = self.get(name)
         if value is not None and value not in known:
             raise self.wrong(name, "one of " + ", ".join(known))
-        return value
+        return None if value is None else str(value)
 
     def inner(self, name: str) -> Fields | None:
         value = self.get(name)

@@ -46,7 +46,7 @@ class Guard:
         id_ = wanted if _ID.fullmatch(wanted) else secrets.token_hex(16)
         record: dict[str, Any] = {"id": id_, "method": scope["method"], "path": scope["path"], "status": 0}
         client = scope.get("client")
-        scope |= {"rlx.id": id_, "rlx.record": record, "rlx.namespace": "", "rlx.client": client[0] if client else ""}
+        scope.update({"rlx.id": id_, "rlx.record": record, "rlx.namespace": "", "rlx.client": client[0] if client else ""})
         began, started = time.perf_counter(), False
         origin = headers.get("origin", [""])[0]
         extra = {"x-request-id": id_, "x-content-type-options": "nosniff"}

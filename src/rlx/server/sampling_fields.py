@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,12 +49,12 @@ class Common:
     ) -> list[Request]:  # fmt: skip
         """A request per prompt and choice. Choice i has the seed of the request plus i, so choice 0 is that of n = 1."""
         deadline = time.monotonic() + self.timeout
-        seed = self.sampling.seed
+        # One that is drawn here is small: JavaScript's numbers are exact up to 2^53.
+        seed = secrets.randbelow(2**32) if self.sampling.seed is None else self.sampling.seed
         result = []
         for prompt in prompts:
             for i in range(self.count):
-                chosen = None if seed is None else (seed + i) % 2**63
-                sampling = replace(self.sampling, seed=chosen, allowed=allowed(prompt))
+                sampling = replace(self.sampling, seed=(seed + i) % 2**64, allowed=allowed(prompt))
                 result.append(
                     Request(
                         prompt, self.max_tokens, self.stop, logprobs, sampling, answer=answer, client=exchange.client,
