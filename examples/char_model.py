@@ -8,7 +8,6 @@ defaults (0.8 million parameters) 500 steps take about a minute on two cores.
 """
 
 import argparse
-import math
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +23,12 @@ EPS, TEMPERATURE = 1e-5, 0.8
 def decoder(vocab, dim, layers, heads, context):
     """Token ids [batch, seq] to logits [batch, seq, vocab], under the weight names of Hugging Face's Llama."""
     head_dim, ffn = dim // heads, -(-dim // 3) * 8  # 8/3 of dim, rounded up
-    angles = np.outer(np.arange(context), 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim))
 
     def layer(i):
         return LlamaDecoder(f"model.layers.{i}", heads, heads, head_dim, EPS, intermediate_size=ffn)
 
-    flow = ModelFlow("char_model").input("tokens", ("batch", "seq"), "i32")
-    flow = flow.rope_tables(np.cos(angles), np.sin(angles)).token_embed(shape=(vocab, dim))
+    flow = ModelFlow("char_model").input("tokens", ("batch", "seq"), "i32").rope(context, head_dim)
+    flow = flow.token_embed(shape=(vocab, dim))
     return flow.repeat_layers(layers, layer).final_norm(EPS).lm_head(vocab, dim, tied=False)
 
 
@@ -44,11 +42,6 @@ def batch(data, size, context, rng):
     offsets = rng.integers(0, len(data) - context, size)
     rows = data[offsets[:, None] + np.arange(context + 1)]
     return {"tokens": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
-
-
-def learning_rate(step, steps, peak):
-    """Linear warm-up over the first twentieth of the steps, times a cosine from the peak to a tenth of it."""
-    return peak * min(1.0, 20 * (step + 1) / steps) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def write(run, tokens, count, context, rng):
@@ -81,11 +74,12 @@ def main(argv=None):
 
     flow = decoder(len(letters), args.dim, args.layers, args.heads, args.context)
     loss = flow.custom(mean_loss).build(flow.init(rlx.random.key(args.seed)))
-    step = rlx.train.step(loss, rlx.train.adamw(args.lr, (0.9, 0.99), weight_decay=0.1), clip=1.0)
+    schedule = rlx.train.cosine(args.lr, args.steps, warmup=args.steps // 20, end=args.lr / 10)
+    decay = {"*norm*": 0.0, "*": 0.1}
+    step = rlx.train.step(loss, rlx.train.adamw(schedule, (0.9, 0.99), weight_decay=decay), clip=1.0)
     losses = []
     for i in range(args.steps):
-        lr = learning_rate(i, args.steps, args.lr)
-        losses.append(step.run(batch(data, args.batch, args.context, rng), lr=lr))
+        losses.append(step.run(batch(data, args.batch, args.context, rng)))
         if (i + 1) % max(1, args.steps // 10) == 0:
             print(f"step {i + 1:5}: loss {np.mean(losses[-20:]):.2f}")
     if args.plot:

@@ -15,37 +15,29 @@ from chart import chart
 import rlx
 from rlx.flow import LayerStack, ModelFlow
 
-VOCAB, DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, EPS = 16, 64, 2, 4, 2, 16, 128, 1e-5
+VOCAB, DIM, LAYERS, HEADS, KV_HEADS, FFN, EPS = 16, 64, 2, 4, 2, 128, 1e-5
 
 
 def decoder_layer(i):
     """One layer, stage by stage. The strings are names of weights."""
     attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
-    q, k, v = (f"{attention}.{name}" for name in "qkv")
-
-    def build(stack: LayerStack) -> LayerStack:
-        return (
-            stack.residual_save()
-            .rms_norm(f"{attention}.norm", EPS)
-            .self_attn_prefill(q, k, v, HEADS, KV_HEADS, HEAD_DIM)  # causal; [batch, seq, HEADS * HEAD_DIM]
-            .linear(f"{attention}.out", out=DIM)
-            .residual_add()
-            .residual_save()
-            .rms_norm(f"{mlp}.norm", EPS)
-            .swiglu(f"{mlp}.gate", f"{mlp}.up", f"{mlp}.down", intermediate_size=FFN)
-            .residual_add()
-        )
-
-    return build
+    return (
+        LayerStack()
+        .residual_save()
+        .rms_norm(f"{attention}.norm", EPS)
+        .attention(attention, HEADS, KV_HEADS)  # causal, with RoPE
+        .residual_add()
+        .residual_save()
+        .rms_norm(f"{mlp}.norm", EPS)
+        .swiglu(f"{mlp}.gate", f"{mlp}.up", f"{mlp}.down", intermediate_size=FFN)
+        .residual_add()
+    )
 
 
 def decoder(context):
     """Token ids [batch, seq] to logits [batch, seq, VOCAB]."""
-    angles = np.outer(np.arange(context), 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM))
-    flow = ModelFlow("copier").input("tokens", ("batch", "seq"), "i32")
-    flow = flow.rope_tables(np.cos(angles), np.sin(angles)).embed("embed", shape=(VOCAB, DIM))
-    for i in range(LAYERS):
-        flow = flow.layer(f"layers.{i}", decoder_layer(i))
+    flow = ModelFlow("copier").input("tokens", ("batch", "seq"), "i32").rope(context, DIM // HEADS)
+    flow = flow.embed("embed", shape=(VOCAB, DIM)).repeat_layers(LAYERS, decoder_layer)
     return flow.rms_norm("norm", EPS).linear("head", out=VOCAB).output("logits")
 
 

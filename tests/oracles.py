@@ -7,6 +7,7 @@ as names, and gives one array or a tuple. Nothing here calls rlx: a test that us
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import gguf
 import ml_dtypes
 import numpy as np
+import scipy.linalg
 import scipy.signal
 import scipy.special
 
@@ -865,6 +867,70 @@ ORACLES |= {
 
 
 # -- linear algebra, norms, positions ---------------------------------------------------------------------------------
+# -- matrices ---------------------------------------------------------------------------------------------------------
+def _for_each_matrix(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of one matrix, for batches of them."""
+
+    @functools.wraps(function)
+    def batched(*operands: Array, **attrs: Any) -> Any:
+        lead = operands[0].shape[:-2]
+        results = [function(*(x[at] for x in operands), **attrs) for at in np.ndindex(*lead)]
+        if isinstance(results[0], tuple):
+            return tuple(np.stack(r).reshape(*lead, *r[0].shape) for r in zip(*results, strict=True))
+        return np.stack(results).reshape(*lead, *results[0].shape)
+
+    return batched
+
+
+def _positive_sums(vectors: Array) -> Array:
+    return np.where(vectors.sum(0) < 0, -1.0, 1.0)
+
+
+@oracle("cholesky")
+@_for_each_matrix
+def _cholesky(x: Array) -> Array:
+    return scipy.linalg.cholesky(x, lower=True)
+
+
+@oracle("triangular_solve")
+@_for_each_matrix
+def _triangular_solve(
+    a: Array, b: Array, *, lower: bool = True, transpose: bool = False, unit_diagonal: bool = False
+) -> Array:
+    return scipy.linalg.solve_triangular(a, b, trans=int(transpose), lower=lower, unit_diagonal=unit_diagonal)
+
+
+@oracle("lu")
+@_for_each_matrix
+def _lu(x: Array) -> tuple[Array, ...]:
+    lu, pivots = scipy.linalg.lu_factor(x)
+    order = np.arange(len(x))
+    for row, other in enumerate(pivots):
+        order[[row, other]] = order[[other, row]]
+    return lu, pivots.astype(np.int64), order
+
+
+@oracle("qr")
+@_for_each_matrix
+def _qr(x: Array, *, complete: bool = False) -> tuple[Array, ...]:
+    return tuple(scipy.linalg.qr(x, mode="full" if complete else "economic"))
+
+
+@oracle("eigh")
+@_for_each_matrix
+def _eigh(x: Array) -> tuple[Array, ...]:
+    values, vectors = scipy.linalg.eigh(x, lower=True)
+    return values, vectors * _positive_sums(vectors)
+
+
+@oracle("svd")
+@_for_each_matrix
+def _svd(x: Array) -> tuple[Array, ...]:
+    u, values, vt = scipy.linalg.svd(x, full_matrices=False)
+    signs = _positive_sums(vt.T)
+    return u * signs, values, vt.T * signs
+
+
 @oracle("matmul")
 def _matmul(a: Array, b: Array) -> Array:
     return np.einsum("...mk,...kn->...mn", a, b)

@@ -40,6 +40,9 @@ PAGES = [
     "looking-inside.md",
     "flow.md",
     "functions.md",
+    "coming-from-jax.md",
+    "slow.md",
+    "numpy.md",
     "training.md",
     "adding-an-op.md",
     "adding-a-model.md",
@@ -133,6 +136,14 @@ def test_the_page_of_ops_is_what_the_registry_says(update: bool) -> None:
     if update:
         page.write_text(markdown())
     assert page.read_text() == markdown(), "out of date: rlx ops --markdown > docs/ops.md"
+
+
+def test_the_page_of_numpy_is_what_the_functions_say(update: bool) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "numpy_page.py"))
+    page = script["PATH"]
+    if update:
+        page.write_text(script["page"]())
+    assert page.read_text() == script["page"](), "out of date: python scripts/numpy_page.py"
 
 
 def test_the_page_of_stages_is_what_their_classes_and_builds_say(update: bool) -> None:

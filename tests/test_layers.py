@@ -19,12 +19,12 @@ from rlx.lir.loops import SCALAR_OPS
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["arrays", "garbage", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
+    ["arrays", "garbage", "jax_names", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
     ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts"],
     ["profile", "target", "quant_schemes"], ["ir", "formats"],
     ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
-    ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
-    ["__main__"],
+    ["runtime"], ["functional"], ["numpy"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"],
+    ["cli"], ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 # Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules, a notebook shows a graph folded as `rlx inspect`
@@ -32,6 +32,7 @@ RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 # that it names.
 ALLOWED = {
     ("ir/graph.py", "rlx.module.GraphModule"),
+    ("ir/numpy_functions.py", "rlx.functional.graph_values.on_values"),
     ("ir/graph.py", "rlx.inspect.notebook.graph_html"),
     ("module.py", "rlx.backends.base.backend"),
     ("operand_layouts.py", "rlx.backends.base.backend"),

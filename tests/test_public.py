@@ -14,7 +14,7 @@ NAMES = {
     "ModelRecipe", "ModelVariant", "MultiOutputHandle", "QuantScheme", "Report", "Session", "SideOutputs", "TensorType",
     "Value", "VisionModel", "WeightSource", "compile",
     "debug", "diff", "dim", "dim_max", "dim_min", "dtype", "errors", "export", "flow", "load", "load_exported", "op",
-    "stage", "sym", "functional", "random", "train", "transforms", "tree", "__version__",
+    "numpy", "stage", "sym", "functional", "random", "train", "transforms", "tree", "__version__",
 }  # fmt: skip
 
 # Functions of arrays, NumPy's names among them.
@@ -33,6 +33,7 @@ NAMES |= {
     "squeeze", "stack", "std", "stop_gradient", "sub", "subtract", "sum", "swapaxes", "take", "take_along_axis",
     "tan", "tanh", "tensordot", "tile", "topk", "trace", "transpose", "tril", "triu", "value_and_grad", "var",
     "vjp", "vmap", "where", "while_loop", "zeros", "zeros_like",
+    "associative_scan", "dynamic_slice", "dynamic_update_slice", "eval_shape", "linearize", "switch",
 }  # fmt: skip
 
 

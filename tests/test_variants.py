@@ -289,8 +289,10 @@ def test_configurations_are_made_of_variants_and_profiles() -> None:
         ModelExecutionConfig(ModelVariant(1, 2), "decode")  # type: ignore[arg-type]
 
 
-def test_a_built_model_is_named_where_its_module_is_wanted() -> None:
-    built = rlx.ModelFlow("flow").input("x", (1, 4)).output("y").build({})
-    with pytest.raises(GraphError, match="takes a Graph or a GraphModule, found BuiltModel") as caught:
-        ModelExecutionConfig.prefill(1, 2).compile(built)  # type: ignore[arg-type]
-    assert caught.value.hint == "give it .module"
+def test_a_built_model_is_taken_with_its_weights_and_a_flow_is_not() -> None:
+    flow = rlx.ModelFlow("flow").input("x", ("batch", 4)).linear("w", out=4).output("y")
+    built = flow.build({"w": np.eye(4, dtype=np.float32) * 2})
+    compiled = ModelExecutionConfig.prefill(1, 2).compile(built)
+    assert compiled.run({"x": np.ones((1, 4), np.float32)})[0].tolist() == [[2, 2, 2, 2]]
+    with pytest.raises(GraphError, match="takes a Graph or a GraphModule, found ModelFlow"):
+        ModelExecutionConfig.prefill(1, 2).compile(flow)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlx import errors as errors
     from rlx import flow as flow
     from rlx import functional as functional
+    from rlx import numpy as numpy
     from rlx import train as train
     from rlx import transforms as transforms
     from rlx.dtypes import dtype as dtype
@@ -44,14 +45,17 @@ if TYPE_CHECKING:
     from rlx.flow.weights import WeightSource as WeightSource
     from rlx.functional import random as random
     from rlx.functional import tree as tree
+    from rlx.functional.control import associative_scan as associative_scan
     from rlx.functional.control import cond as cond
     from rlx.functional.control import fori_loop as fori_loop
     from rlx.functional.control import scan as scan
+    from rlx.functional.control import switch as switch
     from rlx.functional.control import while_loop as while_loop
     from rlx.functional.custom import custom_jvp as custom_jvp
     from rlx.functional.custom import custom_vjp as custom_vjp
     from rlx.functional.jitted import explain as explain
     from rlx.functional.jitted import jit as jit
+    from rlx.functional.tracing import eval_shape as eval_shape
     from rlx.functional.tracing import trace as trace
     from rlx.functional.transforms import checkpoint as checkpoint
     from rlx.functional.transforms import grad as grad
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
     from rlx.functional.transforms import jacfwd as jacfwd
     from rlx.functional.transforms import jacrev as jacrev
     from rlx.functional.transforms import jvp as jvp
+    from rlx.functional.transforms import linearize as linearize
     from rlx.functional.transforms import value_and_grad as value_and_grad
     from rlx.functional.transforms import vjp as vjp
     from rlx.functional.transforms import vmap as vmap
@@ -158,6 +163,7 @@ _PUBLIC = {
     "functional": ("rlx.functional", ""),
     "load": ("rlx.engine.load", "load"),
     "load_exported": ("rlx.engine.export", "load_exported"),
+    "numpy": ("rlx.numpy", ""),
     "op": ("rlx.lir.forms.custom", "op"),
     "random": ("rlx.functional.random", ""),
     "stage": ("rlx.ir.provenance", "stage"),
@@ -169,6 +175,7 @@ _PUBLIC = {
 
 # Array functions, under their names in rlx.functional.
 _FUNCTION_NAMES = (
+    "associative_scan dynamic_slice dynamic_update_slice eval_shape linearize switch "
     "abs add all any arange arctan argmax argmin argsort asarray astype at attention broadcast_to ceil checkpoint "
     "clip concatenate cond conv1d conv2d cos cross_entropy cumsum custom_jvp custom_vjp dequantise divide dot "
     "einsum equal erf exp expand_dims explain expm1 eye fake_quantise flip floor floor_divide fori_loop full "
@@ -188,7 +195,10 @@ __all__ = ["__version__", *_PUBLIC, *_FUNCTIONS]
 def __getattr__(name: str) -> Any:
     place = ("rlx.functional", name) if name in _FUNCTIONS else _PUBLIC.get(name)
     if place is None:
-        raise AttributeError(f"module 'rlx' has no attribute {name!r}")
+        from rlx.jax_names import hint  # only needed for errors
+
+        known = None if name.startswith("_") else hint(name)
+        raise AttributeError(f"module 'rlx' has no attribute {name!r}" + (f": {known}" if known else ""))
     with paused():
         if name in ("Graph", "Value", "MaskKind", "op"):
             importlib.import_module("rlx.hir.blocks")  # registers the ops and blocks

@@ -111,7 +111,11 @@ def compile_sizes(symbols: Sequence[str], sizes: Sequence[Size]) -> Callable[...
 
 
 class sym:
-    """The symbols used by the model families."""
+    """The symbols used by the model families. `rlx.dim("n")` makes one of your own."""
+
+    def __init__(self, *names: Any) -> None:
+        hint = f"rlx.dim({names[0]!r})" if names else "rlx.dim(name) makes a symbol"
+        raise GraphError("sym: holds the symbols of models, rlx.sym.BATCH among them, and is not called", hint=hint)
 
     BATCH = dim("batch")
     SEQ = dim("seq")

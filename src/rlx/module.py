@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from rlx.dtypes import DTypeLike
 from rlx.errors import FusionError, GraphError, RlxError, nearest
@@ -101,6 +101,20 @@ class _Block(Builder):
     def __call__(self, module: GraphModule, /, *operands: Any, **attrs: Any) -> Any:
         results = module._blocks(self.__name__, *operands, **attrs)
         return results if len(results) != 1 else results[0]
+
+
+@runtime_checkable
+class WithWeights(Protocol):
+    """A graph with its weights and compile profile, such as a built flow; accepted wherever a module is."""
+
+    @property
+    def module(self) -> Graph: ...
+
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+
+    @property
+    def profile(self) -> CompileProfile: ...
 
 
 class GraphModule(ModuleOps):

@@ -136,6 +136,9 @@ def test_a_model_of_small_stages_takes_part_in_a_cache() -> None:
     for chunk in (7, 3, 1):
         logits = driver.by_chunks(tokens, chunk)
         assert small_llama.difference(logits, small_llama.forward(c, weights, tokens)) < 1e-4
-    with pytest.raises(GraphError, match="SelfAttnPrefill: reads a cache, but layer_idx is not set"):
-        plain = ModelFlow("f").input("x", ("batch", "seq", 8)).kv_cache(1, 2, 4)
-        plain.self_attn_prefill("q", "k", "v", 2, 2, 4, rope=None).build({n: np.ones((8, 8)) for n in "qkv"})
+    plain = ModelFlow("f").input("x", ("batch", "seq", 8)).kv_cache(1, 2, 4)
+    plain = plain.self_attn_prefill("q", "k", "v", 2, 2, 4, rope=None)
+    keys = {n: np.ones((8, 8), np.float32) for n in "qkv"}
+    assert plain.build(keys).module.has("keys.0")  # layers without an index are counted
+    with pytest.raises(GraphError, match="kv_cache: layer 1 is not one of its 1"):
+        plain.self_attn_prefill("q", "k", "v", 2, 2, 4, rope=None).build(keys)

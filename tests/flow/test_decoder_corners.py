@@ -374,10 +374,11 @@ def test_options_are_given_by_name(stage: Any) -> None:
         stage("l", HEADS, KV, HEAD, EPS, True)
 
 
-def test_a_layer_over_a_cache_says_which_one_it_is() -> None:
+def test_layers_over_a_cache_that_do_not_say_which_they_are_are_counted() -> None:
     flow = ModelFlow("f").input("x", ("batch", "seq", HIDDEN)).kv_cache(2, KV, HEAD).sequence(*BOTH)
-    with pytest.raises(GraphError, match="stage LlamaDecoder: reads a cache, but layer_idx is not set"):
-        flow.stage(LlamaDecoder(**SIZES)).build(weights())
+    counted = flow.stage(LlamaDecoder(**SIZES)).stage(LlamaDecoder(**SIZES))
+    told = flow.stage(LlamaDecoder(**SIZES, layer_idx=0)).stage(LlamaDecoder(**SIZES, layer_idx=1))
+    assert counted.build(weights()).module.text(full=True) == told.build(weights()).module.text(full=True)
 
 
 def test_a_prefill_has_no_mask_of_the_caller() -> None:

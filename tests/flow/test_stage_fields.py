@@ -172,6 +172,13 @@ CASES: dict[str, Case] = {
          "mask": MaskKind.NONE, "score_scale": 0.3, "attn_logit_softcap": 2.0, "rope": "other", "layer_idx": 1},
         **CACHED,
     ),
+    "Attention": Case(
+        st.Attention("a", HEADS, KV, HEAD, qk_norm=True, layer_idx=0),
+        {"prefix": "b", "num_heads": 2, "num_kv_heads": 4, "head_dim": 2, "mask": MaskKind.NONE, "rope": "other",
+         "bias": True, "qk_norm": False, "eps": 0.1, "score_scale": 0.3, "layer_idx": 1},
+        **CACHED,
+    ),
+    "Dropout": Case(st.Dropout(0.5), {"rate": 0.25}),
     "GdnScan": Case(
         st.GdnScan(4, True, "s"), {"state_size": 8, "carry_state": False, "state_key": "t"},
         before=(st.Custom(lambda e, v: _publish(e)),),
@@ -258,7 +265,7 @@ def built(case: Case, stage: FlowStage) -> str:
     flow = flow.with_stages((*case.before, stage, *case.after))
     SIDE.drain()
     shapes = dict(case.shapes) | {k: s for k, s in _MLP.items() if not isinstance(case.stage, st.MoeFfn)}
-    model = flow.build(WantedWeights(shapes))
+    model = flow.build(WantedWeights(shapes), training=True)
     side = [(name, value.node.id) for name, value in SIDE.drain()]
     params = {name: array.tobytes() for name, array in model.params.computed.items()}
     stages = [(node.op, node.origin.stage, sorted(node.attrs.items(), key=str)) for node in model.module.nodes]

@@ -133,12 +133,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "jit: n: dtype: dtype('uint64') has no counterpart",
         "known: f64",
     ),
-    "a number for a shape": (
-        lambda: rlx.random.normal(KEY, 3),
-        ShapeError,
-        "shape: 3 is not a shape",
-        "write (3,)",
-    ),
+    "a word for a shape": (lambda: rlx.random.normal(KEY, "3"), ShapeError, "is a string", ""),
     "a number for a key": (
         lambda: rlx.random.normal(0, (3,)),
         DTypeError,
@@ -179,12 +174,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "rlx.trace(f)(*args)",
     ),
     "np.linalg": (
-        lambda: rlx.jit(np.linalg.inv)(X),
+        lambda: rlx.jit(np.linalg.eigvals)(X),
         GraphError,
-        "numpy.linalg.inv: is not supported",
-        "use supported functions",
+        "numpy.linalg.eigvals: is not supported",
+        "eigh",
     ),
-    "np.add.reduce": (lambda: rlx.jit(np.add.reduce)(X), GraphError, "numpy.add.reduce: is not supported", "np.sum"),
+    "np.add.at": (
+        lambda: rlx.jit(lambda x: np.add.at(x, 0, 1.0))(X),
+        GraphError,
+        "numpy.add.at: is not supported",
+        "x.at",
+    ),
     "out=": (lambda: rlx.jit(lambda x: np.add(x, x, where=X > 0))(X), GraphError, "numpy.add with where=", "assign"),
     "np.array of a list": (
         lambda: rlx.jit(lambda x: np.array([x, x]))(X),
@@ -206,6 +206,39 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "scan: the function returns array, wanted a pair",
         "carry, y",
     ),
+    "cond of an array": (
+        lambda: rlx.jit(lambda x: rlx.cond(x, lambda: 1.0, lambda: 2.0))(X),
+        ShapeError,
+        "cond: the predicate is f32[3], wanted one bool",
+        "rlx.where",
+    ),
+    "while_loop of a number": (
+        lambda: rlx.while_loop(lambda c: c, lambda c: c - 1, 3.0),
+        DTypeError,
+        "while_loop: cond_fun returns f32[], wanted one bool",
+        "c > 0",
+    ),
+    "scan over nothing": (lambda: rlx.scan(lambda c, x: (c, x), 0.0), ShapeError, "length is None", "length="),
+    "vmap along a word": (
+        lambda: rlx.vmap(np.sin, in_axes="batch")(X),
+        GraphError,
+        "vmap: in_axes has 'batch'",
+        "an axis is an integer",
+    ),
+    "a static list": (
+        lambda: rlx.jit(lambda x, n: x, static_argnums=1)(X, [1]),
+        GraphError,
+        "static argument 'n' cannot be hashed, list",
+        "a tuple for a list",
+    ),
+    "a tangent of another shape": (
+        lambda: rlx.jvp(np.sin, (X,), (X[:2],)),
+        ShapeError,
+        "jvp: tangents[0] is f32[2], wanted f32[3]",
+        "has the shape",
+    ),
+    "a traced size": (lambda: rlx.jit(lambda n: np.zeros(n))(3), GraphError, "has no index", "static_argnums"),
+    "sym as a function": (lambda: rlx.sym("n"), GraphError, "is not called", "rlx.dim('n')"),
     "fori_loop to a float": (
         lambda: rlx.fori_loop(0, 3.5, lambda i, c: c, 0),
         DTypeError,
@@ -228,6 +261,19 @@ def test_a_mistake_is_named_with_what_to_do(mistake: str) -> None:
         call()
     assert isinstance(caught.value, RlxError) and message in str(caught.value)
     assert hint in (caught.value.hint or "") and len(str(caught.value)) < 500
+
+
+def test_names_of_jax_say_where_they_are() -> None:
+    for name, place in {"lax": "rlx.scan", "nn": "rlx.relu", "PRNGKey": "rlx.random.key", "pmap": "one device"}.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{place}.*coming-from-jax"):
+            getattr(rlx, name)
+    with pytest.raises(AttributeError, match="has no data while it is traced"):
+        rlx.jit(lambda x: x.tolist())(X)
+
+
+def test_a_number_may_be_a_condition() -> None:
+    choose = rlx.jit(lambda n: rlx.cond(n, lambda: 1.0, lambda: 2.0))
+    assert [float(choose(n)) for n in (3, 0, -1)] == [1.0, 2.0, 1.0]
 
 
 def test_an_error_names_the_line_of_the_caller_not_of_numpy() -> None:

@@ -192,7 +192,8 @@ def test_without_a_context_it_is_a_switch() -> None:
 def test_a_result_that_only_machine_code_makes_bad_says_so() -> None:
     f = rlx.jit(lambda x: x + 1.0)
     f(f32(1))
-    ((_, compiled),) = f.compiled.values()
+    (call,) = f.compiled.values()
+    compiled = call.compiled
     watched = WatchedRun(compiled, [f32(1)])
     with pytest.raises(NonFiniteError, match="output 0 has 1 NaN of 1 elements") as error:
         watched.check([f32(np.nan)])

@@ -108,13 +108,12 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
     v, other = g.input("v", (3, 4)), rlx.Graph("other").input("v", (3, 4))
     out = W.copy()
     return {
-        "no op": (lambda: np.log1p(v), r"numpy.log1p: is no op.*rlx.log1p"),
+        "no function": (lambda: np.unwrap(v), r"numpy.unwrap"),
         "equality": (lambda: np.equal(W, v), r"numpy.equal.*rlx.equal"),
         "a reduction": (lambda: np.add.reduce(v), r"numpy.add.reduce.*x.sum"),
         "in place": (lambda: np.add(out, v, out=out), r"numpy.add: out has no meaning"),
-        "joined": (lambda: np.concatenate([v, v]), r"numpy.concatenate: takes numbers.*rlx.concatenate"),
-        "summed": (lambda: np.sum(v), r"numpy.sum: takes numbers.*rlx.sum"),
         "two graphs": (lambda: rlx.add(v, other), r"'other', not to 'by_hand'"),
+        "two graphs in a list": (lambda: np.stack([v, other]), r"'other', not to 'by_hand'"),
         "traced": (lambda: rlx.trace(lambda a: a + v)(V), r"belongs to a traced function, not to graph 'by_hand'"),
     }
 

@@ -61,7 +61,10 @@ def test_an_index_out_of_range_names_kernel_and_line(build: Callable[[], rlx.Gra
     wanted = right.run(good)[0]
     for ids in BAD:
         message, notes = notes_of(f, inputs_for(build, ids))
-        assert message.startswith(op) and "index lies outside" in message
+        at, wrong = next((at, index) for at, index in enumerate(ids) if not 0 <= index < 5)
+        of = {"gather": "entries of 'table'", "rope": "positions of the RoPE tables"}.get(op, "entries of its axis")
+        assert message.split(": ")[0].startswith(op)
+        assert message.endswith(f": index {wrong} (input 'ids' at [{at}]) lies outside the 5 {of}")
         (place,) = [n for n in notes if "test_faults.py:" in n]
         line = int(place.split("test_faults.py:")[1].split(",")[0])
         assert f".{op}(" in linecache.getline(__file__, line)
@@ -95,7 +98,7 @@ def test_one_bad_index_among_many() -> None:
     for at in (0, 1, 4999, 9999):
         ids = np.zeros(10_000, i32)
         ids[at] = 5
-        notes_of(f, {"table": TABLE, "ids": ids})
+        assert f"index 5 (input 'ids' at [{at}])" in notes_of(f, {"table": TABLE, "ids": ids})[0]
         ids[at] = 4
         assert np.array_equal(f.run({"table": TABLE, "ids": ids})[0], TABLE[ids] * 2)
 
@@ -104,7 +107,7 @@ def test_an_empty_table_and_no_indices() -> None:
     f = rlx.compile(gather_graph())
     none = np.zeros((0, 4), f32)
     assert f.run({"table": none, "ids": np.zeros(0, i32)})[0].shape == (0, 4)
-    notes_of(f, {"table": none, "ids": np.zeros(1, i32)})
+    assert "the 0 entries" in notes_of(f, {"table": none, "ids": np.zeros(1, i32)})[0]
 
 
 def test_a_fault_while_weights_are_bound() -> None:
@@ -132,3 +135,31 @@ def test_faults_stay_with_the_run_that_has_them() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(600)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "toy"])
+def test_a_label_out_of_range_is_named_and_ignored_ones_are_not(device: str) -> None:
+    g = rlx.Graph("loss")
+    logits, labels = g.input("x", ("n", 8)), g.input("label", ("n",), "i64")
+    f = rlx.compile(g.set_outputs([g.mean(g.cross_entropy(logits, labels, ignore_index=-100))]), device)
+    with pytest.raises(KernelError, match=r"index 20 \(input 'label' at \[2\]\) lies outside the 8 classes"):
+        f.run({"x": np.ones((3, 8), f32), "label": np.array([-100, 1, 20])})
+
+
+def test_an_index_that_a_kernel_computed_is_named_if_its_memory_is_intact() -> None:
+    """Without an input to name; where later values reuse the memory, no number is named rather than a wrong one."""
+    g = rlx.Graph("computed")
+    table, ids = g.input("table", (5, 4)), g.input("ids", ("n",), "i32")
+    f = rlx.compile(g.set_outputs([table.gather(ids.cumsum(axis=0))]))
+    message, _ = notes_of(f, {"table": TABLE, "ids": np.array([1, 2, 3], i32)})
+    assert message.endswith(": index 6 lies outside the 5 entries of 'table'")
+
+
+def test_a_sequence_longer_than_the_rope_tables_names_both_lengths() -> None:
+    table = np.ones((8, 8), f32)
+    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 16)).rope_tables(table, table)
+    flow = flow.self_attn_prefill("q", "k", "v", 1, 1, 16)
+    f = flow.build(flow.init(rlx.random.key(0))).compile()
+    assert f.run({"x": np.ones((1, 8, 16), f32)})[0].shape == (1, 8, 16)
+    with pytest.raises(rlx.errors.BindError, match="RoPE tables: seq is 9, more than 8"):
+        f.run({"x": np.ones((1, 9, 16), f32)})

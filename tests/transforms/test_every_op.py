@@ -42,7 +42,7 @@ def smooth_samples(op: OpDef) -> Iterator[tuple[int, Sample]]:
             continue
         if op.name in ("depthwise_conv1d_causal_carry", "cached_self_attention"):  # have none
             continue
-        if refused_operand(op, sample):
+        if refused_operand(op, sample) or sample.attrs.get("complete"):  # a complete Q has no derivative
             continue
         if "conv_state" in op.schema.operands[: len(sample.operands)]:  # carries on a convolution
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rlx.errors import BindError, KernelError
 from rlx.lir.kernels import (
@@ -15,6 +16,7 @@ from rlx.lir.kernels import (
     UNFIT_SIZES,
 )
 from rlx.lir.program import Assertion, Launch, Program
+from rlx.lir.wrong_index import Read, wrong_indices
 from rlx.types import evaluate
 
 TEXTS = {
@@ -27,15 +29,34 @@ TEXTS = {
 }
 
 
-def fault(program: Program, launch: Launch | None, code: int, sizes: Mapping[str, int]) -> KernelError | BindError:
-    """The error for a fault code reported by a launch; `launch` is None if it is not known which."""
+def fault(
+    program: Program,
+    launch: Launch | None,
+    code: int,
+    sizes: Mapping[str, int],
+    read: Read | None = None,
+    *,
+    is_piece: bool = False,
+) -> KernelError | BindError:
+    """The error for a fault code reported by a launch; `launch` is None if it is not known which.
+
+    With `read`, an index out of range is named: kernels report only that there is one, so that checks cost nothing.
+    Inputs of a piece of a run are rows of the caller's, so positions in them are not shown.
+    """
     if code >= UNFIT_SIZES:
         return assertion_error(program.assertions[code - UNFIT_SIZES], sizes)
     where = launch.kernel.symbol if launch is not None else "a kernel"
     notes = [f"built at: {launch.where}"] if launch is not None and launch.where else []
-    return KernelError(f"{where}: {TEXTS.get(code, f'fault {code}')}", notes=notes)
+    text = TEXTS.get(code, f"fault {code}")
+    if code == OUT_OF_RANGE and launch is not None and read is not None:
+        wrong = next(wrong_indices(program, launch, sizes, read), None)
+        if wrong is not None and is_piece:
+            wrong = replace(wrong, position=())
+        text = text if wrong is None else str(wrong)
+    return KernelError(f"{where}: {text}", notes=notes)
 
 
+# -- sizes ------------------------------------------------------------------------------------------------------------
 def assertion_error(assertion: Assertion, sizes: Mapping[str, int]) -> BindError:
     """The error for an assertion that these sizes violate."""
     a, b = evaluate(assertion.a, sizes), evaluate(assertion.b, sizes)

@@ -94,6 +94,7 @@ EXAMPLES: dict[str, Example] = {
     "SwiGlu": Example(stages.SwiGlu.hf_mlp(f"{LAYER}.mlp", intermediate_size=INNER)),
     "GeGlu": Example(stages.GeGlu.hf_mlp(LAYER, intermediate_size=INNER)),
     "GeluFfn": Example(stages.GeluFfn.hf_bert(ENCODER[0], intermediate_size=INNER)),
+    "Attention": Example(stages.Attention(f"{LAYER}.self_attn", *HEAD_SIZES), before=(ROPE,)),
     "SelfAttnPrefill": Example(
         stages.SelfAttnPrefill(
             f"{LAYER}.self_attn.q_proj.weight", f"{LAYER}.self_attn.k_proj.weight", f"{LAYER}.self_attn.v_proj.weight",
@@ -162,6 +163,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "Linear": Example(stages.Linear("proj.weight", bias_key="proj.bias"), shapes={"proj.weight": (INNER, HIDDEN)}),
     "EmbedScale": Example(stages.EmbedScale(HIDDEN)),
+    "Dropout": Example(stages.Dropout(0.1)),
     "LayerScale": Example(stages.LayerScale("blocks.0.ls1.gamma")),
     "LogitSoftcap": Example(stages.LogitSoftcap(30.0), ("batch", "seq", VOCAB)),
     "ClsTokenPool": Example(stages.ClsTokenPool()),

@@ -26,6 +26,7 @@ from rlx.formats.bpe import check_tables
 from rlx.formats.special_tokens import SpecialIds
 from rlx.formats.tensor_file import PathLike, broken, quoted
 from rlx.formats.tokenizer import Tokenizer
+from rlx.functional.jitted import Jitted
 from rlx.ir.graph import Graph
 from rlx.models.config import record_types
 from rlx.models.family import FAMILIES, Family, FileWeights
@@ -58,13 +59,18 @@ _DEFAULTS = {"device": "cpu", "precision": "auto", "cache": "auto", "context": N
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def export(what: CompiledGraph | Model, path: PathLike, *, weights: bool = False) -> Path:
-    """Write a compiled graph or a loaded model to a file that loads without compiling; `weights` embeds the weights."""
+def export(what: CompiledGraph | Jitted | Model, path: PathLike, *, weights: bool = False) -> Path:
+    """Write a compiled graph or a loaded model to a file that loads without compiling; `weights` embeds the weights.
+
+    Of a function made by `rlx.jit`, the program of its last call is written.
+    """
     if isinstance(what, CompiledGraph):
         return what.export(Path(path), weights=weights)
     if isinstance(what, Model):
         return export_model(what, path, embed=weights)
-    raise RequestError(f"export: takes a compiled graph or a model, found {type(what).__name__}")
+    if isinstance(what, Jitted):
+        return what.program().export(Path(path), weights=weights)
+    raise RequestError(f"export: takes a compiled graph, a jitted function or a model, found {type(what).__name__}")
 
 
 def load_exported(

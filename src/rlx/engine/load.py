@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.model import Patch
     from rlx.engine.model_snapshot import ModelSnapshot
     from rlx.engine.vision_model import VisionModel
+    from rlx.flow.flow import BuiltModel, ModelFlow
+    from rlx.formats.tokenizer import Tokenizer
 
     Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel
 
@@ -34,9 +36,10 @@ FOREIGN_SETTINGS = {
 
 
 def load(
-    name: str | Path, *, device: str = "cpu", threads: int | None = None, context: int | None = None,
-    precision: str = "auto", cache: str = "auto", offline: bool = False,
-    profile: CompileProfile | str | Path | None = None, patch: Patch | None = None, **unknown: Any,
+    name: str | Path | ModelFlow | BuiltModel, *, device: str = "cpu", threads: int | None = None,
+    context: int | None = None, precision: str = "auto", cache: str = "auto", offline: bool = False,
+    profile: CompileProfile | str | Path | None = None, patch: Patch | None = None,
+    params: Mapping[str, Any] | None = None, tokenizer: Tokenizer | str | Path | None = None, **unknown: Any,
 ) -> Loaded:  # fmt: skip
     """Load a model by catalogue name, file, folder or `org/name[:quant]`, or an exported one (`.rlxp`).
 
@@ -48,15 +51,26 @@ def load(
 
     `profile` says how to compile: a profile, the name of a preset, or a TOML file; the default is `profile.toml` in the
     model's folder, if there is one. `patch` is a function that gets the model's flow and returns a changed one.
+
+    A flow of your own, from token ids to logits, becomes a model with its weights `params` (those of a built flow by
+    default) and, for texts, a `tokenizer`: rlx's, or the path of a tokenizer.json. A KV cache and the selection of
+    tokens are added unless the flow has them.
     """
     for word in unknown:
         own_name = FOREIGN_SETTINGS.get(word)
-        known = ("device", "threads", "context", "precision", "cache", "offline", "profile", "patch")
+        known = ("device", "threads", "context", "precision", "cache", "offline", "profile", "patch", "params")
         hint = f"here it is called {own_name}" if own_name else nearest(word, known) or f"known: {', '.join(known)}"
         raise RequestError(f"load: no setting is called {word!r}", hint=hint)
-    files = resolve(name, offline=offline)
     settings: dict[str, Any] = {"device": device, "precision": precision, "cache": cache, "context": context}
     settings |= {"profile": profile, "patch": patch}
+    source: Any = name
+    if hasattr(source, "as_function"):  # a flow, or a built one
+        from rlx.engine.flow_model import load_flow
+
+        return load_flow(source, params, tokenizer, threads, settings)
+    if params is not None or tokenizer is not None:
+        raise RequestError("load: params and tokenizer are those of a flow of your own, a model's are in its files")
+    files = resolve(source, offline=offline)
     if files.path.suffix == SUFFIX:
         from rlx.engine.export import load_model
 

@@ -348,6 +348,9 @@ class SnapshotCheckpoint:
         self._lock = Lock()
         self._opened: Checkpoint | None = None
 
+    def __repr__(self) -> str:
+        return f"<checkpoint {str(self.path)!r}, loaded from a snapshot>"
+
     def open_files(self) -> Checkpoint:
         from rlx.engine.weights import weights_digest
         from rlx.models.load import open_checkpoint

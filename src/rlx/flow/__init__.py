@@ -7,6 +7,7 @@ from rlx.flow.flow import BuiltModel as BuiltModel
 from rlx.flow.flow import KvCacheSpec as KvCacheSpec
 from rlx.flow.flow import ModelFlow as ModelFlow
 from rlx.flow.layers import LayerStack as LayerStack
+from rlx.flow.positions import rope_tables as rope_tables
 from rlx.flow.recipe import ModelRecipe as ModelRecipe
 from rlx.flow.side_outputs import SideOutputs as SideOutputs
 from rlx.flow.stages.base import FlowStage as FlowStage

@@ -10,13 +10,15 @@ from rlx.types import Size, known_equal
 
 
 def stored_weight(
-    ctx: FlowCtx, key: str, width: Size, like: Value, out: Size | None = None, transpose: bool = True
-) -> Value:
+    ctx: FlowCtx, key: str, width: Size, like: Value, out: Size | None = None, transpose: bool = True,
+    known_out: Size | None = None,
+) -> Value:  # fmt: skip
     """Return a weight as stored, `[out, in]` (or `[in, out]` without `transpose`), for vectors of size `width`.
 
-    A weight of another shape is an error that names its key and the value `like` that it would multiply.
+    A weight of another shape is an error that names its key and the value `like` that it would multiply. `known_out` is
+    what `ModelFlow.init` assumes as the output size without an `out`.
     """
-    weight = ctx.stored_param(key, transpose, shape=None if out is None else (width, out))
+    weight = ctx.stored_param(key, transpose, shape=None if out is None else (width, out), known=(width, known_out))
     if weight.rank == 2 and like.rank:
         size = weight.shape[1] if transpose else weight.shape[0]
         if known_equal(width, size) is False:
@@ -67,7 +69,9 @@ def gated_ffn(
     weights: list[Value] = []
     biases: list[Value] = []
     for key, out in ((gate, inner), (up, inner), (down, width)):  # each bias is read after its weight
-        weights.append(stored_weight(ctx, key, weights[0].shape[0] if key == down else width, x, out))
+        inner_size = weights[0].shape[0] if weights else None
+        size = inner_size if key == down and inner_size is not None else width
+        weights.append(stored_weight(ctx, key, size, x, out, known_out=inner_size))
         if bias:
             name = key.removesuffix("weight") + "bias"
             biases.append(ctx.stored_param(name, shape=weights[-1].shape[:1], init=0.0))

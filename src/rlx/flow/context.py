@@ -95,11 +95,13 @@ class FlowCtx:
         return value.mT if transpose else value
 
     def stored_param(
-        self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None
-    ) -> Value:
+        self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None,
+        known: Sequence[Size | None] | None = None,
+    ) -> Value:  # fmt: skip
         """Return a weight for a block that converts and transposes it: as stored, or as f32 if it was loaded before.
 
-        With `transpose`, `shape` is the shape after the block has transposed it.
+        With `transpose`, `shape` is the shape after the block has transposed it. `known` has the sizes that are known
+        without a `shape`, for errors.
         """
         if key in self.params:  # computed by a stage, so not the file's values
             raise GraphError(
@@ -109,8 +111,8 @@ class FlowCtx:
         value = self.state.loaded_params.get(key)
         if value is None:
             if isinstance(self.weights, Wanting):
-                reverse = transpose and shape is not None
-                self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if reverse and shape else shape, init)
+                sizes = known if shape is None else shape
+                self.weights.want(key, (*sizes[:-2], *reversed(sizes[-2:])) if transpose and sizes else sizes, init)
             if not self.weights.has(key):
                 hint = nearest(key, self.weights.keys())
                 place = "is not among the weights" if self._file is None else "is not in the file"
@@ -223,8 +225,11 @@ def _may_be(have: TensorType, wanted: TensorType) -> bool:
 def note_stage(error: Exception, otherwise: str = "") -> None:
     """Note the innermost stage on an error, once."""
     path = provenance.here().stage or otherwise
-    if path and not any(note.startswith(_IN_STAGE) for note in getattr(error, "__notes__", ())):
-        error.add_note(f"{_IN_STAGE}{path}")
+    if not path or any(note.startswith(_IN_STAGE) for note in getattr(error, "__notes__", ())):
+        return
+    error.add_note(f"{_IN_STAGE}{path}")
+    if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == FlowCtx.hir.__name__:
+        error.add_note(f"  hint: hir is a method: hir().{error.name}")
 
 
 def _stored(shape: Sequence[Size], transposed: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from rlx.dtypes import DTypeLike
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
@@ -14,6 +15,7 @@ from rlx.ir import registry
 from rlx.ir.builders import is_op
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op_methods import EmitOps
+from rlx.types import ShapeLike, as_shape
 
 
 class Emit(FlowCtx, EmitOps):
@@ -27,6 +29,10 @@ class Emit(FlowCtx, EmitOps):
     def stage(self, stage: FlowStage, value: FlowValue | Value | None, name: str = "") -> FlowValue | None:
         """Apply another stage to a value, under the path `name`, or under the stage's own path."""
         return emit_stage(self, stage, self.wrap(value) if isinstance(value, Value) else value, name)
+
+    def zeros(self, shape: ShapeLike, dtype: DTypeLike = "f32") -> FlowValue:
+        """Return zeros of a shape, whose sizes may be symbolic: `emit.zeros((value.shape[0], 3, 16))`."""
+        return self.wrap(self.hir().one("expand", self.hir().constant(0, dtype), shape=as_shape(shape)))
 
     def stream(self, name: str) -> FlowValue:
         """Return the value of a stream."""

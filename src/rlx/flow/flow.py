@@ -21,16 +21,17 @@ from rlx.flow.patterns import matches
 from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import LmHead
-from rlx.flow.stages.structure import Named, edit_stage, emit_all
 from rlx.flow.stages.structure import Sequence as StageSequence
-from rlx.flow.state import CacheBindings, FlowValue, Shape
+from rlx.flow.stages.structure import edit_stage, emit_all
+from rlx.flow.state import CacheBindings, FlowState, FlowValue, Shape
+from rlx.flow.tree import stage_lines
 from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source, unchecked
 from rlx.ir.graph import Graph, Value
 from rlx.ir.provenance import Origin, here
 from rlx.ir.registry import HIR, LEAF, MIR
 from rlx.ir.rewrite import live_copy, rebuild
 from rlx.module import GraphModule
-from rlx.notebook import box, table
+from rlx.notebook import box, preformatted, table
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec as KvCacheSpec
@@ -39,7 +40,7 @@ from rlx.target import KvLayout
 from rlx.types import ShapeLike, TensorType, dim, sym, tensor
 
 if TYPE_CHECKING:
-    from rlx.runtime.variants import ModelExecutionConfig
+    from rlx.runtime.variants import ModelExecutionConfig, ModelVariant
 
 
 Extension = Callable[[Emit, FlowValue], Mapping[str, Value | FlowValue] | None]
@@ -86,6 +87,14 @@ class BuiltModel:
     output_names: list[str]
     cache: KvCacheSpec | None = None
     profile: CompileProfile = field(default_factory=CompileProfile)
+    flow: ModelFlow | None = field(default=None, compare=False)  # that it was built from
+    skips_dropout: bool = False  # it has dropout, and was not built for training
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(node.attrs["name"] for node in self.module.inputs)
+        named = zip(self.output_names, self.module.outputs, strict=True)
+        outputs = ", ".join(f"{name}: {value.type}" for name, value in named)
+        return f"<built {self.module.name!r}: {inputs} -> {shortened(outputs, 120)}, {len(self.params)} weights>"
 
     @classmethod
     def from_hir(
@@ -177,9 +186,23 @@ class BuiltModel:
         """Return the model at MIR."""
         return replace(self, module=self.into_graph())
 
-    def with_execution_config(self, config: ModelExecutionConfig) -> BuiltModel:
-        """Return the model for one variant: its sizes in place of symbols, and its profile."""
+    def with_execution_config(self, config: ModelExecutionConfig | ModelVariant) -> BuiltModel:
+        """Return the model for one variant: its sizes in place of symbols, and the configuration's profile."""
+        from rlx.runtime.variants import ModelExecutionConfig, ModelVariant  # few programs need it
+
+        if isinstance(config, ModelVariant):
+            config = ModelExecutionConfig(config, self.profile)
+        if not isinstance(config, ModelExecutionConfig):
+            hint = "such as rlx.ModelExecutionConfig.prefill(batch, seq)"
+            raise GraphError(f"with_execution_config: found a {type(config).__name__}", hint=hint)
         return replace(self, module=config.specialise(self.module), profile=config.profile)
+
+    def as_function(self, params: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        """Return the model as a function of its inputs, with its own weights or others; see `ModelFlow.as_function`."""
+        if self.flow is None:
+            raise GraphError(f"as_function: {self.module.name!r} was not built from a flow")
+        own = {name: self.params[name] for name in self.params if name not in self.params.computed}
+        return self.flow.as_function(own if params is None else params)
 
     def cut(self, inputs: Mapping[str, Value], wanted: Mapping[str, Value]) -> BuiltModel:
         """Return the part of the graph after some values, which become inputs by name; `wanted` are its outputs.
@@ -194,9 +217,7 @@ class BuiltModel:
         self, device: str = "cpu", *, threads: int | None = None, profile: CompileProfile | None = None
     ) -> CompiledGraph:
         """Compile the graph and set its weights."""
-        compiled = Session(device, threads=threads).compile(self.module, profile=profile or self.profile)
-        compiled.set_params({name: self.params[name] for name in compiled.param_types if name in self.params})
-        return compiled
+        return Session(device, threads=threads).compile(self, profile=profile)
 
 
 @dataclass(frozen=True)
@@ -221,12 +242,15 @@ class ModelFlow(StageList):
         inputs = ", ".join(name for name, _, _ in self.inputs)
         return f"<flow {self.name!r}: {len(self.stages)} stages from {inputs or 'no input'} to {self.output_name}>"
 
+    def __str__(self) -> str:
+        """The stages as a short tree, with their paths."""
+        inputs = ", ".join(f"{name}: {tensor(shape, kind)}" for name, shape, kind in self.inputs)
+        return "\n".join(
+            [f"flow {self.name!r}: {inputs or 'no input'}", *stage_lines(self.stages), f"-> {self.output_name}"]
+        )
+
     def _repr_html_(self) -> str:
-        rows = []
-        for stage in self.stages:
-            path, inner = (stage.name, stage.inner) if isinstance(stage, Named) else (stage.path, stage)
-            rows.append((type(inner).__name__, path))
-        return box(repr(self)[1:-1], table(("stage", "path"), rows))
+        return box(repr(self)[1:-1], preformatted(str(self).splitlines()))
 
     # -- assembling --
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
@@ -344,9 +368,9 @@ class ModelFlow(StageList):
     # -- building --
     def build(
         self, weights: WeightSource | Mapping[str, Any] | None = None, capture: str | Sequence[str] = (), *,
-        strict: bool | None = None,
+        strict: bool | None = None, training: bool = False,
     ) -> BuiltModel:  # fmt: skip
-        """Build the graph of this flow with these weights.
+        """Build the graph of this flow with these weights; dropout is only part of it with `training`.
 
         Unused weights are logged as a warning, an error with `strict=True` and ignored with `strict=False`. `capture`
         is a pattern of stage paths, or several, such as `layers.*.attn`; the values of matching stages become outputs
@@ -356,7 +380,7 @@ class ModelFlow(StageList):
             raise GraphError(f"flow {self.name!r}: has no input")
         source = as_source(weights)
         graph = Graph(self.name, level=HIR)
-        ctx = FlowCtx(graph, weights=source, profile=self.compile_profile)
+        ctx = FlowCtx(graph, weights=source, profile=self.compile_profile, state=FlowState(training=training))
         for name, shape, kind in self.inputs:
             ctx.input(name, shape, kind)
         if self.cache is not None:
@@ -386,7 +410,10 @@ class ModelFlow(StageList):
         all_outputs = {**dict(outputs), **captured, **dict(outputs)}  # outputs come first, and take precedence
         graph.set_outputs(list(all_outputs.values()))
         cache = None if ctx.state.cache is None else ctx.state.cache.bound
-        built = BuiltModel(graph, Params(graph, ctx.params, source), list(all_outputs), cache, self.compile_profile)
+        built = BuiltModel(
+            graph, Params(graph, ctx.params, source), list(all_outputs), cache, self.compile_profile, self,
+            skips_dropout=ctx.state.dropouts > 0 and not training,
+        )  # fmt: skip
         if strict is not False:
             self._check_used(built, source, strict)
         return built
@@ -425,9 +452,25 @@ class ModelFlow(StageList):
         know them.
         """
         wanted = WantedWeights(shapes)
-        self.build(wanted)
+        try:
+            self.build(wanted)
+        except Exception:
+            wanted.check_shapes()  # a weight of unknown shape is the likelier cause
+            raise
+        wanted.check_shapes()
         wanted.check()
         return make(wanted.asked, key, self.initialisers, wanted.declared)
+
+    def as_function(self, params: Mapping[str, Any], *, training: bool = False) -> Callable[..., Any]:
+        """Return the flow as a function of its inputs, in order or by name, for `rlx.grad`, `jvp`, `vmap` and `jit`.
+
+        `params` are weights by name, arrays or traced ones: `rlx.grad(lambda p: flow.as_function(p)(x).sum())(params)`
+        is the gradient with respect to the weights. It is a function of entire sequences: without the flow's KV cache,
+        and with logits of all tokens. Quantised weights are dequantised. Several outputs are a dict by name.
+        """
+        from rlx.flow.as_function import flow_function  # imports all transforms
+
+        return flow_function(self, params, training=training)
 
     def _extra(self, ctx: FlowCtx, main: Value) -> Iterator[tuple[str, Value]]:
         known = {name: value.id for name, value in ctx.state.streams.items()} | ctx.state.named

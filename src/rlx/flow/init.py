@@ -17,10 +17,11 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import F32
 from rlx.errors import BindError, GraphError, nearest
-from rlx.types import TensorType
+from rlx.types import TensorType, dim
 
 Initialiser = Callable[[Any, Sequence[int]], Array]
 Rules = tuple[tuple[str, Initialiser], ...]
+UNKNOWN = "unknown"  # begins the names of sizes that no stage has told
 STD = 0.02  # the default, as in nearly all published models
 
 
@@ -103,23 +104,47 @@ class WantedWeights:
     """A weight source that records which weights stages ask for, and in which shapes."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in (shapes or {}).items()}
+        self.shapes: dict[str, tuple[Any, ...]] = {name: tuple(shape) for name, shape in (shapes or {}).items()}
         self.user_shapes = frozenset(self.shapes)
-        self.asked: dict[str, tuple[int, ...]] = {}
+        self.asked: dict[str, tuple[Any, ...]] = {}
         self.declared: dict[str, Initialiser] = {}  # initialisers that stages declare
+        self.unknown: dict[str, tuple[Any, ...]] = {}  # weights of unknown shape, with the sizes that are known
 
     def want(self, key: str, shape: Sequence[Any] | None, init: Initialiser | float | None = None) -> None:
-        """Record that a stage asks for a weight, with its shape and its initialiser if the stage knows them."""
+        """Record that a stage asks for a weight, with its shape and its initialiser if the stage knows them.
+
+        None stands for an unknown size. A weight of unknown shape gets a symbolic one, so that the build goes on to
+        the next: `check_shapes` names them all.
+        """
         if init is not None:
             self.declared.setdefault(key, as_initialiser(init))
-        if shape is not None and not all(isinstance(size, int) for size in shape):
-            raise BindError(f"init: weight {key!r} has symbolic sizes: {list(shape)}")
-        if shape is not None:
-            self.shapes.setdefault(key, tuple(shape))
-        if key not in self.shapes:
-            hint = f"init(key, shapes={{{key!r}: (rows, columns)}}), or a size for the stage, as linear(key, out=64)"
-            raise BindError(f"init: no stage says which shape weight {key!r} has", hint=hint)
-        self.asked[key] = self.shapes[key]
+        if key in self.shapes:
+            self.asked[key] = self.shapes[key]
+            return
+        sizes = () if shape is None else tuple(shape)
+        if shape is None or not all(isinstance(size, int) for size in sizes):
+            if sizes and None not in sizes and not any(str(size).startswith(UNKNOWN) for size in sizes):
+                raise BindError(f"init: weight {key!r} has symbolic sizes: {list(sizes)}")
+            self.unknown[key] = sizes
+            sizes = tuple(dim(f"{UNKNOWN}{len(self.unknown)}") if size is None else size for size in sizes)
+        self.shapes[key] = self.asked[key] = sizes
+
+    def check_shapes(self) -> None:
+        """Raise if the shape of a weight is not known; the error names all such weights."""
+        if not self.unknown:
+            return
+        shown = {key: [size if isinstance(size, int) else "?" for size in sizes] for key, sizes in self.unknown.items()}
+        listed = ", ".join(
+            f"{key!r}" + (f" [{', '.join(map(str, sizes))}]" if sizes else "") for key, sizes in shown.items()
+        )
+        subject = f"shape weight {listed} has" if len(shown) == 1 else f"shapes {len(shown)} weights have: {listed}"
+        first, sizes = next(iter(shown.items()))
+        example = f"({', '.join('64' if size == '?' else str(size) for size in sizes)})" if sizes else "(64,)"
+        raise BindError(
+            f"init: no stage says which {subject}",
+            hint=f"init(key, shapes={{{first!r}: {example}}}), or tell the stage: linear(key, out=64),"
+            " swiglu(..., intermediate_size=64), load_param(key, shape=(64,))",
+        )
 
     def check(self) -> None:
         """Raise if the user passed a shape for a weight that no stage asked for."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from rlx.arrays import Array
 from rlx.errors import GraphError
+from rlx.flow.positions import rope_tables
 from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages import attention, decoder, embed, encoder, ffn, norm, parts, streams, structure, vision
 from rlx.flow.stages.base import FlowStage
@@ -75,9 +76,16 @@ class StageList(ABC):
         return f(self) if condition else self
 
     # -- layers --
-    def repeat_layers(self, count: int, stage_for_index: Callable[[int], FlowStage], name: str = "layers") -> Self:
-        """Append stages 0 .. count-1 under paths such as `layers.3`."""
-        return self.stage(structure.Repeat(count, stage_for_index, name))
+    def repeat_layers(
+        self, count: int, stage_for_index: Callable[[int], FlowStage | LayerStack], name: str = "layers"
+    ) -> Self:
+        """Append layers under paths such as `layers.3`; `stage_for_index(i)` returns a stage or a `LayerStack`."""
+
+        def stage(i: int) -> FlowStage:
+            layer = stage_for_index(i)
+            return layer.as_stage() if isinstance(layer, LayerStack) else layer
+
+        return self.stage(structure.Repeat(count, stage if callable(stage_for_index) else stage_for_index, name))
 
     def named_layer(self, name: str, stage: FlowStage) -> Self:
         """Append a stage under a name, which is its path and the name of its result."""
@@ -89,7 +97,7 @@ class StageList(ABC):
         if not isinstance(stack, LayerStack):
             hint = "return the stack: its methods return a longer one"
             raise GraphError(f"layer {name!r}: its function returned a {type(stack).__name__}", hint=hint)
-        return self.named_layer(name, structure.Sequence(stack.stages, places=stack.places))
+        return self.named_layer(name, stack.as_stage())
 
     def residual_save(self) -> Self:
         """Save the value for a later `residual_add`; pairs nest."""
@@ -279,6 +287,14 @@ class StageList(ABC):
         """RoPE tables `[positions, half]` for the layers that follow; the value passes through."""
         return self.stage(embed.RopeTables(cos, sin, style))
 
+    def rope(self, positions: int, head_dim: int, theta: float = 10_000.0, style: str = "halves") -> Self:
+        """RoPE for heads of `head_dim` numbers at up to `positions` positions, for the layers that follow.
+
+        `theta` is the base of the frequencies. `style` is how a head is paired: "halves" (i, i + half), as in Hugging
+        Face's files, or "pairs" (2i, 2i + 1).
+        """
+        return self.rope_tables(*rope_tables(positions, head_dim, theta), style)
+
     def zero_beta(self, len: int) -> Self:
         """A vector of zeros as the beta of norms that have none; the value passes through."""
         return self.zero_beta_named("zero_beta", len)
@@ -320,6 +336,22 @@ class StageList(ABC):
         """RMSNorm scaled by 1 + weight, as in Gemma."""
         return self.stage(norm.GemmaRmsNorm(key, eps))
 
+    def attention(
+        self, prefix: str, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *,
+        mask: str = MaskKind.CAUSAL, rope: str | None = MAIN_ROPE, bias: bool = False, qk_norm: bool = False,
+    ) -> Self:  # fmt: skip
+        """Self-attention with its output projection, with weights `prefix.q_proj.weight`, `k`, `v` and `o`.
+
+        `num_kv_heads` below `num_heads` is grouped-query attention. `rope` names the RoPE tables that `rope(...)` adds
+        before; None is for no RoPE. `mask="none"` is for encoders. `qk_norm` norms queries and keys per head.
+        """
+        heads = num_heads, num_kv_heads, head_dim
+        return self.stage(attention.Attention(prefix, *heads, mask=mask, rope=rope, bias=bias, qk_norm=qk_norm))
+
+    def dropout(self, rate: float) -> Self:
+        """Set numbers to 0 with probability `rate` in training; nothing otherwise. See `build(training=True)`."""
+        return self.stage(parts.Dropout(rate))
+
     def self_attn_prefill(
         self, q_key: str, k_key: str, v_key: str, num_heads: int, num_kv_heads: int, head_dim: int,
         mask: str = MaskKind.CAUSAL, score_scale: float | None = None, attn_logit_softcap: float | None = None,
@@ -327,7 +359,7 @@ class StageList(ABC):
     ) -> Self:  # fmt: skip
         """Causal grouped-query attention with separate q, k and v weights, without the output projection.
 
-        `rope` names the RoPE tables; None is for no RoPE. A flow with a cache needs `layer_idx`.
+        `attention` has one. `rope` names the RoPE tables; None is for no RoPE.
         """
         heads = num_heads, num_kv_heads, head_dim
         stage = attention.SelfAttnPrefill(
@@ -412,3 +444,7 @@ class LayerStack(StageList):
         """The same layer with other stages."""
         stages = tuple(stages)
         return replace(self, stages=stages, places=self.places_of(stages))
+
+    def as_stage(self) -> FlowStage:
+        """The layer as one stage."""
+        return structure.Sequence(self.stages, places=self.places)

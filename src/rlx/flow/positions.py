@@ -50,9 +50,21 @@ def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, V
     if cos is not None and sin is not None:
         return cos, sin, rows, state.style_of(name)
     known = [key.removesuffix(".cos") for key in state.named if key.endswith(".cos")]
-    hint = nearest(name, known) or "put RopeTables before the layers"
+    hint = nearest(name, known) or "put flow.rope(...) or rope_tables before the layers, or rope=None for no RoPE"
     which = "" if name == MAIN_ROPE else f" under the name {name!r}"
     raise GraphError(f"stage {stage}: no RoPE tables flow here{which}", hint=hint)
+
+
+def rope_tables(positions: int, head_dim: int, theta: float = 10_000.0) -> tuple[Array, Array]:
+    """Return cosines and sines `[positions, head_dim / 2]` of the angles `p · theta^(-2i / head_dim)`, as f32."""
+    for name, value in (("positions", positions), ("head_dim", head_dim)):
+        if not isinstance(value, int) or value < 1:
+            raise ShapeError(f"rope_tables: {name} is {value!r}, expected an integer from 1")
+    if head_dim % 2:
+        raise ShapeError(f"rope_tables: head_dim is {head_dim}, RoPE rotates pairs", hint="an even number")
+    frequencies = float(theta) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def check_rows(stage: str, rows: Size, wanted: Size) -> None:

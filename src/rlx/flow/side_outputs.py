@@ -24,5 +24,8 @@ class SideOutputs:
         pushed, self._pushed = self._pushed, []
         return pushed
 
+    def __repr__(self) -> str:
+        return f"<side outputs: {', '.join(name for name, _ in self._pushed) or 'none'}>"
+
     def __len__(self) -> int:
         return len(self._pushed)

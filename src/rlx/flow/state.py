@@ -114,6 +114,11 @@ class CacheBindings:
         return self.graph.one("cached_self_attention", *operands, **how)
 
     @property
+    def next_layer(self) -> int:
+        """The first layer that has not attended yet."""
+        return next(i for i in range(self.spec.layers + 1) if i not in self.windows)
+
+    @property
     def sequences(self) -> Size:
         """How many sequences the cache holds: one per batch entry, or as many as ragged tokens have rows."""
         return sym.BATCH if self.token_rows is None else dim("rows")
@@ -189,6 +194,8 @@ class FlowState:
     gdn: GdnInputSlots | None = None
     loaded_params: dict[str, Value] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)  # of stages named by the user
+    training: bool = False  # dropout is active
+    dropouts: int = 0  # stages of dropout so far
 
     def bind_rope(
         self, cos: Value, sin: Value, style: str, cos_key: str, sin_key: str, rows: Value | None = None

@@ -53,6 +53,9 @@ def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
     if file.suffix == ".bin":
         return llama2c.open_llama2c(file, mapped=mapped)
     magic = start[:4]
+    if magic == b"RLXP":
+        hint = "rlx.load_exported(path) runs it; rlx inspect shows models, and graphs as text (.rlx)"
+        raise broken(file, "an export of rlx, with machine code in place of a model's file", hint=hint)
     raise broken(file, "not a known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", actual=magic)
 
 

@@ -117,6 +117,18 @@ class Tokenizer:
         return cls(rust, bpe, source=where, special=special, vocab_size=vocab_size, chat_template=template)
 
     @classmethod
+    def from_characters(cls, text: str) -> Tokenizer:
+        """Build a tokenizer with one token per character of a text, in the order of their code points."""
+        if not text:
+            raise FormatError("from_characters: the text is empty")
+        isolate = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        vocab = {character: i for i, character in enumerate(sorted(set(text)))}
+        model = {"type": "WordLevel", "vocab": vocab, "unk_token": "unknown"}
+        absent: dict[str, Any] = {"normalizer": None, "post_processor": None, "added_tokens": []}
+        parts = {"version": "1.0", "pre_tokenizer": isolate, "decoder": {"type": "Fuse"}, "model": model, **absent}
+        return cls.from_json(json.dumps(parts).encode())
+
+    @classmethod
     def restore(
         cls, description: Mapping[str, Any], data: bytes, tables: Mapping[str, np.ndarray[Any, Any]], where: str
     ) -> Tokenizer:

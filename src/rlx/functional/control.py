@@ -1,22 +1,35 @@
-"""Control flow over functions: scan, while_loop, fori_loop and cond, with JAX's signatures."""
+"""Control flow over functions with JAX's signatures: scan, associative_scan, while_loop, fori_loop, cond, switch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlx.dtypes import I32, DType, promote
+from rlx.dtypes import F64, I32, DType, promote
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
-from rlx.functional.arrays import arange, astype, at, expand_dims, minimum
+from rlx.functional.arrays import (
+    arange,
+    asarray,
+    astype,
+    at,
+    concatenate,
+    expand_dims,
+    flip,
+    minimum,
+    not_equal,
+    pad,
+    reshape,
+    stack,
+)
 from rlx.functional.operands import is_traced
 from rlx.functional.printing import emit
 from rlx.functional.tracers import Repeated, Trace, Traced, as_array, current, is_weak, type_of, weak_kind
-from rlx.functional.tracing import Function, apply, apply_graph, eager, trace_leaves
+from rlx.functional.tracing import Function, apply, apply_graph, eager, eval_shape, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.build import count, declare, zeros
-from rlx.types import Dim, Size, TensorType, as_size
+from rlx.types import Dim, Size, TensorType, as_size, axis_index
 
 Fun = Callable[..., Any]
 MAX_PRINTED_STEPS = 1000  # steps of a while_loop whose values are stored for printing
@@ -95,10 +108,15 @@ def _check_carry(
     where: str, structure: tree.Structure, outputs: Sequence[Value], wanted: tree.Structure, types: Sequence[TensorType]
 ) -> None:
     if structure != wanted:
-        raise GraphError(f"{where}: the carry is {wanted}, the function returns {structure}")
+        hint = "the function returns a carry with the structure of the initial one"
+        raise GraphError(f"{where}: the carry is {wanted}, the function returns {structure}", hint=hint)
     for path, value, type_ in zip(wanted.paths("carry"), outputs, types, strict=False):
         if value.type != type_:
             hint = "start with the type that the function returns, or cast inside"
+            if value.type.shape == type_.shape and type_.dtype.is_float and value.dtype is F64:
+                hint = (
+                    f"an f64 array, as np.ones(3) is, makes the result f64: create it with dtype=np.{type_.dtype.numpy}"
+                )
             raise ShapeError(f"{where}: {path} starts as {type_}, the function returns {value.type}", hint=hint)
 
 
@@ -116,7 +134,8 @@ def scan(
     )
     if len(sizes) != 1 or None in sizes:
         shown = ", ".join(str(type_of(x)) for x in rows)
-        raise ShapeError(f"scan: length is {length}, xs are {shown or 'none'}; wanted one number of rows")
+        hint = "give xs with one row per step, or length="
+        raise ShapeError(f"scan: length is {length}, xs are {shown or 'none'}; wanted one number of rows", hint=hint)
     steps: Size = next(iter(sizes))  # type: ignore[assignment]
     inner = [t.with_shape(*t.shape[1:]) for t in (type_of(x) for x in rows)]
     body, carry = _step("scan", f, init, xs, inner, pair=True)
@@ -150,6 +169,10 @@ def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = 
     body, carry = _step("while_loop", body_fun, init, pair=False)
     weak = [is_weak(x) for x in carry]
     more = _body(cond_fun, init, types=[type_of(x) for x in carry], weak=weak, prints=False)
+    if [(o.type.rank, o.dtype.is_bool) for o in more.graph.outputs] != [(0, True)]:
+        shown = ", ".join(str(o.type) for o in more.graph.outputs) or "nothing"
+        hint = "compare it with a number, as in c > 0, or use np.any(c)"
+        raise DTypeError(f"while_loop: cond_fun returns {shown}, wanted one bool", hint=hint)
     if body.prints:
         return _printing_while(cond_fun, body, shape.unflatten(carry), shape, max_steps, truncate)
     captured = list(dict.fromkeys([*more.captured, *body.captured]))
@@ -206,7 +229,8 @@ def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
     yes, no = (_body(f, *operands, types=types, weak=weak) for f in (true_fun, false_fun))
     if yes.structure != no.structure:
-        raise GraphError(f"cond: the branches return {yes.structure} and {no.structure}")
+        hint = "both branches return trees of the same structure"
+        raise GraphError(f"cond: the branches return {yes.structure} and {no.structure}", hint=hint)
     wanted = _shared_types(yes, no)
     if wanted is not None:  # Python numbers take the dtype of the other branch
         yes, no = (_body(_cast(f, wanted), *operands, types=types, weak=weak) for f in (true_fun, false_fun))
@@ -257,7 +281,115 @@ def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
 
 
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
-    """Return `true_fun(*operands)` or `false_fun(*operands)`; only the chosen one runs."""
+    """Return `true_fun(*operands)` or `false_fun(*operands)`; only the chosen one runs.
+
+    A number is true unless it is 0.
+    """
+    type_ = type_of(predicate)
+    if type_.rank:
+        hint = "rlx.where chooses by element; np.any(x) and np.all(x) are one bool"
+        raise ShapeError(f"cond: the predicate is {type_}, wanted one bool", hint=hint)
     if not is_traced(predicate):
         return (true_fun if bool(predicate) else false_fun)(*operands)
-    return _cond(predicate, true_fun, false_fun, *operands)
+    return _cond(predicate if type_.dtype.is_bool else not_equal(predicate, 0), true_fun, false_fun, *operands)
+
+
+def switch(index: Any, branches: Sequence[Fun], *operands: Any) -> Any:
+    """Return `branches[index](*operands)`; only the chosen branch runs. An index out of range takes the nearest one."""
+    functions = list(branches)
+    if not functions or not all(map(callable, functions)):
+        raise GraphError(f"switch: branches are {branches!r}, wanted a list of functions")
+    type_ = type_of(index)
+    if type_.rank or not type_.dtype.is_integer:
+        raise DTypeError(f"switch: the index is {type_}, wanted one integer", hint="rlx.cond takes a bool")
+    if not is_traced(index):
+        return functions[min(max(int(index), 0), len(functions) - 1)](*operands)
+    try:
+        return _switch(index, functions, operands)
+    except GraphError:
+        _check_branches(functions, operands)  # says which branches differ
+        raise
+
+
+def _switch(index: Any, functions: list[Fun], operands: tuple[Any, ...]) -> Any:
+    if len(functions) == 1:
+        return functions[0](*operands)
+    half = len(functions) // 2
+    return cond(
+        index < half,
+        lambda *xs: _switch(index, functions[:half], xs),
+        lambda *xs: _switch(index - half, functions[half:], xs),
+        *operands,
+    )
+
+
+def _check_branches(functions: Sequence[Fun], operands: tuple[Any, ...]) -> None:
+    results = [eval_shape(f, *operands) for f in functions]
+    for i, result in enumerate(results[1:], 1):
+        if tree.structure(result) != tree.structure(results[0]):
+            structures = tree.structure(result), tree.structure(results[0])
+            raise GraphError(f"switch: branch {i} returns {structures[0]}, branch 0 {structures[1]}")
+        for a, b in zip(tree.leaves(result), tree.leaves(results[0]), strict=True):
+            if a != b:
+                raise ShapeError(f"switch: branch {i} returns {a}, branch 0 {b}", hint="cast one, or broadcast it")
+
+
+@eager
+def associative_scan(fn: Fun, elems: Any, reverse: bool = False, axis: int = 0) -> Any:
+    """Combine rows from the first to each: y[i] = fn(y[i - 1], x[i]), in about 2 log2(n) calls of `fn`.
+
+    `fn(a, b)` is associative and takes many rows at once, as slices of `elems` along the axis; elems is a tree.
+    """
+    leaves, shape = tree.flatten(elems)
+    if not leaves:
+        raise GraphError("associative_scan: elems has no arrays")
+    leaves = [asarray(x) for x in leaves]
+    axes = [axis_index(axis, type_of(x).rank, "associative_scan") for x in leaves]
+    sizes = {type_of(x).shape[a] for x, a in zip(leaves, axes, strict=True)}
+    if len(sizes) != 1 or not isinstance(next(iter(sizes)), int):
+        shown = ", ".join(str(type_of(x)) for x in leaves)
+        raise ShapeError(f"associative_scan: elems are {shown}; wanted one static size on axis {axis}")
+    types = [type_of(x) for x in leaves]
+
+    def rows(parts: Sequence[Any], key: slice) -> list[Any]:
+        return [x[(*[slice(None)] * a, key)] for x, a in zip(parts, axes, strict=True)]
+
+    def combine(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+        results, structure = tree.flatten(fn(shape.unflatten(a), shape.unflatten(b)))
+        if structure != shape:
+            raise GraphError(f"associative_scan: elems are {shape}, the function returns {structure}")
+        for result, part, type_ in zip(results, a, types, strict=True):
+            wanted = type_.with_shape(*type_of(part).shape)
+            if type_of(result) != wanted:
+                hint = "fn takes and returns many rows at once"
+                raise ShapeError(f"associative_scan: fn returns {type_of(result)} for {wanted}", hint=hint)
+        return results
+
+    def scan_parts(parts: Sequence[Any], n: int) -> Sequence[Any]:
+        """Combine neighbours, scan the pairs, and combine these with the rows between them."""
+        if n < 2:
+            return parts
+        odd = scan_parts(combine(rows(parts, slice(0, n - 1, 2)), rows(parts, slice(1, None, 2))), n // 2)
+        even = rows(parts, slice(0, 1))
+        if n > 2:
+            later = combine(rows(odd, slice(0, (n - 1) // 2)), rows(parts, slice(2, None, 2)))
+            even = [concatenate([a, b], axis) for a, b, axis in zip(even, later, axes, strict=True)]
+        return [_interleave(a, b, n, axis) for a, b, axis in zip(even, odd, axes, strict=True)]
+
+    if reverse:
+        leaves = [flip(x, a) for x, a in zip(leaves, axes, strict=True)]
+    results = scan_parts(leaves, int(next(iter(sizes))))
+    if reverse:
+        results = [flip(x, a) for x, a in zip(results, axes, strict=True)]
+    return shape.unflatten(results)
+
+
+def _interleave(even: Any, odd: Any, n: int, axis: int) -> Any:
+    """Return n rows: even[0], odd[0], even[1], odd[1], ..."""
+    if n % 2:  # even has one more row
+        padding = [(0, int(a == axis)) for a in range(type_of(odd).rank)]
+        odd = pad(odd, padding)
+    both = stack([even, odd], axis + 1)
+    shape = list(type_of(even).shape)
+    shape[axis] = 2 * ((n + 1) // 2)
+    return reshape(both, shape)[(*[slice(None)] * axis, slice(0, n))]

@@ -10,7 +10,7 @@ from rlx.errors import GraphError
 from rlx.functional import tree
 from rlx.functional.arrays import astype, zeros_like
 from rlx.functional.tracers import Traced, current, is_weak, type_of
-from rlx.functional.tracing import Function, eager, trace_leaves
+from rlx.functional.tracing import Function, eager, label_of, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.types import TensorType
@@ -49,6 +49,15 @@ class _Custom:
         self._inside = 0  # nesting depth inside its own rule
         functools.update_wrapper(self, function, updated=())  # does not copy the function's __dict__
 
+    rule: Any = None
+
+    def __rlx_reads__(self) -> tuple[Any, ...]:
+        """Return what a result depends on besides the arguments."""
+        return (self.function, self.rule, self._inside)
+
+    def __repr__(self) -> str:
+        return f"<rlx.{self.kind} of {label_of(self.function)}>"
+
     def __call__(self, *args: Any) -> Any:
         return eager(self._apply)(*args)
 
@@ -59,7 +68,7 @@ class _Custom:
         types = [type_of(x) for x in leaves]
         weak = [is_weak(x) for x in leaves]
         traced = trace_leaves(self.function, shape, types, weak=weak)
-        forward = _without_captures(f"{self.kind} {self.function.__name__}", traced)
+        forward = _without_captures(f"{self.kind} {label_of(self.function)}", traced)
         self._inside += 1
         try:
             rules = self._rules(args, types, weak, traced)
@@ -94,7 +103,7 @@ class custom_vjp(_Custom):
         self, args: Sequence[Any], types: Sequence[TensorType], weak: Sequence[bool], traced: Function
     ) -> dict[str, Graph]:
         if self.rule is None:
-            raise GraphError(f"custom_vjp {self.function.__name__}: has no rule yet", hint="call .defvjp(fwd, bwd)")
+            raise GraphError(f"custom_vjp {label_of(self.function)}: has no rule yet", hint="call .defvjp(fwd, bwd)")
         fwd, bwd = self.rule
         results = [o.type for o in traced.graph.outputs]
 
@@ -106,14 +115,14 @@ class custom_vjp(_Custom):
             structure, wanted = tree.structure(cotangents), tree.structure(tuple(args))
             if structure != wanted:
                 raise GraphError(
-                    f"custom_vjp {self.function.__name__}: bwd returns {structure}, the arguments are {wanted}",
+                    f"custom_vjp {label_of(self.function)}: bwd returns {structure}, the arguments are {wanted}",
                     hint="return a tuple with one cotangent per argument; None is for no gradient",
                 )
             return _cast_derivatives(tree.leaves(cotangents), types, weak)
 
         shape = tree.structure(((tuple(args), [0] * len(results)), {}))
         pulled = _without_captures(
-            f"custom_vjp {self.function.__name__}: its rule",
+            f"custom_vjp {label_of(self.function)}: its rule",
             trace_leaves(back, shape, [*types, *results], weak=[*weak, *traced.weak]),
         )
         rule = Graph(pulled.name)
@@ -140,20 +149,20 @@ class custom_jvp(_Custom):
     ) -> dict[str, Graph]:
         jvp_rule = self.rule
         if jvp_rule is None:
-            raise GraphError(f"custom_jvp {self.function.__name__}: has no rule yet", hint="call .defjvp(rule)")
+            raise GraphError(f"custom_jvp {label_of(self.function)}: has no rule yet", hint="call .defjvp(rule)")
 
         def push(primals: Any, tangents: Any) -> Any:
             _, tangent = jvp_rule(tuple(primals), tuple(tangents))
             if tree.structure(tangent) != traced.structure:
                 structure = tree.structure(tangent)
                 raise GraphError(
-                    f"custom_jvp {self.function.__name__}: the tangent is {structure}, the result {traced.structure}"
+                    f"custom_jvp {label_of(self.function)}: the tangent is {structure}, the result {traced.structure}"
                 )
             return _cast_derivatives(tree.leaves(tangent), [o.type for o in traced.graph.outputs], traced.weak)
 
         shape = tree.structure(((tuple(args), tuple(args)), {}))
         pushed = _without_captures(
-            f"custom_jvp {self.function.__name__}: its rule",
+            f"custom_jvp {label_of(self.function)}: its rule",
             trace_leaves(push, shape, [*types, *types], weak=[*weak, *weak]),
         )
         rule = Graph(pushed.name)

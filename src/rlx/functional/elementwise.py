@@ -1,4 +1,4 @@
-"""Elementwise functions and array creation, under NumPy's names."""
+"""Elementwise functions, under NumPy's names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import dtype, weak
-from rlx.functional.graph_values import on_values
-from rlx.functional.operands import as_value, asarray, floats, is_float, numpy_type, operand, traced
-from rlx.functional.tracers import current, type_of
+from rlx.dtypes import weak
+from rlx.errors import GraphError
+from rlx.functional.creation import ones_like
+from rlx.functional.operands import as_value, asarray, floats, is_float, operand, traced
+from rlx.functional.tracers import type_of
 from rlx.functional.tracing import apply, eager
 from rlx.transforms import build
-from rlx.types import Dim, as_shape
 
 
 def _unary(op: str, doc: str) -> Callable[[Any], Any]:
@@ -111,14 +111,18 @@ def power(a: Any, b: Any) -> Any:
     return apply("pow", floats(asarray(a)) if weak(a) is None else float(a), operand(b))
 
 
-def where(condition: Any, a: Any, b: Any) -> Any:
+def where(condition: Any, a: Any = None, b: Any = None) -> Any:
     """`a` where the condition holds, else `b`."""
+    if a is None or b is None:
+        hint = "rlx.numpy.nonzero(condition, size=...) gives indices, up to a static number of them"
+        raise GraphError("where: takes a condition and two choices", hint=hint)
     return apply("where", asarray(condition), operand(a), operand(b))
 
 
 @eager
-def clip(x: Any, min: Any = None, max: Any = None) -> Any:
+def clip(x: Any, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None) -> Any:
     """Clamp x to [min, max]."""
+    min, max = a_min if min is None else min, a_max if max is None else max
     x = x if min is None else maximum(x, min)
     return x if max is None else minimum(x, max)
 
@@ -195,65 +199,3 @@ def isinf(x: Any) -> Any:
 def isfinite(x: Any) -> Any:
     """Whether x is neither infinite nor NaN."""
     return less(abs(x), math.inf)
-
-
-# -- array creation ---------------------------------------------------------------------------------------------------
-def _full(shape: Any, value: float, like: Any) -> Any:
-    sizes = as_shape((shape,) if isinstance(shape, (int, Dim)) else shape)
-    if current() is None:
-        return np.full(sizes, value, numpy_type(like))
-    trace = current()
-    assert trace is not None
-    return traced(build.full(trace.graph, value, type_of(np.zeros((), numpy_type(like))).with_shape(*sizes)))
-
-
-def zeros(shape: Any, dtype: Any = "f32") -> Any:
-    """Array of zeros."""
-    return _full(shape, 0, dtype)
-
-
-def ones(shape: Any, dtype: Any = "f32") -> Any:
-    """Array of ones."""
-    return _full(shape, 1, dtype)
-
-
-def full(shape: Any, value: float, dtype: Any = "f32") -> Any:
-    """Array filled with `value`."""
-    return _full(shape, value, dtype)
-
-
-@on_values
-def zeros_like(x: Any) -> Any:
-    """Zeros with the shape and dtype of x."""
-    return _full(type_of(x).shape, 0, type_of(x).dtype)
-
-
-@on_values
-def ones_like(x: Any) -> Any:
-    """Ones with the shape and dtype of x."""
-    return _full(type_of(x).shape, 1, type_of(x).dtype)
-
-
-@eager
-def iota(size: Any, like: Any) -> Any:
-    trace = current()
-    assert trace is not None
-    return traced(build.iota(trace.graph, size, dtype(like)))
-
-
-def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Any:
-    """start, start + step, ... up to but excluding stop; a symbolic size may be the only argument."""
-    if isinstance(start, Dim):
-        return iota(start, dtype or "i32")
-    values = np.arange(start, stop, step) if stop is not None else np.arange(0, start, step)
-    return values.astype(numpy_type(dtype or ("i32" if values.dtype.kind in "iu" else "f32")))
-
-
-def linspace(start: float, stop: float, num: int = 50, dtype: Any = "f32") -> Any:
-    """`num` evenly spaced numbers from start to stop."""
-    return np.linspace(start, stop, num).astype(numpy_type(dtype))
-
-
-def eye(n: Any, dtype: Any = "f32") -> Any:
-    """Identity matrix."""
-    return np.eye(n, dtype=numpy_type(dtype))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,7 @@ def on_values(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not any([_has_value(x) for x in args]) and not any([_has_value(x) for x in kwargs.values()]):
             return function(*args, **kwargs)
-        as_value = [held_value(x) for x in args], {k: held_value(x) for k, x in kwargs.items()}
-        leaves, shape = tree.flatten(as_value)
+        leaves, shape = tree.flatten((_held([*args]), _held(kwargs)))
         graph = next(x.graph for x in leaves if isinstance(x, Value))
         enclosing = next((trace for trace in traces() if trace.graph is graph), None)
         if enclosing is not None and enclosing is not current():  # a body reads a value of an enclosing trace
@@ -48,7 +46,17 @@ def _has_value(x: Any) -> bool:
         return any([_has_value(v) for v in x.values()])
     if isinstance(x, Value) or hasattr(type(x), "__rlx_value__"):
         return True
-    return is_dataclass(x) and not isinstance(x, type) and any([_has_value(getattr(x, f.name)) for f in fields(x)])
+    parts = None if isinstance(x, (str, int, float)) else tree.node(x)
+    return parts is not None and any([_has_value(v) for v in parts.children])
+
+
+def _held(x: Any) -> Any:
+    """Unwrap objects that hold graph values, such as those of a model flow, also inside lists, tuples and dicts."""
+    if type(x) in (list, tuple):
+        return type(x)(_held(v) for v in x)
+    if type(x) is dict:
+        return {key: _held(v) for key, v in x.items()}
+    return held_value(x)
 
 
 def _check_graph(graph: Graph, x: Value) -> Value:

@@ -1,26 +1,21 @@
-"""Indexing, indexed updates and sorting: x[key], x.at[key], take, sort, one_hot."""
+"""Indexing, indexed updates, dynamic slices and sorting: x[key], x.at[key], take, dynamic_slice, sort, one_hot."""
 
 from __future__ import annotations
 
 import builtins
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
-from rlx.functional.elementwise import (
-    equal,
-    iota,
-    less,
-    negative,
-    where,
-    zeros,
-)
+from rlx.functional.creation import iota, zeros
+from rlx.functional.elementwise import equal, less, logical_or, maximum, minimum, negative, not_equal, where
 from rlx.functional.operands import as_value, asarray, astype, traced
-from rlx.functional.shapes import broadcast_to, expand_dims, moveaxis, ravel, reshape, transpose
-from rlx.functional.tracers import Traced, current, type_of
+from rlx.functional.shapes import broadcast_to, expand_dims, flip, moveaxis, ravel, reshape, roll, transpose
+from rlx.functional.tracers import Traced, current, traces, type_of
 from rlx.functional.tracing import apply, eager
 from rlx.transforms import build
 from rlx.types import Dim, Size, axis_index, broadcast, product
@@ -93,9 +88,10 @@ def _sort_with_indices(x: Any, axis: int) -> tuple[Any, Any]:
         raise ShapeError(f"sort: axis {axis} of {type_of(x)} has no static size")
     if size == 0:
         return asarray(x), astype(x, "i32")
-    rows = negative(moveaxis(x, at, -1))
-    values, order = apply("topk", rows, k=size)
-    return moveaxis(negative(values), -1, at), moveaxis(order, -1, at)
+    # The largest first, from the end, and all of that reversed: the first of equals comes first, NaN last.
+    values, order = apply("topk", flip(moveaxis(x, at, -1), -1), k=size)
+    values, order = flip(values, -1), (size - 1) - flip(order, -1)
+    return moveaxis(values, -1, at), moveaxis(order, -1, at)
 
 
 def topk(x: Any, k: int) -> Any:
@@ -105,7 +101,10 @@ def topk(x: Any, k: int) -> Any:
 
 @eager
 def index(x: Any, key: Any) -> Any:
-    """x[key]: integers, slices with any step, None, Ellipsis, and arrays of integers."""
+    """x[key]: integers, slices with any step, None, Ellipsis, and arrays of integers.
+
+    A slice may start at a traced index if its length is static, as in `x[i:i + 2]`; it must lie inside the array.
+    """
     keys = list(key) if isinstance(key, tuple) else [key]
     x = asarray(x)
     consuming = [k for k in keys if k is not None and k is not Ellipsis]
@@ -163,6 +162,8 @@ def _integer(k: Any) -> Any:
 
 def _sliced(value: Any, axis: int, k: slice) -> Any:
     size = value.shape[axis]
+    if isinstance(k.start, Traced) or isinstance(k.stop, Traced):
+        return _sliced_by_data(value, axis, k)
     step = 1 if k.step is None else operator.index(k.step)
     if isinstance(size, int) and not isinstance(k.start, Dim) and not isinstance(k.stop, Dim):
         picked = range(size)[k]
@@ -180,6 +181,105 @@ def _sliced(value: Any, axis: int, k: slice) -> Any:
     bounds = (0 if k.start is None else k.start, size if k.stop is None else k.stop)
     start, stop = (size + b if isinstance(b, int) and b < 0 else b for b in bounds)
     return _strided(value, axis, start, stop, step)
+
+
+def _sliced_by_data(value: Any, axis: int, k: slice) -> Any:
+    """Slice by a traced index: the distance of `stop` from `start` is static, as in `x[2 * i:2 * i + 2]`."""
+    start = 0 if k.start is None else k.start
+    stop = value.shape[axis] if k.stop is None else k.stop
+    length = _static_distance(start, stop)
+    shown = ":".join("" if b is None else "i" if isinstance(b, Traced) else str(b) for b in (k.start, k.stop))
+    if length is None or k.step not in (None, 1):
+        hint = "x[i:i + n] with a static n, or rlx.dynamic_slice(x, starts, sizes); rlx.where masks by data"
+        raise ShapeError(f"index: the length of [{shown}] is not known while it is traced", hint=hint)
+    if length < 0:
+        raise ShapeError(f"index: [{shown}] ends {-length} before it starts")
+    rows = asarray(start) + iota(length, type_of(start).dtype)
+    return as_value(apply("gather", traced(value), rows, axis=axis))
+
+
+def _static_distance(start: Any, stop: Any) -> int | None:
+    """Return stop - start if it is the same for all values of the traced numbers in them."""
+    if not isinstance(stop, (int, Traced)) or not isinstance(start, (int, Traced)):
+        return None
+    terms: dict[Any, int] = {}
+    for bound, sign in ((stop, 1), (start, -1)):
+        for term, factor in _linear_terms(bound.value if isinstance(bound, Traced) else bound).items():
+            terms[term] = terms.get(term, 0) + sign * factor
+    constant = terms.pop(None, 0)
+    return None if builtins.any(terms.values()) else constant
+
+
+def _linear_terms(value: Any) -> dict[Any, int]:
+    """Return an integer as a sum: factors of values, and the constant under None."""
+    if isinstance(value, int):
+        return {None: value}
+    node = value.node
+    if node.op == "const" and value.dtype.is_integer and node.attrs["value"].data.size == 1:
+        return {None: int(node.attrs["value"].data.item())}
+    if node.op == "input":  # captured from an enclosing trace?
+        outer = [t.value for trace in traces() for t, v in trace.captured.items() if v is value]
+        return _linear_terms(outer[0]) if outer else {value: 1}
+    parts = [_linear_terms(o) for o in node.operands] if node.op in ("add", "sub", "mul", "neg", "cast") else []
+    match node.op:
+        case "cast" if node.operands[0].dtype.is_integer:
+            return parts[0]
+        case "neg":
+            return {t: -f for t, f in parts[0].items()}
+        case "add" | "sub":
+            sign = 1 if node.op == "add" else -1
+            return {t: parts[0].get(t, 0) + sign * parts[1].get(t, 0) for t in (*parts[0], *parts[1])}
+        case "mul" if builtins.any(set(p) <= {None} for p in parts):
+            constant, other = parts if set(parts[0]) <= {None} else reversed(parts)
+            return {t: constant.get(None, 0) * f for t, f in other.items()}
+    return {value: 1}
+
+
+def _start_per_axis(name: str, x: Any, offsets: Any, sizes: Sequence[Any]) -> list[Any]:
+    """Return a start per axis, moved so that the slice lies inside x; negative ones count from the end."""
+    rank = type_of(x).rank
+    if not isinstance(offsets, (tuple, list)):
+        is_number = type_of(offsets).rank == 0
+        offsets = [offsets] if is_number else [offsets[i] for i in range(len(offsets))]
+    if len(offsets) != rank or len(sizes) != rank:
+        raise ShapeError(f"{name}: {len(offsets)} starts and {len(sizes)} sizes for {type_of(x)}", hint="one per axis")
+    moved = []
+    for start, size, have in zip(offsets, sizes, type_of(x).shape, strict=True):
+        if not isinstance(have, int) or not isinstance(size, int):
+            raise ShapeError(f"{name}: sizes of {type_of(x)} are not all static")
+        if not 0 <= size <= have:
+            raise ShapeError(f"{name}: size {size} does not fit an axis of size {have}")
+        if not type_of(start).dtype.is_integer:
+            raise DTypeError(f"{name}: starts are integers, found {type_of(start)}")
+        start = asarray(start)
+        moved.append(minimum(maximum(where(less(start, 0), start + have, start), 0), have - size))
+    return moved
+
+
+@eager
+def dynamic_slice(x: Any, start_indices: Any, slice_sizes: Sequence[int]) -> Any:
+    """x[start:start + size] on each axis, for starts that may be traced; a slice that sticks out is moved inside."""
+    sizes = [slice_sizes] if isinstance(slice_sizes, int) else list(slice_sizes)
+    x = asarray(x)
+    for axis, (start, size) in enumerate(
+        zip(_start_per_axis("dynamic_slice", x, start_indices, sizes), sizes, strict=True)
+    ):
+        if size != type_of(x).shape[axis]:
+            x = apply("gather", x, start + iota(size, type_of(start).dtype), axis=axis)
+    return x
+
+
+@eager
+def dynamic_update_slice(x: Any, update: Any, start_indices: Any) -> Any:
+    """x with a block replaced by `update`, at starts that may be traced; a block that sticks out is moved inside."""
+    sizes = type_of(update).shape
+    offsets = _start_per_axis("dynamic_update_slice", x, start_indices, sizes)
+    rank = len(sizes)
+    keys = [
+        reshape(start + iota(size, type_of(start).dtype), [size if a == axis else 1 for a in range(rank)])
+        for axis, (start, size) in enumerate(zip(offsets, sizes, strict=True))
+    ]
+    return _at_set(x, tuple(keys), update) if rank else astype(update, type_of(x).dtype)
 
 
 def _strided(value: Any, axis: int, start: Size, stop: Size, step: int) -> Any:
@@ -225,7 +325,7 @@ def _size(size: Size) -> Any:
 
 
 class At:
-    """Indexed updates: `x.at[key].set(y)`, `.add(y)` and `.multiply(y)` return an updated copy, `.get()` reads."""
+    """Indexed updates: `x.at[key].set(y)`, `.add(y)`, `.max(y)` and others return an updated copy, `.get()` reads."""
 
     def __init__(self, x: Any, key: Any = None) -> None:
         self.x, self.key = x, key
@@ -233,21 +333,50 @@ class At:
     def __getitem__(self, key: Any) -> At:
         return At(self.x, key)
 
+    def __repr__(self) -> str:
+        return f"<updates of {type_of(self.x)}: .at[key].set(y), .add, .subtract, .multiply, .divide, .max, .min>"
+
     def get(self) -> Any:
         """x[key]."""
         return index(self.x, self.key)
-
-    def add(self, y: Any) -> Any:
-        """Return x with y added to the selected elements; repeated indices accumulate."""
-        return _at_add(self.x, self.key, y)
 
     def set(self, y: Any) -> Any:
         """Return x with the selected elements replaced; for repeated indices the last one wins."""
         return _at_set(self.x, self.key, y)
 
+    def add(self, y: Any) -> Any:
+        """Return x with y added to the selected elements; repeated indices accumulate, here and below."""
+        return _at_add(self.x, self.key, y)
+
+    def subtract(self, y: Any) -> Any:
+        """Return x with y subtracted from the selected elements."""
+        return _at_add(self.x, self.key, negative(y))
+
     def multiply(self, y: Any) -> Any:
-        """Return x with the selected elements multiplied by y; indices must not repeat."""
-        return self.set(self.get() * y)
+        """Return x with the selected elements multiplied by y."""
+        return _at_multiply(self.x, self.key, y)
+
+    mul = multiply  # both are JAX's names
+
+    def divide(self, y: Any) -> Any:
+        """Return x with the selected elements divided by y."""
+        return _at_divide(self.x, self.key, y)
+
+    def max(self, y: Any) -> Any:
+        """Return x with the selected elements replaced by their maximum with y."""
+        return _at_extreme(self.x, self.key, y, True)
+
+    def min(self, y: Any) -> Any:
+        """Return x with the selected elements replaced by their minimum with y."""
+        return _at_extreme(self.x, self.key, y, False)
+
+    def power(self, y: Any) -> Any:
+        """Return x with the selected elements raised to the power y; indices must not repeat."""
+        return self.set(self.get() ** y)
+
+    def apply(self, function: Any) -> Any:
+        """Return x with a function applied to the selected elements; indices must not repeat."""
+        return self.set(function(self.get()))
 
 
 def at(x: Any) -> At:
@@ -276,3 +405,60 @@ def _at_add(x: Any, key: Any, y: Any) -> Any:
 @eager
 def _at_set(x: Any, key: Any, y: Any) -> Any:
     return _scatter("scatter", x, key, y)
+
+
+def _may_repeat(key: Any) -> bool:
+    """Whether a key can select an element twice: only arrays of indices can."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return builtins.any(_is_data(k) and not (isinstance(k, Traced) and k.ndim == 0) for k in keys)
+
+
+def _flat_updates(x: Any, key: Any, y: Any) -> tuple[Any, Any, Any]:
+    """Return x, the selected places and the updates as flat arrays."""
+    places = _places(x, key)
+    updates = astype(broadcast_to(asarray(y), type_of(places).shape), type_of(x).dtype)
+    return ravel(x), ravel(places), ravel(updates)
+
+
+@eager
+def _at_extreme(x: Any, key: Any, y: Any, largest: bool) -> Any:
+    combine = maximum if largest else minimum
+    if not _may_repeat(key):
+        return _at_set(x, key, combine(index(x, key), astype(asarray(y), type_of(x).dtype)))
+    flat, places, updates = _flat_updates(x, key, y)
+    order = argsort(updates if largest else negative(updates))  # of equal places, scatter writes the last
+    places, updates = take(places, order), take(updates, order)
+    return reshape(apply("scatter", flat, places, combine(take(flat, places), updates)), type_of(x).shape)
+
+
+@eager
+def _at_multiply(x: Any, key: Any, y: Any) -> Any:
+    if not _may_repeat(key):
+        return _at_set(x, key, index(x, key) * astype(asarray(y), type_of(x).dtype))
+    flat, places, product_ = _products(x, key, y)
+    return reshape(apply("scatter", flat, places, take(flat, places) * product_), type_of(x).shape)
+
+
+@eager
+def _at_divide(x: Any, key: Any, y: Any) -> Any:
+    if not type_of(x).dtype.is_float:
+        raise DTypeError(f"at: divide takes floats, found {type_of(x)}", hint="cast with x.astype('f32')")
+    if not _may_repeat(key):
+        return _at_set(x, key, index(x, key) / astype(asarray(y), type_of(x).dtype))
+    flat, places, product_ = _products(x, key, y)
+    return reshape(apply("scatter", flat, places, take(flat, places) / product_), type_of(x).shape)
+
+
+def _products(x: Any, key: Any, y: Any) -> tuple[Any, Any, Any]:
+    """Return x, the selected places in order, and the product of the updates so far at each of them."""
+    from rlx.functional.control import associative_scan  # control flow is built on arrays
+
+    flat, places, updates = _flat_updates(x, key, y)
+    order = argsort(places)
+    places, updates = take(places, order), take(updates, order)
+    first = not_equal(places, roll(places, 1, 0))
+
+    def combine(a: Any, b: Any) -> Any:
+        return where(b[1], b[0], a[0] * b[0]), logical_or(a[1], b[1])
+
+    return flat, places, associative_scan(combine, (updates, first))[0]

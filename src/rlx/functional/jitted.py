@@ -5,23 +5,40 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from rlx.backends.base import DeviceArray
 from rlx.backends.base import device as find_device
-from rlx.errors import DTypeError, GraphError, nearest
+from rlx.errors import GraphError, nearest
 from rlx.functional import tree
+from rlx.functional.cache_keys import TypeReader, Unkeyable, typed
 from rlx.functional.graph_values import on_values
-from rlx.functional.printing import emit_all
-from rlx.functional.tracers import as_array, current, is_weak, type_of
-from rlx.functional.tracing import Function, leaf_types, need_function, session, trace_leaves
-from rlx.ir.graph import Value
-from rlx.transforms.walk import leaves as leaf_nodes
+from rlx.functional.tracers import current, is_weak
+from rlx.functional.tracing import (
+    CachedCall,
+    CallCache,
+    function_key,
+    label_of,
+    leaf_types,
+    need_function,
+    session,
+    trace_leaves,
+)
+from rlx.functional.transforms import describe
+from rlx.ir.graph import Graph, Value
+from rlx.runtime import nan_switch
+from rlx.runtime.compiled import CompiledGraph
 from rlx.types import TensorType, as_size
 
+if TYPE_CHECKING:  # reports are imported on demand
+    from rlx.inspect.memory import MemoryReport
+    from rlx.inspect.profiler import Report
+
 Fun = Callable[..., Any]
+MAX_KNOWN = 1024  # combinations of argument types that are found without binding the signature
+_shared = CallCache()  # of all jitted functions, by what they read
 
 
 class Jitted:
@@ -39,47 +56,87 @@ class Jitted:
         names = [n for n, p in self.signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         for n in static_argnums:
             if n >= len(names):
-                raise GraphError(f"jit: static_argnums has {n}, {_label(function)} has {len(names)} parameters")
+                raise GraphError(f"jit: static_argnums has {n}, {label_of(function)} has {len(names)} parameters")
             self.static.add(names[n])
         for name in [*self.dims, *self.static]:
             if names and name.split(".")[0].split("[")[0] not in names:
-                raise GraphError(f"jit: {_label(function)} has no parameter {name!r}", hint=nearest(name, names))
-        self.compiled: dict[Any, tuple[Function, Any]] = {}
+                raise GraphError(f"jit: {label_of(function)} has no parameter {name!r}", hint=nearest(name, names))
+        self.compiled: dict[Any, CachedCall] = {}
         self.history: list[str] = []
+        self._known: dict[Any, CachedCall] = {}  # by the types of arguments as they are passed
+        self._last_call: CachedCall | None = None
         functools.update_wrapper(self, function, updated=())  # does not copy the function's __dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current() is not None:  # inlined into the enclosing trace
             return self.function(*args, **kwargs)
+        match = self._find(args, kwargs)
+        if match is None:
+            return on_values(self.function)(*args, **kwargs)
+        self._last_call, arrays = match
+        return self._last_call(arrays)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CachedCall, Sequence[Any]] | None:
+        """Return the program for these arguments and the arrays it takes; None if values of a graph are among them."""
+        if self.static:
+            return self._find_by_name(args, kwargs)
+        reader = TypeReader()
+        try:
+            key = reader.arguments(args, True), reader.arguments(kwargs, True) if kwargs else None
+        except Unkeyable:
+            return self._find_by_name(args, kwargs)
+        call = self._known.get(key)
+        if call is None:
+            match = self._find_by_name(args, kwargs)
+            if match is None:
+                return None
+            call, arrays = match
+            if len(arrays) != len(reader.data) or any(a is not b for a, b in zip(arrays, reader.data, strict=True)):
+                return match  # arguments by name come in another order
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = call
+        return call, reader.data
+
+    def _find_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CachedCall, Sequence[Any]] | None:
         traced_args, static = self._split_static(args, kwargs)
         leaves, shape = tree.flatten(traced_args)
         if any([isinstance(x, Value) for x in leaves]):
-            return on_values(self.function)(*args, **kwargs)
-        paths = self._paths(traced_args)
-        try:
-            arrays = [x if isinstance(x, DeviceArray) else np.asarray(as_array(x), order="C") for x in leaves]
-        except DTypeError:
-            leaf_types("jit", leaves, paths)  # raises an error that names the argument
-            raise
-        types = [self._type(path, type_of(a)) for path, a in zip(paths, arrays, strict=True)]
+            return None
+        paths = shape.paths()
+        types = [self._type(path, t) for path, t in zip(paths, leaf_types("jit", leaves, paths), strict=True)]
         weak = tuple([type(x) is not np.ndarray and is_weak(x) for x in leaves])
-        key = (shape, tuple(types), weak, static)
-        entry = self.compiled.get(key)
-        if entry is None:
-            self.history.append(self._why(paths, types, weak, static))
+        key = (shape, tuple(types), weak, static, typed(static))
+        call = self.compiled.get(key)
+        if call is None:
+            call = self._new_call(key, traced_args, static, paths, types, weak)
+        return call, leaves
+
+    def _new_call(
+        self, key: Any, traced_args: dict[str, Any], static: tuple[tuple[str, Any], ...], paths: list[str],
+        types: list[TensorType], weak: tuple[bool, ...],
+    ) -> CachedCall:  # fmt: skip
+        """Trace and compile the function, unless another `rlx.jit` of it already did."""
+        reason = self._why(paths, types, weak, static)
+        before = None if nan_switch.watching else function_key(self.function)
+        shared_key = None if before is None else (before[0], self.device, key)
+        call = _shared.get(shared_key) if shared_key is not None else None
+        if call is None:
             called, inputs = self._bind_static(static), tree.structure(((traced_args,), {}))
             function = trace_leaves(called, inputs, types, paths, weak=weak, prints=True)
-            graph = function.full_graph
-            entry = self.compiled[key] = (function, session(self.device).compile(graph) if graph.outputs else None)
-        function, compiled = entry
-        outputs: list[Any] = []
-        if compiled is not None:
-            names = [n.attrs["name"] for n in leaf_nodes(function.graph)]
-            held = map(as_array, function.captured)  # weights of models
-            outputs = compiled.run(dict(zip(names, [*arrays, *held], strict=True)))
-        if function.prints:
-            emit_all(function, outputs)
-        return function.outputs(outputs[: len(function.graph.outputs)])
+            call = CachedCall(function, session(self.device).compile)
+            after = function_key(self.function)
+            if before is not None and after is not None and after[0] == before[0]:
+                _shared.put(shared_key, call, before[1])
+        else:
+            reason += "; the program of another rlx.jit of it is used"
+        self.history.append(reason)
+        self.compiled[key] = call
+        return call
+
+    def __rlx_reads__(self) -> tuple[Any, ...]:
+        """Return what a result depends on besides the arguments, inside another transform."""
+        return (self.function,)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -91,7 +148,7 @@ class Jitted:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{_label(self.function)}: {error}") from None
+            raise TypeError(f"{label_of(self.function)}: {error}") from None
         traced_args: dict[str, Any] = {}
         static: list[tuple[str, Any]] = []
         for name, value in bound.arguments.items():
@@ -103,7 +160,9 @@ class Jitted:
             try:
                 hash(value)
             except TypeError:
-                raise GraphError(f"jit: static argument {name!r} cannot be hashed, {type(value).__name__}") from None
+                hint = "static values are hashable: a tuple for a list, a frozen dataclass; arrays are not static"
+                problem = f"jit: static argument {name!r} cannot be hashed, {type(value).__name__}"
+                raise GraphError(problem, hint=hint) from None
         return traced_args, tuple(static)
 
     def _bind_static(self, static: tuple[tuple[str, Any], ...]) -> Fun:
@@ -114,11 +173,8 @@ class Jitted:
             bound = inspect.BoundArguments(signature, {n: arguments[n] for n in signature.parameters if n in arguments})
             return self.function(*bound.args, **bound.kwargs)
 
-        call.__name__ = _label(self.function)
+        call.__name__ = label_of(self.function)
         return call
-
-    def _paths(self, traced_args: dict[str, Any]) -> list[str]:
-        return tree.structure(traced_args).paths()
 
     def _type(self, path: str, type_: TensorType) -> TensorType:
         """Return the type of a leaf, with symbolic sizes where `dims` names axes of it or of its argument."""
@@ -141,17 +197,77 @@ class Jitted:
         changes += [f"{p} is gone" for p in before if p not in now]
         return "traced again, " + ("; ".join(changes) or "the structure of the arguments changed")
 
+    # -- looking ------------------------------------------------------------------------------------------------------
+    def _looked_at(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CachedCall, Any]:
+        """Return the program for these arguments and its inputs, or that of the last call and None."""
+        if not args and not kwargs and self._last_call is not None:
+            return self._last_call, None
+        if not args and not kwargs and self.signature.parameters:
+            hint = f"call it first, or give arguments: f.{verb}(*args)"
+            raise GraphError(f"{verb}: {label_of(self.function)} has not been called", hint=hint)
+        match = self._find(args, kwargs)
+        if match is None:
+            raise GraphError(f"{verb}: takes arrays, found values of a graph")
+        call, arrays = match
+        return call, call.inputs(arrays)
+
+    def program(self, *args: Any, **kwargs: Any) -> CompiledGraph:
+        """Return the compiled graph for these arguments, by default those of the last call."""
+        call, _ = self._looked_at("program", args, kwargs)
+        if call.compiled is None:
+            raise GraphError(f"program: {label_of(self.function)} returns no arrays, so nothing is compiled")
+        return call.compiled
+
+    def graph(self, *args: Any, **kwargs: Any) -> Graph:
+        """Return the traced graph for these arguments, by default those of the last call."""
+        return self._looked_at("graph", args, kwargs)[0].function.graph
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """Return launches, bytes, flops and times of a run with these arguments, by default like the last call."""
+        call, inputs = self._looked_at("report", args, kwargs)
+        return self.program(*args, **kwargs).report(inputs if call.compiled is not None else None)
+
+    def memory(self, *args: Any, **kwargs: Any) -> MemoryReport:
+        """Return every buffer of a run and its lifetime, for these arguments or those of the last call."""
+        self.report(*args, **kwargs)  # sets the sizes
+        return self.program(*args, **kwargs).memory()
+
+    def trace(self, path: str | Path, *args: Any, **kwargs: Any) -> Path:
+        """Run with these arguments and write a timeline for chrome://tracing."""
+        _, inputs = self._looked_at("trace", args, kwargs)
+        if inputs is None:
+            hint = f"f.trace({str(path)!r}, *args)"
+            raise GraphError("trace: needs the arguments of a run", hint=hint)
+        self.program(*args, **kwargs).run(inputs, trace=path)
+        return Path(path)
+
+    def page(self, path: str | Path, *args: Any, assembly: bool = False, **kwargs: Any) -> Path:
+        """Write a web page that shows the program at every level; `assembly` adds the machine code."""
+        return self.program(*args, **kwargs).page(path, assembly=assembly)
+
+    def export(self, path: str | Path, *args: Any, **kwargs: Any) -> Path:
+        """Write the program for these arguments, or those of the last call, to a file for `rlx.load_exported`.
+
+        The loaded program takes arrays by name, such as `params.w`; `rlx.explain` lists the names.
+        """
+        return self.program(*args, **kwargs).export(path)
+
     def __repr__(self) -> str:
-        return f"<rlx.jit of {_label(self.function)}, traced {len(self.history)} times>"
+        times = "once" if len(self.history) == 1 else f"{len(self.history)} times"
+        return f"<rlx.jit of {describe(self.function)}, {f'traced {times}' if self.history else 'not traced yet'}>"
+
+    def _repr_html_(self) -> str:
+        from rlx.notebook import box, fold, note, preformatted  # few programs need it
+
+        parts = [note(self.explain())] if not self.history else [preformatted(self.explain().split("\n"))]
+        if self._last_call is not None:
+            parts.append(fold("graph of the last call", preformatted(str(self._last_call.function.graph).split("\n"))))
+        return box(repr(self)[1:-1], *parts)
 
     def explain(self) -> str:
         """List each time the function was traced, and why."""
         lines = [f"{i + 1}. {line}" for i, line in enumerate(self.history)]
         return "\n".join(lines) or "not traced yet"
-
-
-def _label(function: Fun) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _signature(function: Fun) -> inspect.Signature:
@@ -194,5 +310,6 @@ def jit(
 def explain(function: Any) -> str:
     """List each time a jitted function was traced, and why."""
     if not isinstance(function, Jitted):
-        raise GraphError(f"explain: {function!r} is not a function made by rlx.jit")
+        hint = "step = rlx.jit(f); other functions are traced when they are called"
+        raise GraphError(f"explain: {function!r} is not a function made by rlx.jit", hint=hint)
     return function.explain()

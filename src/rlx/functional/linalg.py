@@ -1,129 +1,391 @@
-"""Matrix products and einsum, under NumPy's names."""
+"""Linear algebra, under the names of `numpy.linalg`. The last two axes are matrices, the others a batch.
+
+Nothing is raised at run time: a singular matrix gives infinities or NaN, as does one that is not positive definite.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from rlx.errors import GraphError
-from rlx.functional.elementwise import (
-    equal,
-    iota,
-    multiply,
-    where,
-    zeros,
+import numpy as np
+
+from rlx.errors import GraphError, ShapeError
+from rlx.functional.custom import custom_jvp
+from rlx.functional.elementwise import abs, equal, log, power, sign, sqrt, where
+from rlx.functional.operands import Axis, as_value, asarray, astype, float_operands, floats, traced
+from rlx.functional.products import cross, matmul, matrix_power, multi_dot, outer, tensordot, vecdot
+from rlx.functional.reductions import count_nonzero, max, min, prod, sum
+from rlx.functional.shapes import (
+    axes_of,
+    broadcast_to,
+    concatenate,
+    diagonal,
+    expand_dims,
+    matrix_transpose,
+    moveaxis,
+    ravel,
+    reshape,
+    squeeze,
+    trace,
 )
-from rlx.functional.operands import asarray
-from rlx.functional.reductions import sum
-from rlx.functional.shapes import axes_of, expand_dims, moveaxis, ravel, reshape, squeeze, transpose
 from rlx.functional.tracers import type_of
 from rlx.functional.tracing import apply, eager
-from rlx.types import Size, product
+from rlx.transforms import build
+from rlx.types import Size, broadcast, product
+
+
+class QRResult(NamedTuple):
+    """Q and R."""
+
+    Q: Any
+    R: Any
+
+
+class EighResult(NamedTuple):
+    """Eigenvalues, and eigenvectors as columns."""
+
+    eigenvalues: Any
+    eigenvectors: Any
+
+
+class SVDResult(NamedTuple):
+    """U, the singular values, and the transpose of V."""
+
+    U: Any
+    S: Any
+    Vh: Any
+
+
+class SlogdetResult(NamedTuple):
+    """The sign of a determinant, and the logarithm of its magnitude."""
+
+    sign: Any
+    logabsdet: Any
+
+
+def _matrices(where_: str, x: Any) -> Any:
+    x = floats(asarray(x))
+    if type_of(x).rank < 2:
+        raise ShapeError(f"linalg.{where_}: takes matrices, found {type_of(x)}")
+    return x if type_of(x).dtype.size >= 4 else astype(x, "f32")
+
+
+def _square(where_: str, x: Any) -> Any:
+    x = _matrices(where_, x)
+    rows, columns = type_of(x).shape[-2:]
+    if rows != columns:
+        raise ShapeError(f"linalg.{where_}: takes square matrices, found {type_of(x)}")
+    return x
+
+
+def _symmetric(x: Any) -> Any:
+    """Average a matrix and its transpose, so that gradients are symmetric."""
+    return (x + matrix_transpose(x)) * 0.5
+
+
+def _eye(size: Size, like: Any) -> Any:
+    if not isinstance(size, int):
+        raise ShapeError(f"linalg: the matrices of {type_of(like)} need a static size")
+    return np.eye(size, dtype=type_of(like).dtype.numpy)
+
+
+# -- systems ----------------------------------------------------------------------------------------------------------
+@eager
+def cholesky(a: Any, upper: bool = False) -> Any:
+    """Lower triangular L with a = L Lᵀ, of positive definite matrices; with `upper`, its transpose."""
+    factor = apply("cholesky", _symmetric(_square("cholesky", a)))
+    return matrix_transpose(factor) if upper else factor
 
 
 @eager
-def matmul(a: Any, b: Any) -> Any:
-    """Matrix product; a vector is a row on the left and a column on the right."""
-    a, b = asarray(a), asarray(b)
-    left, right = type_of(a).rank == 1, type_of(b).rank == 1
-    y = apply("matmul", expand_dims(a, 0) if left else a, expand_dims(b, 1) if right else b)
-    y = squeeze(y, type_of(y).rank - 1) if right else y
-    return squeeze(y, type_of(y).rank - (1 if right else 2)) if left else y
+def solve(a: Any, b: Any) -> Any:
+    """x with a x = b. A vector b is one right-hand side; more axes are a batch of matrices."""
+    a, b = float_operands(_square("solve", a), b)
+    vector = type_of(b).rank == 1
+    b = expand_dims(b, 1) if vector else b
+    if type_of(a).shape[-1] != type_of(b).shape[-2]:
+        raise ShapeError(f"linalg.solve: sizes differ, {type_of(a)} and {type_of(b)}")
+    batch = broadcast(type_of(a).shape[:-2], type_of(b).shape[:-2], where="linalg.solve")
+    lu, _, order = apply("lu", a)
+    lu, order = (broadcast_to(x, (*batch, *type_of(x).shape[n:])) for x, n in ((lu, -2), (order, -1)))
+    b = broadcast_to(b, (*batch, *type_of(b).shape[-2:]))
+    x = _solve_factored(lu, order, b)
+    return squeeze(x, -1) if vector else x
+
+
+def _solve_factored(lu: Any, order: Any, b: Any) -> Any:
+    """x from the LU factors of a matrix and the order of its rows."""
+    *batch, size, columns = type_of(b).shape
+    if not batch:
+        rows = apply("gather", b, order, axis=0)
+    else:
+        count = product(batch)
+        flat = build.flat_row_indices(as_value(order).reshape(count, size), size)
+        rows = apply("gather", reshape(b, count * size, columns), traced(flat), axis=0)
+        rows = reshape(rows, (*batch, size, columns))
+    half = apply("triangular_solve", lu, rows, lower=True, unit_diagonal=True)
+    return apply("triangular_solve", lu, half, lower=False)
 
 
 @eager
-def dot(a: Any, b: Any) -> Any:
-    """Sum of products over the last axis of `a` and the second to last of `b`; scalars multiply."""
-    if not type_of(a).rank or not type_of(b).rank:
-        return multiply(a, b)
-    if type_of(b).rank <= 2:
-        return matmul(a, b)
-    return tensordot(a, b, ((type_of(a).rank - 1,), (type_of(b).rank - 2,)))
-
-
-def outer(a: Any, b: Any) -> Any:
-    """Outer product of two flattened arrays."""
-    return expand_dims(ravel(a), 1) * expand_dims(ravel(b), 0)
+def inv(a: Any) -> Any:
+    """Inverse."""
+    a = _square("inv", a)
+    return solve(a, broadcast_to(_eye(type_of(a).shape[-1], a), type_of(a).shape))
 
 
 @eager
-def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
-    """Sum of products over the last `axes` of `a` and the first of `b`, or over two lists of axes."""
-    ranks = [type_of(x).rank for x in (a, b)]
-    if isinstance(axes, int):
-        axes = (tuple(range(ranks[0] - axes, ranks[0])), tuple(range(axes)))
-    over = [axes_of(x, r, "tensordot") for x, r in zip(axes, ranks, strict=True)]
-    free = [[i for i in range(r) if i not in o] for r, o in zip(ranks, over, strict=True)]
-    shapes = [type_of(x).shape for x in (a, b)]
-    inner = product(shapes[0][i] for i in over[0])
-    left = reshape(transpose(a, [*free[0], *over[0]]), product(shapes[0][i] for i in free[0]), inner)
-    right = reshape(transpose(b, [*over[1], *free[1]]), inner, product(shapes[1][i] for i in free[1]))
-    return reshape(matmul(left, right), [*(shapes[0][i] for i in free[0]), *(shapes[1][i] for i in free[1])])
+def slogdet(a: Any) -> SlogdetResult:
+    """Sign of the determinant, and the logarithm of its magnitude."""
+    lu, pivots, _ = apply("lu", _square("slogdet", a))
+    entries = diagonal(lu, axis1=-2, axis2=-1)
+    sign_ = _swap_sign(pivots, entries) * prod(sign(entries), -1)
+    return SlogdetResult(sign_, sum(log(abs(entries)), -1))
+
+
+@custom_jvp
+def _det(a: Any) -> Any:
+    lu, pivots, _ = apply("lu", a)
+    entries = diagonal(lu, axis1=-2, axis2=-1)
+    return _swap_sign(pivots, entries) * prod(entries, -1)
+
+
+@_det.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    """The derivative is the sum of products with cofactors, which exist where the matrix is singular, too."""
+    (a,), (change,) = primals, tangents
+    u, values, vt = svd(a, full_matrices=False)
+    sign_ = _det(u) * _det(vt)
+    return _det(a), sum(_cofactors(u, values, vt, sign_) * change, (-2, -1))
+
+
+def _cofactors(u: Any, values: Any, vt: Any, sign_: Any) -> Any:
+    """sign · U diag(products of the other singular values) Vᵀ."""
+    size = type_of(values).shape[-1]
+    others = where(_eye(size, values) > 0, 1.0, expand_dims(values, -2))  # [..., i, j]: 1 where i is j
+    products = prod(others, -1) * expand_dims(sign_, -1)
+    return matmul(u * expand_dims(products, -2), vt)
 
 
 @eager
-def einsum(subscripts: str, *operands: Any) -> Any:
-    """Einstein summation: `einsum("bqd,bkd->bqk", q, k)`. Operands are contracted pairwise, as matrix products."""
-    terms, _, result = subscripts.replace(" ", "").partition("->")
-    inputs = terms.split(",")
-    if len(inputs) != len(operands):
-        raise GraphError(f"einsum: {subscripts!r} has {len(inputs)} operands, got {len(operands)}")
-    if "->" not in subscripts:
-        every = "".join(inputs)
-        result = "".join(sorted(c for c in set(every) if every.count(c) == 1))
-    pairs = []
-    for letters, x in zip(inputs, operands, strict=True):
-        x = asarray(x)
-        if len(letters) != type_of(x).rank or (letters and not letters.isalpha()):
-            raise GraphError(f"einsum: {letters!r} does not name the axes of {type_of(x)}", hint="one letter per axis")
-        pairs.append(_diagonal(letters, x))
-    for c in result:
-        if c not in terms or result.count(c) > 1:
-            raise GraphError(f"einsum: {c!r} of the result is in no operand, or repeated in the result")
-    while len(pairs) > 1:
-        first, second, *rest = pairs
-        needed = set(result).union(*(set(letters) for letters, _ in rest))
-        pairs = [_contract(first, second, needed), *rest]
-    letters, x = pairs[0]
-    summed = tuple(i for i, c in enumerate(letters) if c not in result)
-    x = sum(x, summed) if summed else x
-    left = [c for c in letters if c in result]
-    return transpose(x, [left.index(c) for c in result]) if left != list(result) else x
+def det(a: Any) -> Any:
+    """Determinant."""
+    return _det(_square("det", a))
 
 
-def _diagonal(letters: str, x: Any) -> tuple[str, Any]:
-    """Merge axes with the same letter into one: the diagonal."""
-    for c in letters:
-        while letters.count(c) > 1:
-            i = letters.index(c)
-            j = letters.index(c, i + 1)
-            size = type_of(x).shape[i]
-            same = equal(expand_dims(iota(size, "i32"), 1), expand_dims(iota(size, "i32"), 0))
-            moved = moveaxis(moveaxis(x, j, type_of(x).rank - 1), i, type_of(x).rank - 2)
-            x = sum(where(same, moved, zeros((), type_of(x).dtype)), -1)
-            rest = "".join(d for n, d in enumerate(letters) if n not in (i, j))
-            letters = rest + c
-    return letters, x
+def _swap_sign(pivots: Any, like: Any) -> Any:
+    """1 or -1, for an even or odd number of row exchanges."""
+    size = type_of(pivots).shape[-1]
+    if not isinstance(size, int):
+        raise ShapeError(f"linalg: the matrices of {type_of(like)} need a static size")
+    swaps = count_nonzero(pivots - np.arange(size, dtype=np.int32), -1)
+    return astype(1 - 2 * apply("mod", swaps, 2), type_of(like).dtype)
 
 
-def _contract(first: tuple[str, Any], second: tuple[str, Any], needed: set[str]) -> tuple[str, Any]:
-    """Contract two operands: shared letters in `needed` are batch axes, the other shared letters are summed."""
-    (la, a), (lb, b) = first, second
-    for _ in range(2):  # sum out letters that only one operand has and nothing needs
-        summed = tuple(i for i, c in enumerate(la) if c not in needed and c not in lb)
-        a, la = (sum(a, summed), "".join(c for i, c in enumerate(la) if i not in summed)) if summed else (a, la)
-        (la, a), (lb, b) = (lb, b), (la, a)
-    batch = [c for c in la if c in lb and c in needed]
-    inner = [c for c in la if c in lb and c not in needed]
-    left, right = [c for c in la if c not in lb], [c for c in lb if c not in la]
-    sizes = dict(zip(la, type_of(a).shape, strict=True)) | dict(zip(lb, type_of(b).shape, strict=True))
+# -- orthogonal factorisations ----------------------------------------------------------------------------------------
+@eager
+def qr(a: Any, mode: str = "reduced") -> Any:
+    """Q with orthonormal columns and upper triangular R, with a = Q R; mode is 'reduced', 'complete' or 'r'."""
+    if mode not in ("reduced", "complete", "r"):
+        raise GraphError(f"linalg.qr: mode is {mode!r}, wanted 'reduced', 'complete' or 'r'")
+    q, r = apply("qr", _matrices("qr", a), complete=mode == "complete")
+    return r if mode == "r" else QRResult(q, r)
 
-    def rows(letters: str, x: Any, order: Sequence[str], shape: Sequence[Size]) -> Any:
-        return reshape(transpose(x, [letters.index(c) for c in order]), list(shape))
 
-    count = [product(sizes[c] for c in group) for group in (left, inner, right)]
-    lead = [sizes[c] for c in batch]
-    x = rows(la, a, [*batch, *left, *inner], [*lead, count[0], count[1]])
-    y = rows(lb, b, [*batch, *inner, *right], [*lead, count[1], count[2]])
-    order = [*batch, *left, *right]
-    return "".join(order), reshape(matmul(x, y), [sizes[c] for c in order])
+@eager
+def eigh(a: Any, UPLO: str = "L") -> EighResult:
+    """Eigenvalues, in ascending order, and eigenvectors (columns) of symmetric matrices."""
+    return EighResult(*apply("eigh", _symmetric(_square("eigh", a))))
+
+
+@eager
+def eigvalsh(a: Any, UPLO: str = "L") -> Any:
+    """Eigenvalues of symmetric matrices, in ascending order."""
+    return eigh(a).eigenvalues
+
+
+@eager
+def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
+    """U, the singular values in descending order, and Vᵀ, with a = U diag(values) Vᵀ."""
+    a = _matrices("svd", a)
+    rows, columns = type_of(a).shape[-2:]
+    if not isinstance(rows, int) or not isinstance(columns, int):
+        raise ShapeError(f"linalg.svd: the matrices of {type_of(a)} need static sizes")
+    wide = rows < columns
+    u, values, v = apply("svd", matrix_transpose(a) if wide else a)
+    if not compute_uv:
+        return values
+    if full_matrices and rows != columns:
+        rest, _ = apply("qr", u, complete=True)
+        rest = rest[..., rows if wide else columns :]
+        u = concatenate([u, rest], -1)
+    return SVDResult(v, values, matrix_transpose(u)) if wide else SVDResult(u, values, matrix_transpose(v))
+
+
+@eager
+def svdvals(a: Any) -> Any:
+    """Singular values, in descending order."""
+    return svd(a, compute_uv=False)
+
+
+def _cutoff(values: Any, shape: Sequence[Size], rcond: Any) -> Any:
+    """The singular value below which others count as zero."""
+    return max(values, -1, keepdims=True) * (_tolerance(values, shape) if rcond is None else rcond)
+
+
+def _tolerance(like: Any, shape: Sequence[Size]) -> float:
+    rows, columns = shape[-2:]
+    if not isinstance(rows, int) or not isinstance(columns, int):
+        raise ShapeError(f"linalg: the matrices of {type_of(like)} need static sizes")
+    return float(np.maximum(rows, columns) * np.finfo(type_of(like).dtype.numpy).eps)
+
+
+@eager
+def matrix_rank(a: Any, tol: Any = None, rtol: Any = None) -> Any:
+    """Number of singular values above `tol`, or above `rtol` times the largest one."""
+    a = _matrices("matrix_rank", a)
+    values = svd(a, compute_uv=False)
+    limit = _cutoff(values, type_of(a).shape, rtol) if tol is None else tol
+    return count_nonzero(values > limit, -1)
+
+
+@eager
+def pinv(a: Any, rcond: Any = None, *, rtol: Any = None) -> Any:
+    """Pseudo-inverse; singular values up to `rcond` times the largest one count as zero."""
+    a = _matrices("pinv", a)
+    rcond = rtol if rcond is None else rcond
+    rcond = _tolerance(a, type_of(a).shape) if rcond is None else rcond
+    return _pinv(a, astype(rcond, type_of(a).dtype))
+
+
+@custom_jvp
+def _pinv(a: Any, rcond: Any) -> Any:
+    u, values, vt = svd(a, full_matrices=False)
+    large = values > max(values, -1, keepdims=True) * rcond
+    inverse = where(large, 1.0 / where(large, values, 1.0), 0.0)
+    return matmul(matrix_transpose(vt) * expand_dims(inverse, -2), matrix_transpose(u))
+
+
+@_pinv.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    """Golub and Pereyra (1973): exact while the rank does not change."""
+    (a, rcond), (change, _) = primals, tangents
+    p = _pinv(a, rcond)
+    pt, ct = matrix_transpose(p), matrix_transpose(change)
+    outside = ct - matmul(matmul(ct, a), p)
+    inside = ct - matmul(p, matmul(a, ct))
+    moved = matmul(matmul(p, pt), outside) + matmul(inside, matmul(pt, p)) - matmul(p, matmul(change, p))
+    return p, moved
+
+
+@eager
+def lstsq(a: Any, b: Any, rcond: Any = None) -> tuple[Any, Any, Any, Any]:
+    """The smallest x that minimises |a x - b|; and the sums of squared residuals, the rank, the singular values.
+
+    The residuals are zero where a is not of full column rank, or has no more rows than columns: NumPy returns none.
+    """
+    a, b = float_operands(_matrices("lstsq", a), b)
+    vector = type_of(b).rank == 1
+    columns = expand_dims(b, 1) if vector else b
+    x = matmul(pinv(a, rcond), columns)
+    rest = columns - matmul(a, x)
+    residuals = sum(rest * rest, -2)
+    values = svd(a, compute_uv=False)
+    rank = count_nonzero(values > _cutoff(values, type_of(a).shape, rcond), -1)
+    return squeeze(x, -1) if vector else x, residuals, rank, values
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+def _length(x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    """√(sum of squares), whose derivative at zero is zero."""
+    total = sum(x * x, axes, keepdims=keepdims)
+    empty = equal(total, 0)
+    return where(empty, 0.0, sqrt(where(empty, 1.0, total)))
+
+
+@eager
+def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Norm of vectors (one axis) or matrices (two axes); without an axis, of the whole array.
+
+    `ord` is None (root of the sum of squares), a number, ±inf, 'fro' or 'nuc'.
+    """
+    x = floats(asarray(x))
+    rank = type_of(x).rank
+    if axis is None and ord is None:
+        result = _length(ravel(x), (0,), False)
+        return reshape(result, (1,) * rank) if keepdims else result
+    axes = axes_of(axis, rank, "norm")
+    if len(axes) == 1:
+        return _vector_norm(x, ord, axes, keepdims)
+    if len(axes) == 2:
+        return _matrix_norm(x, ord, axes, keepdims)
+    raise ShapeError(f"linalg.norm: takes one axis or two, found {len(axes)} of {type_of(x)}")
+
+
+def _vector_norm(x: Any, ord: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    match ord:
+        case None | 2:
+            return _length(x, axes, keepdims)
+        case math.inf:
+            return max(abs(x), axes, keepdims)
+        case _ if ord == -math.inf:
+            return min(abs(x), axes, keepdims)
+        case 0:
+            return astype(count_nonzero(x, axes, keepdims), type_of(x).dtype)
+        case 1:
+            return sum(abs(x), axes, keepdims=keepdims)
+        case int() | float():
+            return power(sum(power(abs(x), float(ord)), axes, keepdims=keepdims), 1.0 / ord)
+    raise GraphError(f"linalg.norm: ord is {ord!r}, which vectors do not have")
+
+
+def _matrix_norm(x: Any, ord: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    if ord in (None, "fro", "f"):
+        return _length(x, axes, keepdims)
+    rows, columns = axes
+    if ord in (1, -1, math.inf, -math.inf):
+        inner, outer_ = (rows, columns) if ord in (1, -1) else (columns, rows)
+        totals = sum(abs(x), (inner,), keepdims=True)
+        result = (max if ord > 0 else min)(totals, (outer_,), True)
+        return result if keepdims else squeeze(result, axes)
+    if ord not in (2, -2, "nuc"):
+        raise GraphError(f"linalg.norm: ord is {ord!r}, which matrices do not have")
+    values = svd(moveaxis(x, axes, (-2, -1)), compute_uv=False)
+    pick: Callable[..., Any] = sum if ord == "nuc" else max if ord == 2 else min
+    result = pick(values, -1)
+    shape = [1 if a in axes else d for a, d in enumerate(type_of(x).shape)]
+    return reshape(result, shape) if keepdims else result
+
+
+def vector_norm(x: Any, *, axis: Axis = None, keepdims: bool = False, ord: Any = 2) -> Any:
+    """Norm of vectors; without an axis, of the flattened array."""
+    if axis is None:
+        result = norm(ravel(asarray(x)), ord, 0)
+        return reshape(result, (1,) * type_of(x).rank) if keepdims else result
+    return norm(x, ord, axis, keepdims)
+
+
+def matrix_norm(x: Any, *, keepdims: bool = False, ord: Any = "fro") -> Any:
+    """Norm of the matrices of the last two axes."""
+    return norm(x, ord, (-2, -1), keepdims)
+
+
+@eager
+def cond(a: Any, p: Any = None) -> Any:
+    """Condition number: the product of the norms of a matrix and its inverse."""
+    a = _matrices("cond", a)
+    if p in (None, 2, -2):
+        values = svd(a, compute_uv=False)
+        largest, smallest = max(values, -1), min(values, -1)
+        return smallest / largest if p == -2 else largest / smallest
+    return norm(a, p, (-2, -1)) * norm(inv(a), p, (-2, -1))
+
+
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    cholesky, cond, cross, det, diagonal, eigh, eigvalsh, inv, lstsq, matmul, matrix_norm, matrix_power, matrix_rank,
+    matrix_transpose, multi_dot, norm, outer, pinv, qr, slogdet, solve, svd, svdvals, tensordot, trace, vecdot,
+    vector_norm,
+)  # fmt: skip
+FUNCTIONS = {function.__name__: function for function in _FUNCTIONS}

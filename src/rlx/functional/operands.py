@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import dtype, weak
+from rlx.dtypes import F32, dtype, promote, weak
 from rlx.functional.tracers import Traced, as_array, current, held_value, is_weak, type_of, weak_type
 from rlx.functional.tracing import apply
 from rlx.ir import registry
@@ -43,18 +43,27 @@ def asarray(x: Any, dtype: Any = None) -> Any:
     """Convert to an array; traced arrays and graph values pass through, and lists of those are stacked."""
     x = held_value(x)
     if isinstance(x, (list, tuple)) and has_traced(x):
-        from rlx.functional.shapes import stack
-
-        x = stack(x)
+        x = _stacked(x)
     if not is_traced(x):
         x = as_array(x)
         return x if dtype is None else x.astype(numpy_type(dtype))
     return x if dtype is None else apply("cast", x, dtype=dtype)
 
 
+def _stacked(x: Any) -> Any:
+    """Stack nested lists that have traced values; numbers among them take the dtype of the others."""
+    from rlx.functional.shapes import stack
+
+    rows = [_stacked(row) if isinstance(row, (list, tuple)) and has_traced(row) else row for row in x]
+    strong = [type_of(row).dtype for row in rows if not isinstance(row, (list, tuple)) and not is_weak(row)]
+    common = promote(*strong) if strong else None
+    return stack([np.asarray(row, None if common is None else common.numpy) if isinstance(row, (list, tuple)) else row
+                  for row in rows])  # fmt: skip
+
+
 def is_traced(x: Any) -> bool:
-    """Whether x is symbolic: a traced array, or a value of a graph built by hand."""
-    return isinstance(x, (Traced, Value))
+    """Whether x is symbolic: a traced array, or a value of a graph built by hand or of a model flow."""
+    return isinstance(x, (Traced, Value)) or hasattr(type(x), "__rlx_value__")
 
 
 def has_traced(x: Any) -> bool:
@@ -73,6 +82,13 @@ def floats(x: Any) -> Any:
         return float(x)
     cast = astype(x, "f32")
     return Traced(cast.trace, cast.value, is_weak(x)) if isinstance(cast, Traced) else cast
+
+
+def float_operands(*xs: Any) -> list[Any]:
+    """Convert operands to arrays of one float dtype: that of the floats among them, else f32."""
+    dtypes = [type_of(x).dtype for x in xs if not is_weak(x) and is_float(x)]
+    common = promote(*dtypes) if dtypes else F32
+    return [astype(x, common) for x in xs]
 
 
 def operand(x: Any) -> Any:

@@ -148,6 +148,10 @@ def _leaked(x: Traced) -> NoReturn:
     raise GraphError(f"{x!r}: is used outside of the traced function that created it", hint=hint)
 
 
+_NEEDS_DATA = "It has no data while it is traced: return it from the function, or use rlx.debug.print."
+_STATIC_SIZE = "a size is a Python number: pass it as a static argument, rlx.jit(f, static_argnums=...)"
+
+
 class Traced(Operators):
     """A traced array (JAX: tracer): it has a shape and a dtype, but no data.
 
@@ -182,7 +186,8 @@ class Traced(Operators):
 
     def __len__(self) -> int:
         if not self.shape or not isinstance(self.shape[0], int):
-            raise GraphError(f"{self!r}: has no length while it is traced", hint="shape[0] is its first size")
+            hint = "shape[0] is its first size" if self.shape else _STATIC_SIZE
+            raise GraphError(f"{self!r}: has no length while it is traced", hint=hint, notes=[f"at: {here()}"])
         return self.shape[0]
 
     def __repr__(self) -> str:
@@ -207,13 +212,15 @@ class Traced(Operators):
         self._unknown("int", "a number that code depends on is a static argument: rlx.jit(f, static_argnums=...)")
 
     def __index__(self) -> int:
-        self._unknown("index", "rlx.take reads by data, and rlx.scan or rlx.fori_loop count")
+        self._unknown(
+            "index", f"rlx.take(x, i) and rlx.dynamic_slice(x, i, n) read NumPy arrays by data; {_STATIC_SIZE}"
+        )
 
     def __float__(self) -> float:
         self._unknown("float", "rlx and NumPy functions accept it as it is")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self._unknown("numbers", "np.stack([x, y]) and rlx.asarray(x) accept it, np.array([x, y]) does not")
+        self._unknown("numbers", "np.stack([x, y]) and rlx.numpy.array([x, y]) accept it, np.array([x, y]) does not")
 
     def __format__(self, spec: str) -> str:
         if spec:
@@ -256,28 +263,19 @@ class Traced(Operators):
         function = None if name.startswith("_") else function_of(name)
         if function is not None:
             return functools.partial(function, self)
-        raise AttributeError(f"a traced array has no {name!r}. {nearest(name, arrays.METHODS) or ''}".strip())
+        hint = _NEEDS_DATA if name in ("numpy", "tolist", "tobytes", "block_until_ready") else None
+        hint = hint or nearest(name, [*arrays.METHODS, *arrays.PROPERTIES, "shape", "dtype", "ndim", "size"])
+        raise AttributeError(f"a traced array has no {name!r}. {hint or ''}".strip())
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        from rlx.functional import arrays
+        from rlx.functional.dispatch import call_ufunc
 
-        name = arrays.UFUNCS.get(ufunc.__name__)
-        if method != "__call__":
-            hint = arrays.UFUNC_METHODS.get(f"{ufunc.__name__}.{method}")
-            _unsupported(f"{ufunc.__name__}.{method}", hint)
-        if name is None:
-            _unsupported(ufunc.__name__, nearest(ufunc.__name__, arrays.UFUNCS))
-        if kwargs:
-            _unsupported(f"{ufunc.__name__} with {', '.join(f'{k}=' for k in kwargs)}", "assign the result to a name")
-        return getattr(arrays, name)(*inputs)
+        return call_ufunc(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        from rlx.functional import arrays
+        from rlx.functional.dispatch import call_function
 
-        name, module = function.__name__, function.__module__.removeprefix("numpy").lstrip(".")
-        if module or name not in arrays.FUNCTIONS:  # such as numpy.linalg
-            _unsupported(f"{module}.{name}" if module else name, None if module else nearest(name, arrays.FUNCTIONS))
-        return getattr(arrays, arrays.FUNCTIONS[name])(*args, **kwargs)
+        return call_function(function, args, kwargs)
 
 
 class HeldArray(Traced):
@@ -292,11 +290,6 @@ class HeldArray(Traced):
         trace = Trace(Graph(name))
         super().__init__(trace, declare(trace.graph, name, type_))
         self.array = array
-
-
-def _unsupported(name: str, hint: str | None) -> NoReturn:
-    hint = hint or "use supported functions instead; dir(rlx) lists them"
-    raise GraphError(f"numpy.{name}: is not supported on traced arrays", hint=hint, notes=[f"at: {here()}"])
 
 
 _NUMPY_NAMES = {"div": "divide", "pow": "power", "neg": "negative"}

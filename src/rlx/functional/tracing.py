@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,11 @@ import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  declares the ops
 from rlx.arrays import Array
+from rlx.backends.base import DeviceArray
 from rlx.errors import DTypeError, GraphError
+from rlx.fork_safe_locks import Lock
 from rlx.functional import tree
+from rlx.functional.cache_keys import Reader, Unkeyable
 from rlx.functional.graph_values import on_values
 from rlx.functional.tracers import Line, Traced, as_array, current, is_weak, tracing, type_of, weak_type
 from rlx.ir import registry
@@ -26,6 +29,7 @@ from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.module import GraphModule
 from rlx.runtime import nan_switch
+from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.session import Session
 from rlx.transforms.build import declare
 from rlx.transforms.walk import leaves as leaf_nodes
@@ -64,7 +68,16 @@ def need_function(where: str, function: Any) -> Any:
     graph_api = "rlx.compile" if where in ("jit", "trace") else f"rlx.transforms.{where}"
     description = f"graph {function.name!r}" if graph else f"{type(function).__name__}"
     hint = f"{graph_api} takes graphs" if graph else None
+    if hasattr(function, "as_function"):
+        hint = f"{where}(flow.as_function(params)) is of a flow"
     raise GraphError(f"{where}: takes a function, found {description}", hint=hint)
+
+
+def label_of(function: Any) -> str:
+    """Return the name of a function for messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def names_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
@@ -96,7 +109,7 @@ def leaf_type(where: str, leaf: Any, name: str) -> TensorType:
             raise DTypeError(f"{where}: {name}: {error}", hint=error.hint) from None
         if where == "jit":
             static = f"{name!r}" if name.isidentifier() else "..., as an argument of its own"
-            hint = f"Python values are static arguments: static_argnames={static}"
+            hint = f"Python values are static arguments: static_argnames={static}, or static_argnums by position"
         elif name.startswith(RESULT):
             hint = "a traced function returns arrays, numbers and trees of them"
         else:
@@ -113,7 +126,7 @@ def trace_leaves(
 
     `weak` says which leaves are Python numbers; with `prints`, the caller emits the printed lines.
     """
-    label = getattr(function, "__name__", type(function).__name__)
+    label = label_of(function)
     with tracing("".join(c if c.isalnum() else "_" for c in label) or "function") as trace:
         trace.prints = [] if prints else None
         names = names or [f"x{i}" for i in range(len(types))]
@@ -149,6 +162,21 @@ def trace(function: Callable[..., Any], *args: Any) -> Callable[..., Graph]:
     return wrapped
 
 
+def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the types of a function's results, as a tree of `TensorType`, without computing anything.
+
+    Arguments are arrays, numbers or `TensorType`s.
+    """
+    need_function("eval_shape", function)
+    leaves, shape = tree.flatten((args, kwargs))
+    names = names_of(function, args, kwargs)
+    named = zip(leaves, names, strict=True)
+    types = [x if isinstance(x, TensorType) else leaf_type("eval_shape", x, name) for x, name in named]
+    weak = [not isinstance(x, TensorType) and is_weak(x) for x in leaves]
+    traced = trace_leaves(function, shape, types, names, weak=weak, prints=True)
+    return traced.outputs([o.type for o in traced.graph.outputs])
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 _compiled: OrderedDict[str, Any] = OrderedDict()
 _MAX_COMPILED = 512  # cached compiled graphs
@@ -160,10 +188,8 @@ def session(device: str = "cpu") -> Session:
     return Session(device)
 
 
-def run(graph: Graph, arrays: Sequence[Any]) -> list[Array]:
-    """Run a graph on arrays; equal graphs are compiled once."""
-    if not graph.outputs:
-        return []
+def compiled_graph(graph: Graph) -> CompiledGraph:
+    """Compile a graph; equal graphs are compiled once."""
     key = graph.fingerprint()
     # The NaN check names source lines, which equal graphs need not share.
     compiled = None if nan_switch.watching else _compiled.get(key)
@@ -172,8 +198,121 @@ def run(graph: Graph, arrays: Sequence[Any]) -> list[Array]:
         if len(_compiled) > _MAX_COMPILED:
             _compiled.popitem(last=False)
     _compiled.move_to_end(key)
-    names = [n.attrs["name"] for n in leaf_nodes(graph)]
-    return list(compiled.run({n: np.asarray(as_array(a), order="C") for n, a in zip(names, arrays, strict=True)}))
+    return compiled
+
+
+def run(graph: Graph, arrays: Sequence[Any]) -> list[Array]:
+    """Run a graph on arrays; equal graphs are compiled once."""
+    return Program(graph).run(arrays)
+
+
+class Program:
+    """A graph and its compiled form, which run on arrays in the order of its leaves."""
+
+    def __init__(self, graph: Graph, compile_graph: Callable[[Graph], CompiledGraph] = compiled_graph) -> None:
+        self.names = [n.attrs["name"] for n in leaf_nodes(graph)]
+        self.compiled = compile_graph(graph) if graph.outputs else None
+
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """Run the program; returns its outputs."""
+        return [] if self.compiled is None else list(self.compiled.run(self.inputs(arrays)))
+
+    def inputs(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """Return the arrays by the names of the leaves."""
+        return {n: _contiguous(a) for n, a in zip(self.names, arrays, strict=True)}
+
+
+def _contiguous(x: Any) -> Any:
+    if (type(x) is np.ndarray and x.flags.c_contiguous) or isinstance(x, DeviceArray):
+        return x
+    return np.asarray(as_array(x), order="C")
+
+
+class CachedCall(Program):
+    """A traced function and its program: what one cache entry of a call holds."""
+
+    def __init__(self, function: Function, compile_graph: Callable[[Graph], CompiledGraph] = compiled_graph) -> None:
+        super().__init__(function.full_graph, compile_graph)
+        self.function = function
+        self._held = list(function.captured)
+        self._results = len(function.graph.outputs)
+
+    def inputs(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """Return the arrays, and those that the function holds itself, by the names of the leaves."""
+        return super().inputs([*arrays, *self._held] if self._held else arrays)
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """Run the program, print its lines, and build the function's result."""
+        outputs = self.run(arrays)
+        if self.function.prints:
+            from rlx.functional.printing import emit_all
+
+            emit_all(self.function, outputs)
+            outputs = outputs[: self._results]
+        return self.function.outputs(outputs)
+
+
+_MAX_CALLS = 256  # cached calls
+_MAX_KEY_BYTES = 64 << 20  # of arrays in their keys
+
+
+class CallCache:
+    """Programs of calls by key; the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, CachedCall] = {}
+        self._sizes: dict[Hashable, int] = {}  # bytes of arrays in keys
+        self._lock = Lock()
+
+    def get(self, key: Hashable) -> CachedCall | None:
+        return self._calls.get(key)
+
+    def put(self, key: Hashable, call: CachedCall, reader: Reader) -> None:
+        """Store a call; `reader` built the key, whose arrays are copied."""
+        reader.own()
+        with self._lock:
+            while self._calls and (len(self._calls) >= _MAX_CALLS or sum(self._sizes.values()) > _MAX_KEY_BYTES):
+                oldest = next(iter(self._calls))
+                del self._calls[oldest], self._sizes[oldest]
+            self._calls[key], self._sizes[key] = call, reader.bytes
+
+
+_calls = CallCache()
+
+
+def function_key(function: Any) -> tuple[Hashable, Reader] | None:
+    """Return the key of a function and of all that it reads, and its reader; None if it has none."""
+    reader = Reader()
+    try:
+        return (registry.version, reader.value(function)), reader
+    except (Unkeyable, RecursionError):
+        return None
+
+
+def cached_call(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trace_call: Callable[[], Function],
+    *, numbers: bool,
+) -> tuple[CachedCall, list[Any]] | None:  # fmt: skip
+    """Return the program of a call outside of a trace and the arrays it takes; None if the call has no cache key.
+
+    `trace_call` traces it when the key is new. `numbers` says whether Python numbers are inputs of the program.
+    """
+    if nan_switch.watching:  # it names source lines
+        return None
+    reader = Reader()
+    try:
+        arguments = reader.arguments(args, numbers), reader.arguments(kwargs, numbers) if kwargs else None
+        key = (registry.version, reader.value(function)), arguments
+    except (Unkeyable, RecursionError):
+        return None
+    call = _calls.get(key)
+    if call is None:
+        call = CachedCall(trace_call())
+        # Tracing runs the function. If that changed anything it reads, the next call may differ.
+        after = function_key(function)
+        if after is not None and after[0] == key[0]:
+            _calls.put(key, call, reader)
+    return call, reader.data
 
 
 @on_values
@@ -186,6 +325,39 @@ def apply_graph(graph: Graph, operands: Sequence[Any]) -> list[Any]:
     return [Traced(trace, v) for v in inline(trace.graph, graph, values)]
 
 
+def reusable(graph: Graph) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return `apply_graph` for one graph that is applied many times: its program is looked up once."""
+    programs: list[Program] = []
+
+    def apply_again(operands: Sequence[Any]) -> list[Any]:
+        if current() is not None or nan_switch.watching or any([isinstance(x, Value) for x in operands]):
+            return list(apply_graph(graph, operands))
+        if not programs:
+            programs.append(Program(graph))
+        return programs[0].run(operands)
+
+    return apply_again
+
+
+_transformed: OrderedDict[Hashable, Program] = OrderedDict()
+
+
+def apply_transformed(
+    source: Graph, options: Hashable, transform: Callable[[], Graph], operands: Sequence[Any]
+) -> list[Any]:
+    """Apply a transformed graph to operands. Outside of a trace, equal sources are transformed once."""
+    is_symbolic = current() is not None or any([isinstance(x, Value) for x in operands])
+    if is_symbolic or nan_switch.watching:
+        return list(apply_graph(transform(), operands))
+    key = (registry.version, source.fingerprint(), options)
+    program = _transformed.get(key)
+    if program is None:
+        program = _transformed[key] = Program(transform())
+        if len(_transformed) > _MAX_COMPILED:
+            _transformed.popitem(last=False)
+    return program.run(operands)
+
+
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a graph-building function of arrays: outside of a trace it is traced, compiled and run.
 
@@ -193,13 +365,8 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     static = _static(function)
 
-    @on_values
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if current() is not None:
-            return function(*args, **kwargs)
-        args = tuple(to_python(x) if i in static else x for i, x in enumerate(args))
-        kwargs = {k: to_python(x) if k in static else x for k, x in kwargs.items()}
+    def trace_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Function, list[Any]]:
+        """Trace the function of the arrays among its arguments; other values are constants."""
         leaves, shape = tree.flatten((args, kwargs))
         data = [i for i, x in enumerate(leaves) if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biuf"]
         slots = set(data)
@@ -210,15 +377,33 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args_, **kwargs_)
 
         of_arrays.__name__ = function.__name__
-        _, flat = tree.flatten((tuple(leaves[i] for i in data), {}))
-        types, weak = [type_of(leaves[i]) for i in data], [is_weak(leaves[i]) for i in data]
-        traced = trace_leaves(of_arrays, flat, types, weak=weak, prints=True)
-        outputs = apply_graph(traced.full_graph, [*(leaves[i] for i in data), *traced.captured])
+        arrays = [leaves[i] for i in data]
+        _, flat = tree.flatten((tuple(arrays), {}))
+        types, weak = [type_of(x) for x in arrays], [is_weak(x) for x in arrays]
+        return trace_leaves(of_arrays, flat, types, weak=weak, prints=True), arrays
+
+    @on_values
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if current() is not None:
+            return function(*args, **kwargs)
+        traced, arrays = trace_call(args, kwargs)
+        outputs = apply_graph(traced.full_graph, [*arrays, *traced.captured])
         if traced.prints:
             from rlx.functional.printing import emit_all
 
             emit_all(traced, outputs)
         return traced.outputs(outputs[: len(traced.graph.outputs)])
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if current() is None:
+            if static:
+                args = tuple([to_python(x) if i in static else x for i, x in enumerate(args)])
+                kwargs = {k: to_python(x) if k in static else x for k, x in kwargs.items()}
+            call = cached_call(function, args, kwargs, lambda: trace_call(args, kwargs)[0], numbers=False)
+            if call is not None:
+                return call[0](call[1])
+        return slow(*args, **kwargs)
 
     return wrapped
 

@@ -15,14 +15,73 @@ from rlx.functional import tree
 from rlx.functional.arrays import astype, zeros_like
 from rlx.functional.graph_values import on_values
 from rlx.functional.printing import emit_batch, emit_called
-from rlx.functional.tracers import is_weak, type_of
-from rlx.functional.tracing import Function, apply_graph, leaf_types, names_of, need_function, trace_leaves
+from rlx.functional.tracers import current, is_weak, type_of
+from rlx.functional.tracing import (
+    Function,
+    apply_graph,
+    apply_transformed,
+    cached_call,
+    label_of,
+    leaf_types,
+    names_of,
+    need_function,
+    reusable,
+    trace_leaves,
+)
 from rlx.ir.graph import Graph
-from rlx.transforms.vjp import joint, split
+from rlx.transforms.vjp import joint, joint_of_jvp, split
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, axis_index
 
 Fun = Callable[..., Any]
+
+
+class Transformed:
+    """A function made by a transform, such as `rlx.grad(f)`.
+
+    Inside a trace it is traced. Outside, its program is cached by the types of the arguments, the code of the function
+    and the values that the function reads (`cache_keys`).
+    """
+
+    def __init__(self, name: str, function: Fun, call: Fun, **options: Any) -> None:
+        functools.update_wrapper(self, function, updated=())  # does not copy the function's __dict__
+        self._transform, self._function, self._options = name, function, options
+        self._call = on_values(call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current() is None:
+            call = cached_call(self, args, kwargs, lambda: self._trace(args, kwargs), numbers=True)
+            if call is not None:
+                return call[0](call[1])
+        return self._call(*args, **kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Function:
+        leaves, shape = tree.flatten((args, kwargs))
+        names = names_of(self._call, args, kwargs)
+        types, weak = leaf_types(self._transform, leaves, names), [is_weak(x) for x in leaves]
+        return trace_leaves(self._call, shape, types, names, weak=weak, prints=True)
+
+    def __rlx_reads__(self) -> tuple[Any, ...]:
+        """Return what a result depends on besides the arguments."""
+        return (self._transform, self._function, self._options)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<{describe(self)}>"
+
+
+def describe(function: Any) -> str:
+    """Return what a function is, for messages: `rlx.grad of loss`."""
+    if not isinstance(function, Transformed):
+        return label_of(function)
+    options = {n: v for n, v in function._options.items() if v != _DEFAULTS[n]}
+    shown = "".join(f", {n}={label_of(v) if callable(v) else repr(v)}" for n, v in options.items())
+    return f"rlx.{function._transform} of {describe(function._function)}{shown}"
+
+
+_DEFAULTS = {"argnums": 0, "has_aux": False, "keep": "everything", "in_axes": 0, "out_axes": 0}
 
 
 def _trace_args(where: str, function: Fun, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Function, list[Any]]:
@@ -85,10 +144,13 @@ def value_and_grad(
     With `has_aux` the function returns (value, aux), and the new function ((value, aux), gradient).
     """
     need_function("value_and_grad", function)
+    call = _value_and_grad(function, argnums, has_aux, keep)
+    return Transformed("value_and_grad", function, call, argnums=argnums, has_aux=has_aux, keep=keep)
 
-    @on_values
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+
+def _value_and_grad(function: Fun, argnums: int | Sequence[int], has_aux: bool, keep: Any) -> Fun:
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
         traced, leaves = _trace_args("grad", function, args, kwargs)
         which, shapes = _selected_leaves("grad", args, argnums)
         _need_floats(traced, which)
@@ -98,32 +160,31 @@ def value_and_grad(
         loss = traced.structure.children[0] if has_aux else traced.structure
         if loss.leaves != 1 or outputs[0].type.elements != 1:
             shown = ", ".join(str(o.type) for o in outputs[: loss.leaves])
-            problem = f"grad: {_label(function)} returns {shown}, wanted one float"
+            problem = f"grad: {describe(function)} returns {shown}, wanted one float"
             raise ShapeError(problem, hint="sum it, or use jacrev")
         names = [_name(traced.graph, i) for i in which]
-        graph = graphs.value_and_grad(traced.graph, names, has_aux=True, keep=keep) if names else traced.graph
-        outputs_and_grads = apply_graph(graph, [*leaves, *traced.captured])
+
+        def transform() -> Graph:
+            return graphs.value_and_grad(traced.graph, names, has_aux=True, keep=keep) if names else traced.graph
+
+        options = ("value_and_grad", tuple(names), keep)
+        outputs_and_grads = apply_transformed(traced.graph, options, transform, [*leaves, *traced.captured])
         value = traced.outputs(outputs_and_grads[: len(outputs)])
         return value, _as_argument_trees(argnums, shapes, outputs_and_grads[len(outputs) :])
 
-    return wrapped
+    return call
 
 
 def grad(function: Fun, argnums: int | Sequence[int] = 0, has_aux: bool = False, *, keep: Any = "everything") -> Fun:
     """Return a function that computes the gradient of `function` (one float); with `has_aux` (gradient, aux)."""
-    both = value_and_grad(need_function("grad", function), argnums, has_aux, keep=keep)
+    both = _value_and_grad(need_function("grad", function), argnums, has_aux, keep)
 
-    @on_values
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
-    return wrapped
-
-
-def _label(function: Fun) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+    return Transformed("grad", function, call, argnums=argnums, has_aux=has_aux, keep=keep)
 
 
 def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
@@ -139,28 +200,29 @@ def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     results = apply_graph(parts.forward, operands)
     saved = dict(zip(parts.saved, results[len(seeded) :], strict=True))
     saved |= dict(zip((n[0] for n in both.graph.inputs), operands, strict=False))
+    backward = reusable(parts.backward)
 
     def back(cotangents: Any) -> Any:
         cts, shape = tree.flatten(cotangents)
         if shape != traced.structure:
-            raise GraphError(f"vjp: cotangents are {shape}, {_label(function)} returns {traced.structure}")
-        cts = _check_types("vjp: a cotangent", cts, [o.type for o in graph.outputs])
+            raise GraphError(f"vjp: cotangents are {shape}, {describe(function)} returns {traced.structure}")
+        paths = traced.structure.paths("the cotangent")
+        cts = _check_types("vjp", paths, cts, [o.type for o in graph.outputs])
         seeds = [cts[i] for i in both.cotangents]
-        pulled = dict(
-            zip(both.gradients, apply_graph(parts.backward, [*(saved[v] for v in parts.needs), *seeds]), strict=True)
-        )
+        pulled = dict(zip(both.gradients, backward([*(saved[v] for v in parts.needs), *seeds]), strict=True))
         grads = [pulled[i] if i in pulled else zeros_like(x) for i, x in enumerate(leaves)]
         return tree.flatten(primals)[1].unflatten(grads)
 
     return traced.outputs(results[: len(seeded)]), back
 
 
-def _check_types(where: str, values: Sequence[Any], wanted: Sequence[TensorType]) -> list[Any]:
+def _check_types(where: str, paths: Sequence[str], values: Sequence[Any], wanted: Sequence[TensorType]) -> list[Any]:
     """Check tangents or cotangents against types; Python numbers are cast, arrays must match."""
     cast = [astype(x, t.dtype) if is_weak(x) and t.dtype.is_float else x for x, t in zip(values, wanted, strict=True)]
-    for x, t in zip(cast, wanted, strict=True):
+    for path, x, t in zip(paths, cast, wanted, strict=True):
         if t.dtype.is_float and type_of(x) != t:
-            raise ShapeError(f"{where} is {type_of(x)}, wanted {t}")
+            hint = "it has the shape and dtype of the value that it belongs to; f64 is the dtype of np.ones"
+            raise ShapeError(f"{where}: {path} is {type_of(x)}, wanted {t}", hint=hint)
     return cast
 
 
@@ -169,23 +231,63 @@ def jvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
     """Return the function's value and its tangent, for tangents of the arguments."""
     need_function("jvp", function)
     _need_tuples("jvp", primals=primals, tangents=tangents)
+    transformed = Transformed("jvp", function, functools.partial(_jvp, function))
+    return transformed(tuple(primals), tuple(tangents))  # type: ignore[no-any-return]
+
+
+def _jvp(function: Fun, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     traced, leaves = _trace_args("jvp", function, primals, {})
-    tangent_leaves, shape = tree.flatten(tuple(tangents))
-    if shape != tree.structure(tuple(primals)):
-        raise GraphError(f"jvp: tangents are {shape}, primals {tree.structure(tuple(primals))}")
-    tangent_leaves = _check_types("jvp: a tangent", tangent_leaves, [type_of(x) for x in leaves])
+    tangent_leaves = _tangent_leaves("jvp", primals, tangents, leaves)
     floats = [i for i, x in enumerate(leaves) if type_of(x).dtype.is_float]
     if not floats:
         value = traced.outputs(apply_graph(traced.graph, [*leaves, *traced.captured]))
         return value, tree.map(zeros_like, value)
-    graph = graphs.jvp(traced.graph, [_name(traced.graph, i) for i in floats])
-    results = apply_graph(graph, [*leaves, *traced.captured, *(tangent_leaves[i] for i in floats)])
+    names = [_name(traced.graph, i) for i in floats]
+    operands = [*leaves, *traced.captured, *(tangent_leaves[i] for i in floats)]
+    options = ("jvp", tuple(names))
+    results = apply_transformed(traced.graph, options, lambda: graphs.jvp(traced.graph, names), operands)
     count = len(traced.graph.outputs)
     pushed = iter(results[count:])
     tangents_out = [
         next(pushed) if o.dtype.is_float else zeros_like(results[i]) for i, o in enumerate(traced.graph.outputs)
     ]
     return traced.outputs(results[:count]), traced.outputs(tangents_out)
+
+
+def _tangent_leaves(where: str, primals: Sequence[Any], tangents: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves of the tangents, checked against those of the primals."""
+    tangent_leaves, shape = tree.flatten(tuple(tangents))
+    if shape != tree.structure(tuple(primals)):
+        raise GraphError(f"{where}: tangents are {shape}, primals {tree.structure(tuple(primals))}")
+    return _check_types(where, shape.paths("tangents"), tangent_leaves, [type_of(x) for x in leaves])
+
+
+def linearize(function: Fun, *primals: Any) -> tuple[Any, Fun]:
+    """Return the function's value, and its derivative at `primals`: a linear function from tangents to a tangent.
+
+    What does not depend on tangents is computed once, so many calls of it cost less than as many of `jvp`.
+    """
+    traced, leaves = _trace_args("linearize", need_function("linearize", function), primals, {})
+    outputs = traced.graph.outputs
+    operands = [*leaves, *traced.captured]
+    floats = [i for i, x in enumerate(leaves) if type_of(x).dtype.is_float]
+    if not floats:
+        value = traced.outputs(apply_graph(traced.graph, operands))
+        return value, lambda *tangents: tree.map(zeros_like, value)
+    both = joint_of_jvp(traced.graph, graphs.jvp(traced.graph, [_name(traced.graph, i) for i in floats]))
+    parts = split(both)
+    results = apply_graph(parts.forward, operands)
+    known = dict(zip(parts.saved, results[len(outputs) :], strict=True))
+    known |= dict(zip((n[0] for n in both.graph.inputs), operands, strict=False))
+    push = reusable(parts.backward)
+
+    def linear(*tangents: Any) -> Any:
+        tangent_leaves = _tangent_leaves("linearize", primals, tangents, leaves)
+        pushed = iter(push([*(known[v] for v in parts.needs), *(tangent_leaves[i] for i in floats)]))
+        pairs = zip(outputs, results, strict=False)
+        return traced.outputs([next(pushed) if o.dtype.is_float else zeros_like(r) for o, r in pairs])
+
+    return traced.outputs(results[: len(outputs)]), linear
 
 
 def _need_tuples(where: str, **arguments: Any) -> None:
@@ -207,32 +309,35 @@ def hvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
 # -- jacobians --------------------------------------------------------------------------------------------------------
 def jacfwd(function: Fun, argnums: int | Sequence[int] = 0) -> Fun:
     """Return a function that computes the Jacobian by forward mode: `[*output, *input]` per output and leaf."""
-    return _jacobian(need_function("jacfwd", function), argnums, graphs.jacfwd)
+    return _jacobian("jacfwd", need_function("jacfwd", function), argnums, graphs.jacfwd)
 
 
 def jacrev(function: Fun, argnums: int | Sequence[int] = 0) -> Fun:
     """Return a function that computes the Jacobian by reverse mode: faster if outputs are smaller than inputs."""
-    return _jacobian(need_function("jacrev", function), argnums, graphs.jacrev)
+    return _jacobian("jacrev", need_function("jacrev", function), argnums, graphs.jacrev)
 
 
 def hessian(function: Fun, argnums: int = 0) -> Fun:
     """Return a function that computes the Hessian of `function` (one float)."""
-    return jacfwd(grad(function, argnums), argnums)
+    gradient = grad(need_function("hessian", function), argnums)
+    jacobian = _jacobian("hessian", gradient, argnums, graphs.jacfwd)
+    return Transformed("hessian", function, jacobian, argnums=argnums)
 
 
-def _jacobian(function: Fun, argnums: int | Sequence[int], transform: Callable[..., Graph]) -> Fun:
-    @on_values
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+def _jacobian(name: str, function: Fun, argnums: int | Sequence[int], transform: Callable[..., Graph]) -> Fun:
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
         traced, leaves = _trace_args("jacobian", function, args, kwargs)
         which, shapes = _selected_leaves("jacobian", args, argnums)
         _need_floats(traced, which)
-        graph = transform(traced.graph, [_name(traced.graph, i) for i in which])
-        blocks = apply_graph(graph, [*leaves, *traced.captured])
+        names = [_name(traced.graph, i) for i in which]
+        operands = [*leaves, *traced.captured]
+        options = (transform.__name__, tuple(names))
+        blocks = apply_transformed(traced.graph, options, lambda: transform(traced.graph, names), operands)
         rows = [blocks[i : i + len(which)] for i in range(0, len(blocks), len(which))]
         return traced.outputs([_as_argument_trees(argnums, shapes, row) for row in rows])
 
-    return wrapped
+    return Transformed(name, function, call, argnums=argnums)
 
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
@@ -245,13 +350,14 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
     """
     need_function("vmap", function)
 
-    @on_values
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
         leaves, shape = tree.flatten((args, kwargs))
+        _check_axes(in_axes)
         prefix = (in_axes,) * len(args) if not isinstance(in_axes, (tuple, list)) else tuple(in_axes)
         if len(prefix) != len(args):
-            raise GraphError(f"vmap: {len(prefix)} in_axes for {len(args)} arguments")
+            hint = "in_axes has one entry per argument given by position; None is for one that is shared"
+            raise GraphError(f"vmap: {len(prefix)} in_axes for {len(args)} arguments", hint=hint)
         axes = tree.broadcast_prefix(prefix, args, "vmap: in_axes")
         axes += [0] * (len(leaves) - len(axes))
         types, sizes = [], {}
@@ -263,7 +369,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
                 type_ = type_.with_shape(*type_.shape[:axis], *type_.shape[axis + 1 :])
             types.append(type_)
         if not sizes:
-            raise GraphError(f"vmap: in_axes is {in_axes!r}, no argument is batched")
+            raise GraphError(f"vmap: in_axes is {in_axes!r}, no argument is batched", hint="0 is the first axis")
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"{n}: {s}" for n, s in sizes.items())
             raise ShapeError(f"vmap: batch sizes differ, {shown}")
@@ -275,9 +381,18 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         size, operands = next(iter(sizes.values())), [*leaves, *traced.captured]
         if traced.printed is not None:
             emit_batch(traced, apply_graph(graphs.vmap(traced.printed, where, 0, size=size), operands))
-        return traced.outputs(apply_graph(graphs.vmap(graph, where, out, size=size), operands))
+        options = ("vmap", tuple(where.items()), tuple(out), size)
+        batched = apply_transformed(graph, options, lambda: graphs.vmap(graph, where, out, size=size), operands)
+        return traced.outputs(batched)
 
-    return wrapped
+    return Transformed("vmap", function, call, in_axes=in_axes, out_axes=out_axes)
+
+
+def _check_axes(axes: Any) -> None:
+    for axis in tree.leaves(axes):
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            hint = "an axis is an integer, or None for an argument that is shared"
+            raise GraphError(f"vmap: in_axes has {axis!r}", hint=hint)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -285,9 +400,8 @@ def checkpoint(function: Fun, *, keep: Any = "nothing") -> Fun:
     """Wrap a function so that its gradient recomputes intermediates instead of storing them; `keep` is as in `grad`."""
     need_function("checkpoint", function)
 
-    @on_values
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
         traced, leaves = _trace_args("checkpoint", function, args, kwargs)
         operands = [*leaves, *traced.captured]
         body = Graph("checkpoint")
@@ -296,4 +410,4 @@ def checkpoint(function: Fun, *, keep: Any = "nothing") -> Fun:
         body.set_outputs(results if isinstance(results, tuple) else [results])
         return traced.outputs(apply_graph(body, operands))
 
-    return wrapped
+    return Transformed("checkpoint", function, call, keep=keep)

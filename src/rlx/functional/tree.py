@@ -1,32 +1,37 @@
-"""Trees: nested dicts, lists, tuples, named tuples and dataclasses, with arrays as leaves.
+"""Trees: nested dicts, lists, tuples, named tuples, dataclasses and registered classes, with arrays as leaves.
 
 `flatten` returns the leaves in order and a `Structure` that rebuilds the tree from leaves. None is a tree without
-leaves.
+leaves. A field of a dataclass with `field(metadata={"static": True})` is part of the structure, not a leaf.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from rlx.errors import GraphError
+from rlx.dtypes import DType
+from rlx.errors import GraphError, nearest
 from rlx.types import TensorType
 
 LEAF = "leaf"
+_Class = TypeVar("_Class", bound=type)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of a tree: the kind, keys and children of each node."""
+    """The structure of a tree: the kind, keys, children and static data of each node."""
 
     kind: Any  # dict, list, tuple, a class, None, or LEAF
     keys: tuple[Any, ...] = ()
     children: tuple[Structure, ...] = ()
+    static: Any = None  # static fields of a dataclass, as pairs; what `flatten` of a registered class returned
 
-    @property
+    @functools.cached_property
     def leaves(self) -> int:
+        """The number of leaves."""
         return 1 if self.kind == LEAF else sum(c.leaves for c in self.children)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
@@ -45,9 +50,11 @@ class Structure:
             return dict(zip(self.keys, parts, strict=True))
         if self.kind in (list, tuple):
             return self.kind(parts)
+        if self.kind in _registered:
+            return _registered[self.kind].unflatten(self.static, parts)
         if dataclasses.is_dataclass(self.kind):
             instance: Any = object.__new__(self.kind)  # type: ignore[arg-type]
-            for key, part in zip(self.keys, parts, strict=True):
+            for key, part in (*zip(self.keys, parts, strict=True), *(self.static or ())):
                 object.__setattr__(instance, key, part)
             return instance
         return self.kind(*parts)  # a named tuple
@@ -76,35 +83,139 @@ class Structure:
         return f"{name}({', '.join(parts)})"
 
 
-def _node_parts(tree: Any) -> tuple[Any, tuple[Any, ...], list[Any]]:
-    """Return kind, keys and children of a node."""
+# -- nodes ------------------------------------------------------------------------------------------------------------
+class Node(NamedTuple):
+    """The parts of one node of a tree."""
+
+    kind: Any
+    keys: tuple[Any, ...]
+    children: Sequence[Any]
+    static: Any = None
+
+
+class _Container(NamedTuple):
+    flatten: Callable[[Any], tuple[Sequence[Any], Any]]
+    unflatten: Callable[[Any, Sequence[Any]], Any]
+
+
+_registered: dict[type, _Container] = {}
+_static_fields: dict[type, frozenset[str]] = {}  # of dataclasses
+
+
+def sorted_keys(tree: dict[Any, Any]) -> tuple[Any, ...]:
+    """Return the keys of a dict in the order of its leaves, which does not depend on the order of insertion."""
+    try:
+        return tuple(sorted(tree))
+    except TypeError:
+        return tuple(sorted(tree, key=lambda k: (type(k).__name__, k)))
+
+
+def node(tree: Any) -> Node | None:
+    """Return the parts of a tree's root; None if it is a leaf."""
     if tree is None:
-        return None, (), []
+        return Node(None, (), ())
     if isinstance(tree, dict):
-        keys = tuple(sorted(tree, key=lambda k: (type(k).__name__, k)))  # independent of insertion order
-        return dict, keys, [tree[k] for k in keys]
+        keys = sorted_keys(tree)
+        return Node(dict, keys, [tree[k] for k in keys])
+    kind = type(tree)
+    if kind in _registered:
+        children, static = _registered[kind].flatten(tree)
+        return Node(kind, (), tuple(children), _hashable(kind, static))
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree), tuple(tree._fields), list(tree)
+        return Node(kind, tuple(tree._fields), tree)
     if isinstance(tree, (list, tuple)):
-        return type(tree), (), list(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, TensorType)):
-        keys = tuple(f.name for f in dataclasses.fields(tree))
-        return type(tree), keys, [getattr(tree, k) for k in keys]
-    return LEAF, (), []
+        return Node(kind, (), tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, DType, TensorType)):
+        static_names = _static_names(kind)
+        names = [f.name for f in dataclasses.fields(tree)]
+        keys = tuple([n for n in names if n not in static_names])
+        static = tuple([(n, getattr(tree, n)) for n in names if n in static_names]) or None
+        return Node(kind, keys, [getattr(tree, k) for k in keys], _hashable(kind, static))
+    return None
 
 
+def _static_names(kind: type) -> frozenset[str]:
+    names = _static_fields.get(kind)
+    if names is None:
+        fields: Any = dataclasses.fields(kind)
+        names = _static_fields[kind] = frozenset(f.name for f in fields if f.metadata.get("static"))
+    return names
+
+
+def _hashable(kind: type, static: Any) -> Any:
+    try:
+        hash(static)
+    except TypeError:
+        hint = "arrays are leaves; other static data, such as a list, becomes a tuple"
+        raise GraphError(f"tree: static data of {kind.__name__} cannot be hashed, {static!r}", hint=hint) from None
+    return static
+
+
+def register(
+    kind: _Class,
+    flatten: Callable[[Any], tuple[Sequence[Any], Any]] | None = None,
+    unflatten: Callable[[Any, Sequence[Any]], Any] | None = None,
+) -> _Class:
+    """Make a class a tree: `flatten(x)` returns (children, static), and `unflatten(static, children)` builds x again.
+
+    Without functions these are its methods `tree_flatten(self)` and `tree_unflatten(cls, static, children)`, as in JAX,
+    which makes this a class decorator. Static data is hashable; functions are traced again if it changes.
+    """
+    if not isinstance(kind, type):
+        raise GraphError(f"tree.register: takes a class, found {type(kind).__name__}")
+    if kind in (dict, list, tuple, type(None)):
+        raise GraphError(f"tree.register: {kind.__name__} is a tree already")
+    flatten = flatten or getattr(kind, "tree_flatten", None)
+    unflatten = unflatten or getattr(kind, "tree_unflatten", None)
+    if flatten is None or unflatten is None:
+        hint = "rlx.tree.register(cls, flatten, unflatten); dataclasses need no registration"
+        raise GraphError(f"tree.register: nothing says how to flatten {kind.__name__}", hint=hint)
+    _registered[kind] = _Container(flatten, unflatten)
+    return kind
+
+
+def register_dataclass(
+    kind: _Class, data_fields: Sequence[str] | None = None, meta_fields: Sequence[str] = ()
+) -> _Class:
+    """Choose the fields of a dataclass that are static: `meta_fields`, or those not among `data_fields`.
+
+    All dataclasses are trees; their fields are leaves unless this, or `metadata={"static": True}`, says otherwise.
+    """
+    if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
+        raise GraphError(f"tree.register_dataclass: takes a dataclass, found {kind!r}")
+    names = [f.name for f in dataclasses.fields(kind)]
+    for name in (*(data_fields or ()), *meta_fields):
+        if name not in names:
+            message = f"tree.register_dataclass: {kind.__name__} has no field {name!r}"
+            raise GraphError(message, hint=nearest(name, names))
+    static = set(meta_fields) | _static_names(kind)
+    if data_fields is not None:
+        static |= set(names) - set(data_fields)
+    _static_fields[kind] = frozenset(static)
+    return kind
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
     """Return the leaves of a tree, in order, and its structure."""
     leaves: list[Any] = []
 
-    def walk(node: Any) -> Structure:
-        kind, keys, children = _node_parts(node)
-        if kind == LEAF or (is_leaf is not None and is_leaf(node)):
-            leaves.append(node)
-            return Structure(LEAF)
-        return Structure(kind, keys, tuple([walk(c) for c in children]))
+    def walk(part: Any) -> Structure:
+        parts = None if is_leaf is not None and is_leaf(part) else node(part)
+        if parts is None:
+            leaves.append(part)
+            return _LEAF
+        return Structure(parts.kind, parts.keys, tuple([walk(c) for c in parts.children]), parts.static)
 
     return leaves, walk(tree)
+
+
+_LEAF = Structure(LEAF)
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """Build a tree of this structure from leaves."""
+    return structure.unflatten(list(leaves))
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -132,22 +243,62 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def broadcast_prefix(prefix: Any, tree: Any, where: str) -> list[Any]:
     """Return a value for each leaf of `tree` from a prefix tree, whose leaves apply to all leaves below them."""
 
-    def walk(prefix_node: Any, node: Any) -> list[Any]:
-        kind, keys, children = _node_parts(node)
-        if kind == LEAF:
-            return [prefix_node]
-        if prefix_node is None or isinstance(prefix_node, (int, str)):
-            return [prefix_node] * structure(node).leaves
-        prefix_kind, prefix_keys, prefix_children = _node_parts(prefix_node)
-        if prefix_keys != keys or len(prefix_children) != len(children) or prefix_kind == LEAF:
-            raise GraphError(f"{where}: {prefix_node!r} does not fit {structure(node)}")
+    def walk(prefix_part: Any, part: Any) -> list[Any]:
+        parts = node(part)
+        if parts is None:
+            return [prefix_part]
+        if prefix_part is None or isinstance(prefix_part, (int, str)):
+            return [prefix_part] * structure(part).leaves
+        prefix_parts = node(prefix_part)
+        if prefix_parts is None or prefix_parts.keys != parts.keys:
+            raise GraphError(f"{where}: {prefix_part!r} does not fit {structure(part)}")
+        if len(prefix_parts.children) != len(parts.children):
+            raise GraphError(f"{where}: {prefix_part!r} does not fit {structure(part)}")
         values: list[Any] = []
-        for a, b in zip(prefix_children, children, strict=True):
+        for a, b in zip(prefix_parts.children, parts.children, strict=True):
             values += walk(a, b)
         return values
 
     return walk(prefix, tree)
 
 
+def reduce(function: Callable[[Any, Any], Any], tree: Any, *initial: Any) -> Any:
+    """Combine all leaves from left to right: `reduce(operator.add, tree, 0)`."""
+    values = leaves(tree)
+    if not values and not initial:
+        raise GraphError("tree.reduce: the tree has no leaves", hint="give an initial value")
+    return functools.reduce(function, values, *initial)
+
+
+def ravel(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return all leaves as one flat array, and a function that builds the tree again from such an array."""
+    from rlx.functional import arrays
+    from rlx.functional.tracers import type_of
+
+    values, shape = flatten(tree)
+    types = [type_of(x) for x in values]
+    sizes = [t.elements for t in types]
+    if not all([isinstance(n, int) for n in sizes]):
+        raise GraphError("tree.ravel: the leaves have sizes that are known only at run time")
+    offsets = [0]
+    for n in sizes:
+        offsets.append(offsets[-1] + int(n))
+
+    def unravel(flat: Any) -> Any:
+        if type_of(flat).shape != (offsets[-1],):
+            raise GraphError(f"tree.ravel: the array is {type_of(flat)}, the tree has {offsets[-1]} elements")
+        parts = [
+            arrays.astype(arrays.reshape(flat[start:stop], t.shape), t.dtype)
+            for start, stop, t in zip(offsets, offsets[1:], types, strict=False)
+        ]
+        return shape.unflatten(parts)
+
+    flat = arrays.concatenate([arrays.ravel(x) for x in values]) if values else arrays.zeros(0)
+    return flat, unravel
+
+
+_PUBLIC = "Structure flatten leaves map ravel reduce register register_dataclass structure unflatten"
+
+
 def __dir__() -> list[str]:
-    return ["Structure", "flatten", "leaves", "map", "structure"]
+    return _PUBLIC.split()

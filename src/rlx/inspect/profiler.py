@@ -234,7 +234,7 @@ def trace_events(executable: Executable, trace: Trace, key: Key, start: float) -
     for number, (launch, row) in enumerate(zip(program.launches, stamps, strict=True)):
         about = {
             "launch": number, "where": launch.where, "units": units[number], "runs": runs[number],
-            "bytes": evaluate(launch.bytes, sizes), "flops": evaluate(launch.flops, sizes),
+            "bytes": evaluate(launch.min_bytes(), sizes), "flops": evaluate(launch.flops, sizes),
         }  # fmt: skip
         loop = loops[number]
         for thread, (begin, end) in enumerate(row):

@@ -415,7 +415,8 @@ def canonical_attr(op: str, key: str, value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return Array(value)
-    raise GraphError(f"{op}: attribute {key!r} cannot be a {type(value).__name__}")
+    hint = "rlx.trace(f)(*args) is the graph of a function" if callable(value) else None
+    raise GraphError(f"{op}: attribute {key!r} cannot be a {type(value).__name__}", hint=hint)
 
 
 def attr_key(value: Any) -> str:

@@ -41,6 +41,11 @@ def matrices(node: Node, batched: Sequence[bool]) -> bool:
     return batched[0] and aligned(node, batched) and (not batched[1] or node.types[0].rank > 2)
 
 
+def batched_matrices(node: Node, batched: Sequence[bool]) -> bool:
+    """All operands are batches of matrices."""
+    return all(batched) and all(type_.rank > 2 for type_ in batched_types(node, batched))
+
+
 def everything(node: Node, batched: Sequence[bool]) -> bool:
     """All operands have the batch. So does the result: concatenation along it would be longer."""
     return all(batched)

@@ -1,4 +1,4 @@
-"""NumPy functions on graph values: those that are ops build them, others raise an error that says what to use."""
+"""NumPy functions on graph values: those that are ops build them, others are those of traced arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.errors import GraphError
 from rlx.types import Size
 
 if TYPE_CHECKING:
-    from rlx.ir.graph import Graph, Value
+    from rlx.ir.graph import Graph
 
 _SAME = "add floor_divide maximum minimum matmul exp log sqrt sin cos tan tanh less less_equal greater greater_equal"
 # NumPy name -> op. `==` between an array and a value is a NumPy function too, and stays an error: values compare by
@@ -27,7 +27,7 @@ def _alternative(name: str) -> str:
 
 
 class NumpyFunctions:
-    """Makes a value an operand of NumPy's elementwise functions and of matmul, and of nothing else."""
+    """Makes a value an operand of NumPy's functions."""
 
     __slots__ = ()
 
@@ -39,19 +39,26 @@ class NumpyFunctions:
         @property
         def shape(self) -> tuple[Size, ...]: ...
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Value:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         name = ufunc.__name__
         if method != "__call__":
             raise GraphError(f"numpy.{name}.{method}: has no form for graph values", hint="x.sum(axis=...) is a sum")
         if kwargs:
             hint = f"rlx.{name}(...) gives a new value; x.astype(...) changes its type"
             raise GraphError(f"numpy.{name}: {', '.join(kwargs)} has no meaning for graph values", hint=hint)
-        if name not in UFUNCS:
+        if name in UFUNCS:
+            return self.graph.one(UFUNCS[name], *inputs)
+        if name in ("equal", "not_equal"):
             raise GraphError(f"numpy.{name}: is no op of graphs", hint=_alternative(name))
-        return self.graph.one(UFUNCS[name], *inputs)
+        return self._as_traced(ufunc, inputs, kwargs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         if function is np.shape:
             return self.shape
-        name = function.__name__
-        raise GraphError(f"numpy.{name}: takes numbers, and a graph value has none yet", hint=_alternative(name))
+        return self._as_traced(function, args, kwargs)
+
+    def _as_traced(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a NumPy function as on a traced array; its nodes go to the graph of the value."""
+        from rlx.functional.graph_values import on_values  # an upward import: few graphs call NumPy
+
+        return on_values(function)(*args, **kwargs)

@@ -384,6 +384,39 @@ class _Builders:
         `ring` caches require sliding windows. From the oldest key that a query of a row attends to up to the newest query
         of the row there must be at most as many positions as the ring holds; more are an error at run time.
         """
+    def cholesky(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Lower triangular L with x = L Lᵀ, from the lower triangle of x; NaN where x is not positive definite."""
+    def triangular_solve(
+        self, a: Operand, b: Operand, *, lower: bool = True, transpose: bool = False, unit_diagonal: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """x with A x = b, where A is a triangle of `a`, transposed if `transpose`; its diagonal may count as ones."""
+    def lu(self, x: Operand, *, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """L and U in one matrix, with x[order] = L U: L has a unit diagonal, which is left out.
+
+        The second result says which row each row was swapped with, in turn; the third is `order`, the rows of x after all
+        swaps. Both are i32.
+        """
+    def qr(self, x: Operand, *, complete: bool = False, out_shape: Any = None) -> tuple[Value, Value]:
+        """Q with orthonormal columns and upper triangular R, with x = Q R, by Householder reflections.
+
+        Q has as many columns as the smaller size of x; with `complete`, as many as x has rows.
+        """
+    def eigh(self, x: Operand, *, out_shape: Any = None) -> tuple[Value, Value]:
+        """Eigenvalues, in ascending order, and eigenvectors (columns) of symmetric matrices, from their lower triangle.
+
+        The components of each eigenvector add up to a number that is not negative.
+        """
+    def orthogonalise(self, w: Operand, v: Operand, *, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """Rotates the rows of `w`, and those of `v` alike, until those of `w` are orthogonal; and their norms.
+
+        The norms are in descending order. One-sided Jacobi rotations.
+        """
+    def svd(self, x: Operand, *, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """U, the singular values in descending order, and V, with x = U diag(values) Vᵀ, of matrices with rows >= columns.
+
+        The components of each column of V add up to a number that is not negative.
+        """
     def cross_entropy(
         self, logits: Operand, labels: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None
     ) -> Value:
@@ -761,7 +794,7 @@ class GraphOps(_Builders):
         self, x: Operand, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+        """y[t, c] = sum over k of weight[c, k] x[t + k - (kernel_size - 1), c], for each channel c.
 
         x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
         start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
@@ -972,7 +1005,7 @@ class EmitOps(_Builders):
         self, x: Operand, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
         out_shape: ShapeLike | None = None
     ) -> Value:
-        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+        """y[t, c] = sum over k of weight[c, k] x[t + k - (kernel_size - 1), c], for each channel c.
 
         x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
         start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
@@ -1208,7 +1241,7 @@ class ValueOps:
         self, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
         out_shape: ShapeLike | None = None
     ) -> Self:
-        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+        """y[t, c] = sum over k of weight[c, k] x[t + k - (kernel_size - 1), c], for each channel c.
 
         x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
         start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1
@@ -1595,6 +1628,39 @@ class ValueOps:
 
         `ring` caches require sliding windows. From the oldest key that a query of a row attends to up to the newest query
         of the row there must be at most as many positions as the ring holds; more are an error at run time.
+        """
+    def cholesky(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Lower triangular L with x = L Lᵀ, from the lower triangle of x; NaN where x is not positive definite."""
+    def triangular_solve(
+        self, b: Operand, *, lower: bool = True, transpose: bool = False, unit_diagonal: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """x with A x = b, where A is a triangle of `a`, transposed if `transpose`; its diagonal may count as ones."""
+    def lu(self, *, out_shape: Any = None) -> tuple[Self, Self, Self]:
+        """L and U in one matrix, with x[order] = L U: L has a unit diagonal, which is left out.
+
+        The second result says which row each row was swapped with, in turn; the third is `order`, the rows of x after all
+        swaps. Both are i32.
+        """
+    def qr(self, *, complete: bool = False, out_shape: Any = None) -> tuple[Self, Self]:
+        """Q with orthonormal columns and upper triangular R, with x = Q R, by Householder reflections.
+
+        Q has as many columns as the smaller size of x; with `complete`, as many as x has rows.
+        """
+    def eigh(self, *, out_shape: Any = None) -> tuple[Self, Self]:
+        """Eigenvalues, in ascending order, and eigenvectors (columns) of symmetric matrices, from their lower triangle.
+
+        The components of each eigenvector add up to a number that is not negative.
+        """
+    def orthogonalise(self, v: Operand, *, out_shape: Any = None) -> tuple[Self, Self, Self]:
+        """Rotates the rows of `w`, and those of `v` alike, until those of `w` are orthogonal; and their norms.
+
+        The norms are in descending order. One-sided Jacobi rotations.
+        """
+    def svd(self, *, out_shape: Any = None) -> tuple[Self, Self, Self]:
+        """U, the singular values in descending order, and V, with x = U diag(values) Vᵀ, of matrices with rows >= columns.
+
+        The components of each column of V add up to a number that is not negative.
         """
     def cross_entropy(self, labels: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None) -> Self:
         """logsumexp(logits) - logits[label] per row of the last axis: the negative log-probability of the label.

@@ -50,6 +50,7 @@ class Spec:
     low: float = -3.0
     high: float = 3.0
     distinct: bool = False  # pairwise different integers
+    definite: bool = False  # positive definite matrices
 
     def array(self, rng: np.random.Generator, dtype_: DType | None = None) -> np.ndarray[Any, Any]:
         """Draws the numbers; a float spec uses the float type `dtype_` if passed."""
@@ -60,6 +61,10 @@ class Spec:
             return _random_blocks(rng, wanted, self.shape)
         if wanted.is_bool:
             return rng.random(self.shape) < 0.5
+        if self.definite:
+            factor = rng.uniform(self.low, self.high, self.shape) / self.shape[-1] ** 0.5
+            matrix: np.ndarray[Any, Any] = factor @ factor.swapaxes(-1, -2) + 2 * np.eye(self.shape[-1])
+            return matrix.astype(wanted.numpy)
         if self.distinct:
             numbers = np.arange(int(self.low), int(self.high))
             return rng.choice(numbers, self.shape, replace=False).astype(wanted.numpy)
@@ -155,6 +160,15 @@ class OpDef:
     def __str__(self) -> str:
         return self.name
 
+    def __call__(self, *operands: Any, **attrs: Any) -> Any:
+        """Apply the op to values of a graph, of a flow or of a traced function, as their method of its name does."""
+        method = getattr(operands[0], self.name, None) if operands else None
+        if method is None:
+            kind = type(operands[0]).__name__ if operands else "nothing"
+            hint = f"rlx.jit(lambda x: x.{self.name}())(array) computes it"
+            raise GraphError(f"{self.name}: takes values of a graph, found {kind}", hint=hint)
+        return method(*operands[1:], **attrs)
+
     @property
     def is_builtin(self) -> bool:
         """Whether rlx itself declares it."""
@@ -162,6 +176,7 @@ class OpDef:
 
 
 OPS: dict[str, OpDef] = {}
+version = 0  # counts removed declarations, for caches of what ops mean
 SPELLINGS = {"quantize": "quantise", "dequantize": "dequantise", "fake_quantize": "fake_quantise"}  # as methods
 RENAMED = {"barrier": "optimization_barrier", "settled": "read_before_update", "after": "depends_on"}  # in 0.2.0
 

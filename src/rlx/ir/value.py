@@ -56,7 +56,8 @@ class Node:
         return dict(zip(self.definition.schema.operands, self.operands, strict=False)).get(name)
 
     def __repr__(self) -> str:
-        return f"<node %{self.id} {self.op}>"
+        name = f" {self.attrs['name']!r}" if "name" in self.attrs else ""
+        return f"<node %{self.id} {self.op}{name}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("nodes are pickled with their graph, as text")

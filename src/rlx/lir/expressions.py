@@ -256,11 +256,14 @@ class Choose(Formula):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Formula):
-    """Reduction of `value` over `index` in [0, extent) by `op`: sum, prod, max or min."""
+    """Reduction of `value` over `index` in [0, extent) by `op`: sum, prod, max or min.
+
+    A `Ref` extent is an i64 computed earlier, the same in all lanes.
+    """
 
     op: str
     index: str
-    extent: int | Arg
+    extent: int | Arg | Ref
     value: Expr
 
     @property

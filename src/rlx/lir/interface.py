@@ -33,4 +33,5 @@ class Assertion:
         """The error message if it does not hold for these sizes."""
         if self.relation == "==":
             return f"{self.op}: {self.a} is {a}, {self.b} is {b}"
-        return f"{self.op}: {self.a} is {a}, more than {self.b}, which is {b}"
+        limit = f"{b}" if isinstance(self.b, int) else f"{self.b}, which is {b}"
+        return f"{self.op}: {self.a} is {a}, more than {limit}"

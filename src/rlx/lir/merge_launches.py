@@ -107,11 +107,19 @@ class _Renamer:
     def name(self, name: str) -> str:
         return name if name == self.root else f"{name}{self.suffix}"
 
-    def extent(self, extent: int | Arg) -> int | Arg:
-        return extent if isinstance(extent, int) else Arg(f"{extent.name}{self.suffix}")
+    def extent(self, extent: int | Arg | Ref) -> int | Arg | Ref:
+        match extent:
+            case Arg():
+                return Arg(f"{extent.name}{self.suffix}")
+            case Ref():
+                return Ref(f"{extent.name}{self.suffix}", extent.dtype)
+        return extent
+
+    def stride(self, stride: int | Arg) -> int | Arg:
+        return stride if isinstance(stride, int) else Arg(f"{stride.name}{self.suffix}")
 
     def at(self, at: Place) -> Place:
-        return tuple((self.expr(i), self.extent(s)) for i, s in at)
+        return tuple((self.expr(i), self.stride(s)) for i, s in at)
 
     def expr(self, e: Expr) -> Expr:
         match e:
@@ -147,6 +155,4 @@ class _Renamer:
             case Check():
                 return Check(self.expr(s.condition), s.code)
             case For():
-                known = self.expr(s.extent) if isinstance(s.extent, Ref) else self.extent(s.extent)
-                assert isinstance(known, int | Arg | Ref)
-                return For(self.name(s.index), known, tuple(map(self.stmt, s.body)), s.vector)
+                return For(self.name(s.index), self.extent(s.extent), tuple(map(self.stmt, s.body)), s.vector)

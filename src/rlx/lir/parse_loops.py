@@ -325,8 +325,6 @@ class _Expressions:
             with self.kernel.inside(**{index: None}):
                 value = self.expr()
             self.take(")")
-            if isinstance(extent, Ref):
-                self.kernel.fail("the extent of a reduction must be a number or an argument")
             return Reduce(name, index, extent, value)
         args = [self.expr()]
         while self.follows(","):

@@ -195,11 +195,11 @@ class Scheduler:
             Launch(kernel, values, units, split, False, str(self.node.origin), self.node.id, flops, shares=shares or {})
         )
 
-    def assume(self, a: Size, b: Size, relation: str = "==") -> None:
-        """Check at run time that two sizes are related by `==` or `<=`."""
+    def assume(self, a: Size, b: Size, relation: str = "==", subject: str = "") -> None:
+        """Check at run time that two sizes are related by `==` or `<=`; errors begin with the subject, or the op."""
         assert self.node is not None
         assertions = self.program.assertions if self._asserted is None else self._asserted
-        assertions.append(Assertion(a, b, relation, self.node.op, str(self.node.origin), self._steps))
+        assertions.append(Assertion(a, b, relation, subject or self.node.op, str(self.node.origin), self._steps))
 
 
 # -- building loop kernels --------------------------------------------------------------------------------------------

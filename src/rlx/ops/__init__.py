@@ -15,6 +15,7 @@ from rlx.ops import index as index
 from rlx.ops import int8 as int8
 from rlx.ops import kv_cache as kv_cache
 from rlx.ops import leaf as leaf
+from rlx.ops import linalg as linalg
 from rlx.ops import linear as linear
 from rlx.ops import loss as loss
 from rlx.ops import norm as norm

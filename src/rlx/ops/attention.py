@@ -85,7 +85,9 @@ def parse_mask(kind: str) -> Mask:
             return Mask("near", 2 * reach + 1, reach, segments)
         if name == "causal" or (name in ("none", "custom", "bias") and not segments):
             return Mask(name, segments=segments)
-    hint = "use MaskKind.NONE, CAUSAL, CUSTOM, BIAS, SEGMENTS, sliding(w), near(r), or segments(kind)"
+    hint = (
+        'masks are "none" (all keys), "causal", "sliding(64)", "near(8)", "custom", "bias" and "segments"; see MaskKind'
+    )
     raise GraphError(f"attention: mask kind {kind!r} is not known", hint=hint)
 
 

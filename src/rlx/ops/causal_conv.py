@@ -70,7 +70,7 @@ def _decompose_depthwise_conv1d_causal(
 def depthwise_conv1d_causal(
     x: TensorType, weight: TensorType, left_pad: TensorType, segments: TensorType | None = None, *, kernel_size: int
 ) -> TensorType:
-    """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+    """y[t, c] = sum over k of weight[c, k] x[t + k - (kernel_size - 1), c], for each channel c.
 
     x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] holds the previous tokens: zeros at the
     start, otherwise the last tokens of the previous piece. The weight is [channels, kernel_size]; axes of size 1

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlx.errors import DTypeError, GraphError, ShapeError, nearest
+from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.graph import Graph, Value
 from rlx.ir.independence import never
 from rlx.ir.registry import COMPOSED, CONTROL, op
@@ -93,7 +93,8 @@ def _check_derivative(
         for i in range(len(types)):
             if (stem, i) not in roles:
                 name, names = _name(stem, i, types), [n.attrs["name"] for n in body.inputs]
-                raise GraphError(f"{where}: has no input called {name!r} among {names}", hint=nearest(name, names))
+                hint = f"its inputs are the operands and, by these names, {shown}"
+                raise GraphError(f"{where}: has no input called {name!r} among {names}", hint=hint)
     _check_count(where, "inputs that stand for operands", len(primals), len(operands), f"the rest are {shown}")
     for role, name in roles.items():
         if role not in expected:

@@ -40,6 +40,14 @@ class CompiledPlan:
     bind_text: str
     origins: tuple[str, ...]  # where the nodes of the graph were built
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.main.launches)} launches, {len(self.bind.launches)} at bind time"
+        return f"<plan of {self.main.name!r} for {self.main.target}: {counts}>"
+
+    def __str__(self) -> str:
+        """The main program as text: buffers, launches and kernels."""
+        return self.main.text()
+
 
 def make_plan(graph: Graph, target: Target, profile: CompileProfile | None = None) -> CompiledPlan:
     """Compile a graph to programs, bypassing the cache."""

@@ -16,7 +16,7 @@ from rlx.target import Target
 
 if TYPE_CHECKING:  # a session may never compile: model snapshots come with code
     from rlx.ir.graph import Graph
-    from rlx.module import GraphModule
+    from rlx.module import GraphModule, WithWeights
     from rlx.runtime.compiled import CompiledGraph, Parts
     from rlx.runtime.plan import CompiledPlan
 
@@ -36,8 +36,13 @@ class Session:
         self.target = _checked_target(self.device.backend, target)
         self.weights = WeightStore(self.device.backend.allocator)  # shared by all graphs that this session compiles
 
-    def compile(self, graph: Graph | GraphModule, *, profile: CompileProfile | None = None) -> CompiledGraph:
-        """Compile a graph, or a module at any level, for this session's device, as `profile` says."""
+    def compile(
+        self, graph: Graph | GraphModule | WithWeights, *, profile: CompileProfile | None = None
+    ) -> CompiledGraph:
+        """Compile a graph, or a module at any level, for this session's device, as `profile` says.
+
+        A built flow brings its profile along, and its weights, which are set.
+        """
         from rlx.ir.graph import Graph
 
         if profile is not None and not isinstance(profile, CompileProfile):
@@ -48,12 +53,15 @@ class Session:
         with _guard, paused():
             return self._compile(_source(graph), chosen)
 
-    def _compile_module(self, module: GraphModule, profile: CompileProfile | None) -> CompiledGraph:
-        from rlx.module import GraphModule
+    def _compile_module(self, module: GraphModule | WithWeights, profile: CompileProfile | None) -> CompiledGraph:
+        from rlx.module import GraphModule, WithWeights
         from rlx.runtime.plan import plan_from_lir
 
         if not isinstance(module, GraphModule):
-            raise GraphError(f"compile: takes a Graph, found {type(module).__name__}", hint="or a GraphModule")
+            if isinstance(module, WithWeights):
+                return with_weights(self.compile(module.module, profile=profile or module.profile), module)
+            hint = "or a GraphModule, or a flow that is built with its weights: flow.build(params)"
+            raise GraphError(f"compile: takes a Graph, found {type(module).__name__}", hint=hint)
         hir = module.as_hir()
         with _guard, paused():
             source = _source(module.into_mir() if hir is None else hir)
@@ -141,6 +149,12 @@ class Session:
         )
 
 
+def with_weights(compiled: CompiledGraph, built: WithWeights) -> CompiledGraph:
+    """Set the weights of a graph that come with it; others stay to be set."""
+    compiled.set_params({name: built.params[name] for name in compiled.param_types if name in built.params})
+    return compiled
+
+
 def _source(graph: Graph) -> Graph:
     """A verified copy, because the caller may keep building."""
     if not graph.outputs:
@@ -164,12 +178,12 @@ def _checked_target(backend: Backend, target: str | Target | None) -> Target:
 
 
 def compile(
-    graph: Graph | GraphModule,
+    graph: Graph | GraphModule | WithWeights,
     device: str = "cpu",
     *,
     threads: int | None = None,
     target: str | Target | None = None,
     profile: CompileProfile | None = None,
 ) -> CompiledGraph:
-    """Compile a graph or module; the same as `Session(device, ...).compile(graph, profile=profile)`."""
+    """Compile a graph, a module or a built flow: `Session(device, ...).compile(graph, profile=profile)`."""
     return Session(device, threads=threads, target=target).compile(graph, profile=profile)

@@ -18,11 +18,11 @@ from typing import Any
 from rlx.errors import CapabilityError, FormatError, GraphError
 from rlx.ir.graph import Graph
 from rlx.mir.bind_dims import bind_dims
-from rlx.module import GraphModule
+from rlx.module import GraphModule, WithWeights
 from rlx.profile import CompileProfile, KernelDispatchConfig, KernelDispatchPolicy
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.program_cache import is_builtin
-from rlx.runtime.session import Session
+from rlx.runtime.session import Session, with_weights
 from rlx.types import DimBinding, Size, as_size, sym, symbol_name
 
 Extras = tuple[tuple[str, int], ...]
@@ -151,14 +151,15 @@ class ModelExecutionConfig:
         """The sizes that the variant binds."""
         return self.variant.dim_binding()
 
-    def specialise(self, graph: Graph | GraphModule) -> Graph:
+    def specialise(self, graph: Graph | GraphModule | WithWeights) -> Graph:
         """The graph with the variant's sizes bound to its symbols; other symbols stay run-time sizes."""
         source: Any = graph
         if isinstance(graph, GraphModule):
             source = graph.as_hir() if graph.as_hir() is not None else graph.into_mir()
         elif not isinstance(graph, Graph):
-            hint = "give it .module" if hasattr(graph, "module") else None
-            raise GraphError(f"variant: takes a Graph or a GraphModule, found {type(graph).__name__}", hint=hint)
+            source = getattr(graph, "module", None)
+            if not isinstance(source, Graph):
+                raise GraphError(f"variant: takes a Graph or a GraphModule, found {type(graph).__name__}")
         if self.variant.past_seq and not _has_past(source):
             raise GraphError(
                 f"variant: decode has a past of {self.variant.past_seq} tokens, and graph {source.name!r} takes none",
@@ -168,7 +169,7 @@ class ModelExecutionConfig:
 
     def compile(
         self,
-        graph: Graph | GraphModule,
+        graph: Graph | GraphModule | WithWeights,
         session: Session | None = None,
         *,
         folder: str | os.PathLike[str] | None = None,
@@ -177,10 +178,12 @@ class ModelExecutionConfig:
 
         The AOT file is in `folder`, named by the keys of the graph and this configuration. If it is missing or was
         written by another version of rlx, the graph is compiled and the file written. Graphs with user-defined ops are
-        compiled each time, because the key does not cover their source.
+        compiled each time, because the key does not cover their source. The weights of a built flow are set.
         """
         session = session or Session()
         special = self.specialise(graph)
+        if not isinstance(graph, (Graph, GraphModule)):
+            return with_weights(self.compile(special, session, folder=folder), graph)
         match self.mode:
             case CompilationMode.EAGER:
                 return session.compile(special, profile=self.profile)

@@ -6,6 +6,7 @@ ops and ends in `assign`, or in a custom op.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from rlx.errors import RequestError
 from rlx.ir.graph import Value
+from rlx.train.schedules import Schedule
 
 Numbers = Callable[[int, float], Mapping[str, float]]
 Update = Callable[[Value, Mapping[str, Value], Value, Mapping[str, Value], Value | None], Sequence[Value]]
@@ -30,48 +32,101 @@ class Optimiser:
     """
 
     name: str
-    lr: float
+    lr: float | Schedule
     moments: tuple[str, ...]
     numbers: Numbers
     update: Update
 
 
 def adamw(
-    lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
-) -> Optimiser:
-    """AdamW (Loshchilov and Hutter, 2019): Adam with decoupled weight decay, as in torch."""
-    _check_non_negative("adamw", lr=lr, eps=eps, weight_decay=weight_decay)
+    lr: float | Schedule = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    weight_decay: float | Mapping[str, float] = 0.01,
+) -> Optimiser:  # fmt: skip
+    """AdamW (Loshchilov and Hutter, 2019): Adam with decoupled weight decay, as in torch.
+
+    `lr` is a number or a schedule, such as `rlx.train.cosine(3e-4, steps=1000, warmup=100)`. `weight_decay` is a number
+    for all params, or numbers by patterns of their names, of which the first that matches counts and 0 is for the
+    others: `{"*norm*": 0, "*bias": 0, "*": 0.1}` decays neither norms nor biases.
+    """
+    _check_rate("adamw", lr)
+    _check_non_negative("adamw", eps=eps)
+    decays = Decays.of("adamw", weight_decay)
     beta1, beta2 = betas
     for name, beta in (("betas[0]", beta1), ("betas[1]", beta2)):
         _check_fraction("adamw", name, beta)
 
     def numbers(t: int, rate: float) -> Mapping[str, float]:
         root = math.sqrt(1 - beta2**t)
-        return {"rate": rate / (1 - beta1**t), "decay": 1 - rate * weight_decay, "root": root}
+        factors = {decays.name(decay): 1 - rate * decay for decay in decays.values}
+        return {"rate": rate / (1 - beta1**t), **factors, "root": root}
 
     def update(
         p: Value, moments: Mapping[str, Value], grad: Value, n: Mapping[str, Value], scale: Value | None
     ) -> Sequence[Value]:
-        operands = (p, moments["m"], moments["v"], grad, n["rate"], n["decay"], n["root"], scale)
+        decay = n[decays.name(decays.of_param(p))]
+        operands = (p, moments["m"], moments["v"], grad, n["rate"], decay, n["root"], scale)
         return p.graph.build("adamw_update", operands, {"beta1": beta1, "beta2": beta2, "eps": eps}).results
 
     return Optimiser("adamw", lr, ("m", "v"), numbers, update)
 
 
-def sgd(lr: float = 1e-2, momentum: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimiser:
-    """Gradient descent with optional momentum, as in torch."""
-    _check_non_negative("sgd", lr=lr, weight_decay=weight_decay)
+def sgd(
+    lr: float | Schedule = 1e-2, momentum: float = 0.0, *, nesterov: bool = False,
+    weight_decay: float | Mapping[str, float] = 0.0,
+) -> Optimiser:  # fmt: skip
+    """Gradient descent with optional momentum, as in torch; `lr` and `weight_decay` are as in `adamw`."""
+    _check_rate("sgd", lr)
+    decays = Decays.of("sgd", weight_decay)
     _check_fraction("sgd", "momentum", momentum)
     if nesterov and not momentum:
         raise RequestError("sgd: nesterov needs a momentum, which is 0")
-    attrs = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
 
     def update(
         p: Value, moments: Mapping[str, Value], grad: Value, n: Mapping[str, Value], scale: Value | None
     ) -> Sequence[Value]:
+        attrs = {"momentum": momentum, "nesterov": nesterov, "weight_decay": decays.of_param(p)}
         return p.graph.build("sgd_update", (p, grad, n["rate"], moments.get("velocity"), scale), attrs).results
 
     return Optimiser("sgd", lr, ("velocity",) if momentum else (), lambda t, rate: {"rate": rate}, update)
+
+
+@dataclass(frozen=True)
+class Decays:
+    """The weight decay of each param, by patterns of names."""
+
+    rules: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def of(cls, where: str, weight_decay: float | Mapping[str, float]) -> Decays:
+        """Check a number for all params, or numbers by pattern."""
+        rules = weight_decay if isinstance(weight_decay, Mapping) else {"*": weight_decay}
+        for pattern, decay in rules.items():
+            _check_non_negative(where, **{"weight_decay" if len(rules) == 1 else f"weight_decay of {pattern!r}": decay})
+        return cls(tuple((str(pattern), decay) for pattern, decay in rules.items()))
+
+    @property
+    def values(self) -> list[float]:
+        """All distinct numbers; 0 for params that no pattern matches."""
+        return list(dict.fromkeys([*(decay for _, decay in self.rules), *([] if self.covers_all else [0.0])]))
+
+    @property
+    def covers_all(self) -> bool:
+        return any(pattern == "*" for pattern, _ in self.rules)
+
+    def name(self, decay: float) -> str:
+        """The name of the scalar by which params with this decay are multiplied."""
+        at = self.values.index(decay)
+        return f"decay{at or ''}"
+
+    def of_param(self, param: Value) -> float:
+        """The weight decay of a param of a step."""
+        name = str(param.node.attrs["name"])
+        return next((decay for pattern, decay in self.rules if fnmatch.fnmatchcase(name, pattern)), 0.0)
+
+
+def _check_rate(where: str, lr: Any) -> None:
+    if not callable(lr):
+        _check_non_negative(where, lr=lr)
 
 
 def _check_non_negative(where: str, **numbers: Any) -> None:

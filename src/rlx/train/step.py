@@ -19,6 +19,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
 from rlx.flow.flow import BuiltModel
+from rlx.flow.stages.parts import DROPOUT_KEY
 from rlx.fork_safe_locks import Lock, Waits
 from rlx.free_memory import writable
 from rlx.ir.graph import Graph, Value
@@ -28,6 +29,7 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.inputs import as_array, check_fixed, check_names, not_set
 from rlx.runtime.session import Session
 from rlx.train.optimisers import Optimiser
+from rlx.train.schedules import Schedule
 from rlx.transforms import value_and_grad
 from rlx.transforms.api import Policy, Wrt, as_graph, select_wrt
 from rlx.types import TensorType, concrete
@@ -91,7 +93,7 @@ def step_graph(
         }
         for p in trained
     }
-    inputs = {n: f"{optimiser.name}.{n}" for n in optimiser.numbers(1, optimiser.lr)}
+    inputs = {n: f"{optimiser.name}.{n}" for n in optimiser.numbers(1, rate_of(optimiser.lr, 0))}
     numbers = {n: graph.input(name, ()) for n, name in inputs.items()}
     scale = None
     if clip is not None:
@@ -109,6 +111,14 @@ def step_graph(
     return StepGraph(graph, tuple(updated), trained, moment_states, inputs)
 
 
+def rate_of(lr: float | Schedule, step: int) -> float:
+    """The learning rate of a step, counted from 0."""
+    rate = lr(step) if callable(lr) else lr
+    if isinstance(rate, bool) or not isinstance(rate, int | float | np.floating) or not 0 <= rate < math.inf:
+        raise RequestError(f"step: lr is {rate!r}, wanted a number from 0, or a function of the steps made")
+    return float(rate)
+
+
 def _norm(graph: Graph, grads: Sequence[Value]) -> Value:
     """The L2 norm of all gradients together."""
     total: Value | None = None
@@ -123,7 +133,7 @@ def _norm(graph: Graph, grads: Sequence[Value]) -> Value:
 def step(
     loss: Any, optimiser: Optimiser, wrt: Wrt = None, *, clip: float | None = None, has_aux: bool = False,
     keep: Policy = "everything", device: str = "cpu", threads: int | None = None,
-    profile: CompileProfile | None = None,
+    profile: CompileProfile | None = None, seed: int = 0,
 ) -> TrainStep:  # fmt: skip
     """Compile a training step: one call computes the loss and its gradients, and updates the params in place.
 
@@ -131,10 +141,13 @@ def step(
     profile along; for the others call `set_params` before the first step. `wrt` names the params to train (None: all
     floats except the tables that a flow computes itself); the others stay as they are set. `clip` is the largest norm
     of all gradients together; larger ones are scaled down to it. `has_aux` and `keep` are those of
-    `rlx.transforms.value_and_grad`.
+    `rlx.transforms.value_and_grad`. `seed` is that of dropout, whose numbers depend on it and on the steps made.
     """
     built = loss if isinstance(loss, BuiltModel) else None
     if built is not None:
+        if built.skips_dropout:
+            hint = "flow.build(params, training=True)"
+            raise GraphError(f"step: the dropout of {built.module.name!r} is off", hint=hint)
         loss, profile = built.module, profile or built.profile
     spec = step_graph(loss, optimiser, wrt, clip=clip, has_aux=has_aux, keep=keep)
     session = Session(device, threads=threads)
@@ -142,7 +155,7 @@ def step(
     if not in_place:  # an interpreter does not update in place: return the new states as outputs
         spec.graph.set_outputs([*spec.graph.outputs, *spec.updated])
     compiled = session.compile(spec.graph, profile=profile)
-    train_step = TrainStep(spec, compiled, optimiser, has_norm=clip is not None, in_place=in_place)
+    train_step = TrainStep(spec, compiled, optimiser, has_norm=clip is not None, in_place=in_place, seed=seed)
     if built is not None:
         train_step.set_params(built.params)
     return train_step
@@ -152,11 +165,13 @@ class TrainStep:
     """A compiled training step with its parameters and moments. Set the params, then run it batch by batch."""
 
     def __init__(
-        self, spec: StepGraph, compiled: CompiledGraph, optimiser: Optimiser, *, has_norm: bool, in_place: bool
-    ) -> None:
+        self, spec: StepGraph, compiled: CompiledGraph, optimiser: Optimiser, *, has_norm: bool, in_place: bool,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         self.compiled = compiled
         self.optimiser = optimiser
-        self.lr = optimiser.lr  # default of the next step
+        self.lr = optimiser.lr  # default of the next step: a number or a schedule
+        self.seed = seed  # of dropout
         self.steps = 0  # number of steps so far
         self.norm: float | None = None  # gradient norm of the last step, if gradients are clipped
         self._spec = spec
@@ -202,7 +217,7 @@ class TrainStep:
                 self._set.add(name)
 
     # -- steps --------------------------------------------------------------------------------------------------------
-    def run(self, inputs: Mapping[str, Any] | None = None, *, lr: float | None = None) -> Any:
+    def run(self, inputs: Mapping[str, Any] | None = None, *, lr: float | Schedule | None = None) -> Any:
         """Run one step; returns the loss before the update as a number and, with `has_aux`, the auxiliary outputs.
 
         A KernelError, such as for a label out of range, is raised after the update: go back to a checkpoint.
@@ -223,13 +238,15 @@ class TrainStep:
     def __call__(self, **inputs: Any) -> Any:
         return self.run(inputs)
 
-    def _all_inputs(self, inputs: Mapping[str, Any], lr: float) -> dict[str, Any]:
+    def _all_inputs(self, inputs: Mapping[str, Any], lr: float | Schedule) -> dict[str, Any]:
         missing = [name for name in self._spec.params if name not in self._set]
         if missing:
             raise not_set(missing, "call set_params before run")
-        if isinstance(lr, bool) or not isinstance(lr, int | float | np.floating) or not 0 <= lr < math.inf:
-            raise RequestError(f"step: lr is {lr!r}, wanted a number from 0")
-        scalars = {self._spec.numbers[n]: v for n, v in self.optimiser.numbers(self.steps + 1, float(lr)).items()}
+        rate = rate_of(lr, self.steps)
+        scalars = {self._spec.numbers[n]: v for n, v in self.optimiser.numbers(self.steps + 1, rate).items()}
+        if DROPOUT_KEY in self.compiled.input_types and DROPOUT_KEY not in inputs:
+            key = np.random.SeedSequence([self.seed, self.steps]).generate_state(2)  # u32
+            inputs = {**inputs, DROPOUT_KEY: key}
         reserved = [name for name in inputs if name in scalars or name in self._states]
         if reserved:
             raise BindError(f"input: {reserved[0]!r} belongs to the step", hint="set_params sets params")

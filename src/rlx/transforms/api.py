@@ -35,10 +35,10 @@ POLICIES: dict[str, Keep | None] = {
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 def as_graph(where: str, source: Any) -> Graph:
-    """Return the MIR graph of a graph or a module; raises if it has no outputs."""
-    graph = source if isinstance(source, Graph) else source.into_mir() if hasattr(source, "into_mir") else None
+    """Return the MIR graph of a graph, a module or a built flow; raises if it has no outputs."""
+    graph = source if isinstance(source, Graph) else source.into_graph() if hasattr(source, "into_graph") else None
     if graph is None:
-        hint = "its .module is a graph" if isinstance(getattr(source, "module", None), Graph) else None
+        hint = "build it: flow.build(params)" if hasattr(source, "build") else None
         raise GraphError(f"{where}: {type(source).__name__} is neither a Graph nor a GraphModule", hint=hint)
     if not graph.outputs:
         raise GraphError(f"{where}: graph {graph.name!r} has no outputs", hint="call set_outputs([...])")

@@ -16,6 +16,7 @@ from rlx.errors import GraphError, LowerError, VerifyError
 from rlx.ir.compose import has_segments
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import LEAF, NAMED
+from rlx.ir.rewrite import inline
 from rlx.transforms import rule_tables
 from rlx.transforms.build import cast_to, declare, sum_to, zeros
 from rlx.transforms.rule_tables import Cotangents, NodeCtx, Pull
@@ -202,6 +203,30 @@ def joint(body: Graph, wanted: Sequence[bool], seeded: Sequence[bool]) -> Joint:
     with_gradient = [i for i, g in enumerate(grads) if g is not None and wanted[i]]
     graph.set_outputs([*linear.outputs, *(g for i in with_gradient if (g := grads[i]) is not None)])
     return Joint(body, graph, len(leaf_values), len(body.outputs), start, which, with_gradient)
+
+
+def joint_of_jvp(body: Graph, pushed: Graph) -> Joint:
+    """Order a JVP graph of `body` for `split`: first what needs no tangent, then what tangents pass through."""
+    inputs, outputs = len(leaves(body)), len(body.outputs)
+    tangents = leaves(pushed)[inputs:]
+    linear = _dependents(pushed, tangents)
+    graph = Graph(pushed.name)
+    graph.limits = dict(pushed.limits)
+    values: dict[Value, Value] = {n[0]: declare(graph, n.attrs["name"], n.types[0]) for n in leaves(pushed)}
+    primals = [values[n[0]] for n in leaves(pushed)[:inputs]]
+    is_late = any(o.node in linear for o in pushed.outputs[:outputs])  # a loop computes values and tangents together
+    results = inline(graph, body, primals) if is_late else ()
+    start = 0
+    for nodes in ([n for n in pushed.nodes if n not in linear], [n for n in pushed.nodes if n in linear]):
+        start = len(graph.nodes)
+        for node in nodes:
+            if node.op not in NAMED:
+                operands = [None if o is None else values[o] for o in node.operands]
+                values.update(zip(node.results, copy_node(graph, node, operands), strict=True))
+    graph.set_outputs(
+        [*(results or [values[o] for o in pushed.outputs[:outputs]]), *(values[o] for o in pushed.outputs[outputs:])]
+    )
+    return Joint(body, graph, inputs, outputs, start, list(range(len(tangents))), list(range(outputs)))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ the sizes of the previous run does even that in machine code (`fast_run`).
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,11 +43,12 @@ from rlx.free_memory import ADDRESSES, fits
 from rlx.host_memory import PAGE, address
 from rlx.lir.interface import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Assertion
 from rlx.lir.memory import Plan, plan
-from rlx.types import compile_sizes, round_up_power_of_two
+from rlx.types import compile_sizes, concrete, round_up_power_of_two
 
 if TYPE_CHECKING:
     from rlx.backends.reports import RunMemory, Trace
     from rlx.lir.program import Program
+    from rlx.lir.views import View
 
 REUSED_BYTES = 1 << 16  # outputs up to this size may be reused by the next run
 MAX_SIZE_PLANS = 256  # size plans cached per executable
@@ -306,7 +309,7 @@ class CpuExecutable(base.Executable):
         status = context.status
         for header in context.headers:
             if status[header]:
-                raise self._fault(context)
+                raise self._fault(context, is_piece=into is not None)
         contexts.append(context)  # the same list: `bind` replaces it
         return outputs
 
@@ -503,16 +506,48 @@ class CpuExecutable(base.Executable):
 
         return assertion_error(assertion, dict(zip(self.layout.symbols, key, strict=True)))
 
-    def _fault(self, context: RunContext) -> KernelError | BindError:
+    def _fault(self, context: RunContext, *, is_piece: bool = False) -> KernelError | BindError:
         """The error for a failed run, from the scratch headers: a fault code, and the first record that failed."""
         from rlx.backends.run_time_errors import fault
 
         status = context.status
         record, code = min((status[at + 1], status[at]) for at in context.headers if status[at])
         assert context.size_plan is not None
+        sizes = dict(zip(self.layout.symbols, context.size_plan.key, strict=True))
         step = self.records.walk[record - 1] if 0 < record <= len(self.records.walk) else None
-        launch = self.program.launches[step.number] if step is not None else None
-        return fault(self.program, launch, code, dict(zip(self.layout.symbols, context.size_plan.key, strict=True)))
+        if step is None:
+            return fault(self.program, None, code, sizes)
+        # in a loop, addresses are those of a thread's last step; guarded memory is released already
+        read = None if step.loops or self._check else partial(self._operand, context, record - 1, sizes)
+        return fault(self.program, self.program.launches[step.number], code, sizes, read, is_piece=is_piece)
+
+    def _operand(
+        self, context: RunContext, record: int, sizes: Mapping[str, int], word: str, view: View
+    ) -> Array | None:
+        """The elements of an operand of a launch after a run; None if their memory was reused since."""
+        from rlx.lir.wrong_index import strided
+
+        number = self.records.walk[record].number
+        shape, strides = concrete(view.shape, sizes), concrete(view.strides, sizes)
+        if 0 in shape or min(strides, default=0) < 0 or not self._is_intact(context, number, view.buffer):
+            return None
+        word_at = self.records.first_words[record] + self.program.launches[number].kernel.words.index(word)
+        count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        memory = (ctypes.c_char * (count * view.dtype.size)).from_address(int(context.words[word_at]))
+        return strided(np.frombuffer(memoryview(memory), view.dtype.numpy), view, sizes)
+
+    def _is_intact(self, context: RunContext, number: int, name: str) -> bool:
+        """Whether no launch after this one has written to a buffer, or to another one in the same memory."""
+        later = self.program.launches[number + 1 :]
+        if any(view.buffer == name for launch in later for view in launch.views(written=True)):
+            return False
+        if self.program.buffers[name].kind != ARENA:
+            return True
+        assert context.size_plan is not None
+        plan, lives = context.size_plan.plan, {life.name: life for life in self.layout.lives}
+        start, stop = plan.offsets[name], plan.offsets[name] + plan.sizes[name]
+        after = (other for other, life in lives.items() if life.last > lives[name].last)
+        return all(plan.offsets[x] + plan.sizes[x] <= start or stop <= plan.offsets[x] for x in after)
 
     def trace(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
         from rlx.backends.cpu.ceilings import ticks_per_second

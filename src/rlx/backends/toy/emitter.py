@@ -139,7 +139,7 @@ class _Emitter:
         return name
 
     def constant(self, text: str) -> str:
-        return self.constants.setdefault(text, f"c_{len(self.constants)}")
+        return self.constants.setdefault(text, f"CONSTANT{len(self.constants)}")  # no loop index is called so
 
     @contextmanager
     def block(self, axes: _Axes | None = None) -> Iterator[None]:
@@ -266,13 +266,21 @@ class _Emitter:
 
     def reduction(self, expr: Reduce) -> str:
         term, index = self.fresh("term"), self.fresh(expr.index)
+        start = self.constant(f"identity({expr.op!r}, {expr.dtype.name.upper()})")
+        extent = self.extent(expr.extent)
+        varies = isinstance(expr.extent, Ref) and extent not in self.uniform
+        steps = self.let(f"longest({extent})") if varies else extent
         self.line(f"def {term}({index}):")
         with self.block(replace(self.axes, rank=self.axes.rank + 1)):
             self.names[expr.index] = index
-            self.line(f"return {self.value(expr.value)}")
-        start = self.constant(f"identity({expr.op!r}, {expr.dtype.name.upper()})")
-        extent = self.extent(expr.extent)
-        return self.let(f"reduce({COMBINE[expr.op]}, {start}, {extent}, {self.axes.rank}, {term})")
+            if varies:
+                inside = self.let(f"{index} < {extent}")
+                with self.masked(inside):
+                    value = self.value(expr.value)
+                self.line(f"return np.where({inside}, {value}, {start})")
+            else:
+                self.line(f"return {self.value(expr.value)}")
+        return self.let(f"reduce({COMBINE[expr.op]}, {start}, {steps}, {self.axes.rank}, {term})")
 
     def address(self, param: int, at: tuple[tuple[Expr, int | Arg], ...]) -> str:
         terms = [f"at_{self.kernel.params[param].name}"]

@@ -20,6 +20,7 @@ from rlx.lir.loops import LoopKernel
 from rlx.lir.memory import Plan, lifetimes, plan
 from rlx.lir.program import ENTER, JUMP, LAUNCH, LEAVE, NEXT, Branch, Launch, Loop, Program, Step
 from rlx.lir.views import View
+from rlx.lir.wrong_index import strided
 from rlx.target import Target
 from rlx.types import concrete, evaluate
 
@@ -149,7 +150,7 @@ class _Run:
             if not faults:
                 raise
         if faults:
-            raise fault(self.program, launch, faults[0], self.sizes)
+            raise fault(self.program, launch, faults[0], self.sizes, self._read)
         times = self.launches[number, 0]
         times[0] = times[0] or begin
         times[1] = (times[1] or times[0]) + time.perf_counter() - begin
@@ -161,6 +162,11 @@ class _Run:
             assert word is not None, "loops have all their operands"
             words += self.place(word) if isinstance(word, View) else [evaluate(word, self.sizes)]
         return words
+
+    def _read(self, word: str, view: View) -> Array:
+        """The elements of an operand."""
+        elements, offset = self.place(view)
+        return strided(elements[offset:], view, self.sizes)
 
     def place(self, view: View) -> tuple[Array, int]:
         """The buffer of a view as elements of its type, and the view's offset."""

@@ -2,6 +2,7 @@
 
 from rlx.flow.blocks import linear as linear
 from rlx.flow.positions import token_positions as token_positions
+from rlx.flow.stages.attention import Attention as Attention
 from rlx.flow.stages.attention import GemmaKvTap as GemmaKvTap
 from rlx.flow.stages.attention import LlamaKvTap as LlamaKvTap
 from rlx.flow.stages.attention import SelfAttention as SelfAttention
@@ -37,6 +38,7 @@ from rlx.flow.stages.parts import AttnMask as AttnMask
 from rlx.flow.stages.parts import BindDecodeInputs as BindDecodeInputs
 from rlx.flow.stages.parts import ClsTokenPool as ClsTokenPool
 from rlx.flow.stages.parts import DecodeRopeParams as DecodeRopeParams
+from rlx.flow.stages.parts import Dropout as Dropout
 from rlx.flow.stages.parts import EmbedScale as EmbedScale
 from rlx.flow.stages.parts import GatherFromInput as GatherFromInput
 from rlx.flow.stages.parts import GdnScan as GdnScan

@@ -48,7 +48,7 @@ class SelfAttention:
     eps: float = 1e-6
     unit_offset: bool = False  # these norms multiply by 1 + weight
     rope: str | None = MAIN_ROPE  # name of the RoPE tables; None for no RoPE
-    layer_idx: int | None = None  # required if there is a cache
+    layer_idx: int | None = None  # its layer in the cache: counted in order unless given
     decodes: bool = False  # needs earlier keys and values
     use_custom_mask: bool = False
     kv_sink: SideOutputs | None = None  # receives keys and values of the new tokens, `[batch, seq, kv_heads · dim]`
@@ -77,7 +77,7 @@ class SelfAttention:
             tables = {"cos": cos, "sin": sin, "rows": rows}
         if ctx.state.cache is not None:
             self.check_cache()
-            return ctx.state.cache.attend(self.layer, q, k, v, token_positions(ctx, q), **tables, **attrs)
+            return ctx.state.cache.attend(self.cached_layer(ctx), q, k, v, token_positions(ctx, q), **tables, **attrs)
         self.check_past(ctx)
         return ctx.hir().one("self_attention", q, k, v, **tables, positions=positions, **attrs)
 
@@ -159,7 +159,7 @@ class SelfAttention:
         kind = self.mask
         if past is None and cache is not None:
             self.check_cache()
-            return cache.attend(self.layer, q, k, v, token_positions(ctx, q), mask_kind=self.mask, **attrs)
+            return cache.attend(self.cached_layer(ctx), q, k, v, token_positions(ctx, q), mask_kind=self.mask, **attrs)
         if past is not None:
             k, v = (self.append_past(ctx, before, new) for before, new in ((past.past_k, k), (past.past_v, v)))
         self.check_past(ctx)
@@ -217,6 +217,11 @@ class SelfAttention:
                 f"stage {self.stage}: reads a cache, but layer_idx is not set", hint="layer_idx counts from 0"
             )
         return self.layer_idx
+
+    def cached_layer(self, ctx: FlowCtx) -> int:
+        """The layer of the runtime's cache: `layer_idx`, else the first that has not attended yet."""
+        assert ctx.state.cache is not None
+        return ctx.state.cache.next_layer if self.layer_idx is None else self.layer_idx
 
     def push(self, side: SideOutputs | None, k: Value, v: Value) -> None:
         if side is not None:
@@ -279,7 +284,7 @@ class SelfAttnPrefill(FlowStage):
     attn_logit_softcap: float | None = None
     _: KW_ONLY
     rope: str | None = MAIN_ROPE  # name of the RoPE tables; None for no RoPE
-    layer_idx: int | None = None  # its layer in the KV cache; required if the flow has one
+    layer_idx: int | None = None  # its layer in the KV cache: counted in order unless given
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need_sequence(value, "SelfAttnPrefill")
@@ -288,6 +293,51 @@ class SelfAttnPrefill(FlowStage):
             self.mask, self.score_scale, self.attn_logit_softcap, rope=self.rope, layer_idx=self.layer_idx,
         )  # fmt: skip
         return ctx.wrap(attention.emit(ctx, x))
+
+    @property
+    def path(self) -> str:
+        return "attn"
+
+
+@dataclass(frozen=True)
+class Attention(FlowStage):
+    """Self-attention with its output projection: `y = attention(x) @ o_projᵀ`, with weights `prefix.q_proj.weight` ...
+
+    attention is that of `SelfAttnPrefill`: grouped heads, RoPE, and the flow's KV cache if it has one. With `bias`, the
+    four projections have biases, such as `prefix.q_proj.bias`; with `qk_norm`, queries and keys are normed per head.
+    """
+
+    prefix: str
+    num_heads: int
+    num_kv_heads: int | None = None  # as many as heads unless given
+    head_dim: int | None = None  # the width divided by the heads unless given
+    _: KW_ONLY
+    mask: str = MaskKind.CAUSAL  # "none": every token attends to all
+    rope: str | None = MAIN_ROPE  # name of the RoPE tables; None for no RoPE
+    bias: bool = False
+    qk_norm: bool = False  # by `prefix.q_norm.weight` and `prefix.k_norm.weight`
+    eps: float = 1e-6  # of these norms
+    score_scale: float | None = None  # 1/√head_dim unless given
+    layer_idx: int | None = None  # its layer in the KV cache: counted in order unless given
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need_sequence(value, "Attention")
+        width, heads = x.shape[-1], self.num_heads
+        head_dim = self.head_dim
+        if head_dim is None:
+            if not isinstance(width, int) or width % heads:
+                raise ShapeError(
+                    f"stage Attention: {width} numbers do not divide into {heads} heads", hint="give head_dim="
+                )
+            head_dim = width // heads
+        q, k, v, out = (f"{self.prefix}.{name}_proj.weight" for name in "qkvo")
+        attention = SelfAttention(
+            "Attention", q, k, v, heads, self.num_kv_heads or heads, head_dim, self.mask, self.score_scale,
+            bias=self.bias, eps=self.eps, rope=self.rope, layer_idx=self.layer_idx,
+            norm_keys=(f"{self.prefix}.q_norm.weight", f"{self.prefix}.k_norm.weight") if self.qk_norm else None,
+        )  # fmt: skip
+        bias = f"{self.prefix}.o_proj.bias" if self.bias else None
+        return ctx.wrap(linear(ctx, attention.emit(ctx, x), out, bias, out=width))
 
     @property
     def path(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +27,12 @@ class Custom(FlowStage):
     def __post_init__(self) -> None:
         if not callable(self.f):
             raise GraphError(f"{self.where}: {self.f!r} is not a function f(emit, value)")
+        try:
+            inspect.signature(self.f).bind(None, None)
+        except ValueError:  # some functions in C have no signature
+            pass
+        except TypeError as error:
+            raise GraphError(f"{self.where}: its function is called as f(emit, value): {error}") from None
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         emit = Emit.of(ctx)

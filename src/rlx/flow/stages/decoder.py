@@ -83,7 +83,7 @@ class DecoderLayer(PreNormLayer):
     head_dim: int
     eps: float
     _: KW_ONLY
-    layer_idx: int | None = None  # its layer in the KV cache; required if the flow has one
+    layer_idx: int | None = None  # its layer in the KV cache: counted in order unless given
     mask: str = MaskKind.CAUSAL
     score_scale: float | None = None  # 1/√head_dim unless given
     attn_logit_softcap: float | None = None

@@ -19,6 +19,7 @@ from rlx.flow.state import DecodeBindings, FlowValue
 from rlx.ir.graph import Value
 from rlx.types import Size, as_shape, sym
 
+DROPOUT_KEY = "dropout.key"  # the input with the random key of all dropout of a run
 MASK = "attn_mask"  # the name of the mask that `AttnMask` binds
 
 
@@ -46,6 +47,39 @@ class EmbedScale(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         return ctx.wrap(ctx.need(value, "EmbedScale") * self.hidden_size**0.5)
+
+
+@dataclass(frozen=True)
+class Dropout(FlowStage):
+    """Dropout: in training, `y = x / (1 - rate)` or, with probability `rate`, 0; otherwise `y = x`.
+
+    A flow has dropout if it is built with `training=True`; the graph then has an input `dropout.key`, a random key,
+    which a training step of `rlx.train` sets anew in each run.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rate, bool) or not isinstance(self.rate, Real) or not 0 <= self.rate < 1:
+            raise GraphError(f"stage Dropout: rate is {self.rate!r}, expected a number from 0 to below 1")
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "Dropout")
+        if not self.rate:
+            return ctx.wrap(x)
+        ctx.state.dropouts += 1
+        if not ctx.state.training:
+            return ctx.wrap(x)
+        graph = ctx.hir()
+        key = ctx.input(DROPOUT_KEY, (2,), "u32")
+        number = graph.constant(np.array([ctx.state.dropouts, 0], np.uint32))  # each stage has numbers of its own
+        own_key = graph.one("random_bits", key + number, shape=(2,))
+        stays = graph.one("random_uniform", own_key, shape=x.shape) >= float(self.rate)
+        return ctx.wrap(stays.where(x * (1 / (1 - float(self.rate))), 0.0))
+
+    @property
+    def path(self) -> str:
+        return "dropout"
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ def _check_name(name: str, replace: bool) -> None:
 
 def forget(name: str) -> None:
     """Remove a declaration; graphs that use the op can no longer be compiled."""
-    registry.OPS.pop(name, None)
+    if registry.OPS.pop(name, None) is not None:
+        registry.version += 1
     for table in (loop_form, scalar_form):
         table.drop(name)

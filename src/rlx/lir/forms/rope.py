@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64
-from rlx.ir.graph import Node
+from rlx.ir.graph import Node, Value
 from rlx.lir.forms.index import in_range
 from rlx.lir.forms.shape import require_at_most
 from rlx.lir.kernels import OUT_OF_RANGE
@@ -24,6 +24,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out = s.result(node)
     half = cos.shape[1]
     require_at_most(s, half * 2, x.shape[3])
+    if _counts_from_zero(node.operands[3]):
+        require_at_most(s, x.shape[1], cos.shape[0], "RoPE tables")
     pairs = node.attrs["style"] == "pairs"
     builder = LoopBuilder(f"rope_{node.attrs['style']}")
     for view in (x, cos, sin, positions):
@@ -71,3 +73,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     root = For("u", builder.arg("units", units), tuple(body))
     builder.launch(s, root, units, split="heads", flops=product(x.shape) * 3)
     return [out]
+
+
+def _counts_from_zero(positions: Value | None) -> bool:
+    """Whether positions are 0, 1, ... in each row, as `default_positions` builds them."""
+    if positions is None or positions.node.op != "cumsum" or not positions.node.attrs["exclusive"]:
+        return False
+    ones = positions.node.operands[0]
+    return ones is not None and ones.node.op == "expand" and positions.node.attrs["axis"] == 1

@@ -35,12 +35,12 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return [s.view(node.operands[0]).transpose(node.attrs["axes"])]
 
 
-def require_at_most(s: Scheduler, a: Size, b: Size) -> None:
+def require_at_most(s: Scheduler, a: Size, b: Size, subject: str = "") -> None:
     """Check at run time that a <= b, unless that holds for all values of the symbols."""
     gap = b - a
     if is_monotone(gap) and evaluate(gap, {symbol.name: 0 for symbol in symbols_of(gap)}) >= 0:
         return
-    s.assume(a, b, "<=")
+    s.assume(a, b, "<=", subject)
 
 
 @loop_form("slice")

@@ -13,6 +13,7 @@ from rlx.transforms.rules import grouped as grouped
 from rlx.transforms.rules import index as index
 from rlx.transforms.rules import int8 as int8
 from rlx.transforms.rules import kv_cache as kv_cache
+from rlx.transforms.rules import linalg as linalg
 from rlx.transforms.rules import linear as linear
 from rlx.transforms.rules import loss as loss
 from rlx.transforms.rules import norm as norm

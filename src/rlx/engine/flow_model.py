@@ -1,0 +1,154 @@
+"""Language models of one's own: `rlx.load(flow, params=..., tokenizer=...)`, without files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rlx.arrays import Array
+from rlx.dtypes import F64
+from rlx.engine.language_model import LanguageModel
+from rlx.engine.load_settings import CONTEXT, session_for
+from rlx.errors import BindError, CapabilityError, GraphError, RequestError
+from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.flow.generation import INPUTS, for_generation, for_sequences
+from rlx.flow.stages.embed import RopeTables
+from rlx.flow.weights import MapWeights
+from rlx.formats.tensor_file import TensorEntry, TensorFile
+from rlx.formats.tokenizer import Tokenizer
+from rlx.models.config import ModelConfig
+from rlx.models.family import Family, FileWeights
+from rlx.models.load import Checkpoint
+from rlx.types import concrete
+
+KIND = "decoder"
+
+
+class ArrayFile(TensorFile):
+    """Tensors in memory, in place of a file."""
+
+    def __init__(self, name: str, arrays: Mapping[str, Array]) -> None:
+        source, path = MapWeights(arrays), Path(name)
+        types = {key: source.type(key) for key in arrays}
+        entries = [TensorEntry(k, concrete(t.shape, {}), t.dtype, 0, arrays[k].nbytes, path) for k, t in types.items()]
+        super().__init__(path, "arrays", entries, {}, [])
+        self._arrays = arrays
+
+    def array(self, name: str) -> Array:
+        return self._arrays[self.entry(name).name]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a flow that a loaded model knows of."""
+
+    vocab: int
+    context: int  # positions
+    dim: int = 0
+
+
+class FlowModel(LanguageModel):
+    """A language model whose flow and weights are the caller's."""
+
+    @property
+    def family(self) -> Family:
+        """The flow, in place of a registered family."""
+        return self.checkpoint.family
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the flow was loaded with."""
+        tokenizer = self.checkpoint.tokenizer
+        if tokenizer is None:
+            hint = "rlx.load(flow, params=..., tokenizer=...), or use token ids"
+            raise CapabilityError(f"{self.name}: has no tokenizer", hint=hint)
+        return tokenizer
+
+    def _no_files(self, verb: str, hint: str) -> NoReturn:
+        raise CapabilityError(f"{verb}: {self.name!r} is a flow of your own, other programs do not know it", hint=hint)
+
+    def save(self, path: str | Path, params: Mapping[str, Any] | None = None, *, dtype: str | None = None) -> Path:
+        """Raise: only models of known families have a file format."""
+        self._no_files("save", "write its params: safetensors.numpy.save_file(dict(model.params), path)")
+
+    def export(self, path: str | Path, *, weights: bool = False) -> Path:
+        """Raise: an export refers to the files of a model."""
+        self._no_files("export", "rlx.export(flow.build(params).compile(), path) exports the compiled graph")
+
+
+def load_flow(
+    source: ModelFlow | BuiltModel, params: Mapping[str, Any] | None, tokenizer: Tokenizer | str | Path | None,
+    threads: int | None, settings: Mapping[str, Any],
+) -> FlowModel:  # fmt: skip
+    """Load a flow with its weights as a language model; see `rlx.load`."""
+    flow, weights = _parts(source, params)
+    built = for_sequences(flow).build(weights)
+    logits = built.module.outputs[0]
+    if logits.rank != 3 or not isinstance(logits.shape[-1], int) or not logits.dtype.is_float:
+        wanted = "logits [batch, seq, vocab]"
+        hint = "end it with lm_head(vocab, hidden, tied=...)"
+        raise GraphError(f"load: flow {flow.name!r} ends in {logits.type}, expected {wanted}", hint=hint)
+    flow = for_generation(flow, built)
+    _check_inputs(flow, weights)
+    file = ArrayFile(flow.name, weights)
+    sizes = Sizes(logits.shape[-1], _positions(flow, settings["context"]))
+    family = Family(flow.name, KIND, (), (), ModelConfig, {}, lambda config, context, factors: flow)
+    names = FileWeights(file, {name: name for name in weights}, 0)
+    checkpoint = Checkpoint(file.path, file, family, sizes, names, _tokenizer(tokenizer, sizes.vocab))
+    chosen = {**settings, "profile": settings["profile"] or flow.compile_profile}
+    session = session_for(settings["device"], threads)
+    return FlowModel(checkpoint, name=flow.name, session=session, **chosen)
+
+
+def _parts(source: ModelFlow | BuiltModel, params: Mapping[str, Any] | None) -> tuple[ModelFlow, dict[str, Array]]:
+    """The flow and its weights as arrays; f64 becomes f32."""
+    if isinstance(source, BuiltModel):
+        if source.flow is None:
+            raise GraphError(f"load: {source!r} was not built from a flow", hint="rlx.load(flow, params=...)")
+        own = {name: source.params[name] for name in source.params if name not in source.params.computed}
+        flow, params = source.flow, own if params is None else params
+    else:
+        flow = source
+    if not isinstance(params, Mapping):
+        problem = "has no params" if params is None else f"has params of type {type(params).__name__}"
+        hint = "rlx.load(flow, params=weights); flow.init(rlx.random.key(0)) makes random ones"
+        raise BindError(f"load: flow {flow.name!r} {problem}", hint=hint)
+    arrays = {name: np.asarray(value) for name, value in params.items()}
+    narrow = {name: a.astype(np.float32) for name, a in arrays.items() if a.dtype == F64.numpy}
+    return flow, {**arrays, **narrow}
+
+
+def _positions(flow: ModelFlow, context: int | None) -> int:
+    """The most positions that a flow can have: the rows of its RoPE tables, otherwise as many as are asked for."""
+    rows = [len(stage.cos) for stage in flow.stages if isinstance(stage, RopeTables)]
+    return min(rows) if rows else context or CONTEXT
+
+
+def _tokenizer(source: Tokenizer | str | Path | None, vocab: int) -> Tokenizer | None:
+    if source is None:
+        return None
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        source = Tokenizer.from_json(path / "tokenizer.json" if path.is_dir() else path)
+    if not isinstance(source, Tokenizer):
+        hint = "a path of tokenizer.json, or rlx.formats.Tokenizer"
+        raise RequestError(f"load: tokenizer is a {type(source).__name__}", hint=hint)
+    if source.vocab_size > vocab:
+        raise RequestError(f"load: the tokenizer has {source.vocab_size} tokens, the flow {vocab}")
+    return source
+
+
+def _check_inputs(flow: ModelFlow, weights: Mapping[str, Array]) -> None:
+    """Raise if the flow has inputs that generation does not set."""
+    nodes = flow.build(weights, strict=False).module.inputs
+    names = [str(node.attrs["name"]) for node in nodes if node.op == "input"]
+    others = [name for name in names if name not in INPUTS and not name.startswith("table")]
+    if others:
+        raise GraphError(
+            f"load: flow {flow.name!r} has an input {others[0]!r}, which generation does not set",
+            hint="generation sets tokens and positions",
+        )
