@@ -15,7 +15,7 @@ def _template(call: str) -> str:
 
 
 HERMES = _template("{{ '\\n<tool_call>\\n' }}" + _JSON + "{{ '\\n</tool_call>' }}")
-BARE = _template(_JSON.replace("arguments\"", "parameters\""))
+BARE = _template(_JSON.replace('arguments"', 'parameters"'))
 CODER = _template(
     "{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}{% for k, v in c.function.arguments.items() %}"
     "{{ '<parameter=' + k + '>\\n' }}{{ v if v is string else v | tojson }}{{ '\\n</parameter>\\n' }}{% endfor %}"
@@ -34,7 +34,7 @@ SECTION = _HEAD + _TURNS.replace(
 ARRAY = _HEAD + _TURNS.replace(
     "{%- for c in m.tool_calls or [] %}CALL{% endfor %}",
     "{%- if m.tool_calls %}{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}{{ '{\"name\": \"' + c.function.name + "
-    "'\", \"arguments\": ' }}{{ c.function.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}"
+    '\'", "arguments": \' }}{{ c.function.arguments | tojson }}{{ \', "id": "\' + c.id + \'"}\' }}'
     "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' }}{% endif %}",
 )
 THINKING = HERMES.replace(

@@ -127,7 +127,11 @@ def test_a_template_without_tools_is_refused() -> None:
 
 def test_the_formats_that_were_learnt() -> None:
     hermes = LEARNT["hermes"]
-    assert (hermes.begin, hermes.middle, hermes.end) == ('\n<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+    assert (hermes.begin, hermes.middle, hermes.end) == (
+        '\n<tool_call>\n{"name": "',
+        '", "arguments": ',
+        "}\n</tool_call>",
+    )
     assert hermes.in_object and learn_format(ChatTemplate(THINKING)) == hermes
     assert (LEARNT["section"].as_text, LEARNT["array"].id_length) == (True, 9)
     assert LEARNT["coder"].tags is not None and LEARNT["coder"].tags.before == "<parameter="

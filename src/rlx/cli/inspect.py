@@ -24,8 +24,8 @@ from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load as load_model
 from rlx.engine.build import build_checkpoint
-from rlx.engine.kv_cache import ring_blocks
 from rlx.engine.load_settings import CONTEXT
+from rlx.engine.page_pool import ring_blocks
 from rlx.engine.sampler import SYMBOLS as SAMPLER_SYMBOLS
 from rlx.errors import FormatError, NotFoundError, shortened
 from rlx.hir.lower import lower

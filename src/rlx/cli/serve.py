@@ -20,12 +20,17 @@ KEY_VARIABLE = "RLX_API_KEY"
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("serve", help="serve models over HTTP, for clients of OpenAI's API")
-    command.add_argument("models", nargs="*", metavar="MODEL", help="catalogue names, files, folders or org/name[:quant]")
+    command.add_argument(
+        "models", nargs="*", metavar="MODEL", help="catalogue names, files, folders or org/name[:quant]"
+    )
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     command.add_argument("--port", type=int, default=8000, metavar="N", help="port (8000); 0 takes a free one")
     command.add_argument("--alias", action="append", default=[], metavar="NAME[=MODEL]", help="another name of a model")
     command.add_argument(
-        "--key-file", type=Path, metavar="FILE", help=f"API keys, one per line, readable by you only; or ${KEY_VARIABLE}"
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"API keys, one per line, readable by you only; or ${KEY_VARIABLE}",
     )
     command.add_argument("--open", action="store_true", help="allow a public address without keys")
     command.add_argument("--host-name", action="append", default=[], metavar="NAME", help="name in Host headers")

@@ -25,8 +25,8 @@ from rlx.cli import console, parity
 from rlx.cli.loading import load
 from rlx.cli.parity import Difference
 from rlx.dtypes import DType
-from rlx.engine.kv_cache import KvCache
 from rlx.engine.language_model import LanguageModel
+from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import BatchSampling
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import FormatError, RlxError
@@ -376,7 +376,7 @@ def _inputs(model: Any) -> dict[str, Array]:
         "attention_mask": np.ones(row.shape, np.float32),
     }
     if model.built.cache is not None:
-        cache = KvCache(model.built.cache, 1, model.context)
+        cache = PagePool(model.built.cache, model.context).new(1)
         cache.reserve(count)
         cache.prepare_write(0, 0, count)
         inputs |= cache.rows(0, 1) | BatchSampling().draw([None] * count)

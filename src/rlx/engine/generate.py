@@ -1,14 +1,14 @@
-"""Generation: prefill of prompts in chunks through the decoder, then one compiled call per token.
+"""Compiled calls that prefill prompts and decode tokens, and a sequence while it is generated.
 
-Each call also samples and returns tokens; logits are copied only if they are needed. The bits of a
-sequence do not depend on its neighbours in the batch, on chunking or on reuse of a cached prefix, so the loop is free
-to arrange the work: prompts of similar length are prefilled together, and a sequence that ends makes room for the next.
+Each call also samples and returns tokens; logits are copied only if they are needed. The bits of a sequence do not
+depend on its neighbours in the batch, on chunking or on reuse of a cached prefix, so `scheduler.Scheduler` is free to
+arrange the work.
 """
 
 from __future__ import annotations
 
-from collections import abc, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import abc
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,10 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.interventions import Execute
-from rlx.engine.kv_cache import SPARE, CacheStore, KvCache
+from rlx.engine.kv_cache import KvCache, aligned
 from rlx.engine.logprobs import Logprob, TokenBytes, logprob_of
 from rlx.engine.logs import warn
+from rlx.engine.page_pool import SPARE, PagePool
 from rlx.engine.sampler import BatchSampling, Sampler, no_token, operand_input, short_repr
 from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
@@ -33,17 +34,6 @@ Inputs = Mapping[str, Array]
 CHUNK = 256  # prompt tokens per call: more are hardly faster, and an interrupt waits for the end of a call
 ROWS = 8  # sequences of a batch
 WASTE = 1.25  # maximum padding when prompts are prefilled together
-
-
-class Cancelled(Exception):
-    """Another thread has closed the stream."""
-
-
-@dataclass(slots=True)
-class Cancel:
-    """Tells a decoder to stop. No thread waits for it, so it needs no lock, which a fork could leave locked."""
-
-    wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +55,14 @@ class Pick:
 class Decoder:
     """A compiled decoder and the cache of one batch of sequences."""
 
-    def __init__(
-        self, compiled: CompiledGraph, cache: KvCache, cancel: Cancel | None = None, execute: Execute | None = None
-    ) -> None:
+    def __init__(self, compiled: CompiledGraph, cache: KvCache, execute: Execute | None = None) -> None:
         """`execute` runs the graph on inputs; the default is `compiled.run`."""
         self.compiled = compiled
         self.cache = cache
         self._execute = execute
-        self._cancel = Cancel() if cancel is None else cancel
         self.samples = operand_input("uniform") in compiled.input_types
         self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls without `sampling`
-        # the inputs of a decode step, and the rows, capacity and sampling that they are for
+        # the inputs of a decode step, and the rows, capacity, pools and sampling that they are for
         self._step_inputs: dict[str, Any] = {}
         self._step_rows: tuple[int, ...] = ()
         self._step_sampling: Inputs | None = None
@@ -83,7 +70,7 @@ class Decoder:
     @classmethod
     def start(cls, compiled: CompiledGraph, spec: KvCacheSpec, batch: int, context: int) -> Decoder:
         """A decoder with an empty cache."""
-        return cls(compiled, KvCache(spec, batch, context, compiled.allocator))
+        return cls(compiled, PagePool(spec, context, compiled.allocator).new(batch))
 
     def prefill(
         self, tokens: abc.Sequence[abc.Sequence[int]], offsets: abc.Sequence[int], first: int = 0,
@@ -96,7 +83,7 @@ class Decoder:
         tokens, offsets = self._with_recomputed(tokens, offsets, first)
         lengths = [start + len(row) for row, start in zip(tokens, offsets, strict=True)]
         longest = max(len(row) for row in tokens)
-        chunk = max(min(CHUNK // len(tokens), SPARE), 1)
+        chunk = aligned(min(CHUNK // len(tokens), SPARE), self.cache.spec)
         picks: list[Pick] = []
         for at in range(0, longest, chunk):
             pieces = [row[at : at + chunk] for row in tokens]
@@ -105,12 +92,13 @@ class Decoder:
             begins = [s + at for s in offsets]
             outputs = self.run(pieces, begins, np.array(picked, np.int32), first, lengths=lengths, sampling=sampling)
             self.compiled.drop_table_pages()
-            latest = self._picks(outputs)
+            latest = self.picks(outputs)
             ended = zip(picks or latest, latest, pieces, strict=True)
             picks = [new if piece else old for old, new, piece in ended]
         return picks
 
-    def _picks(self, outputs: abc.Sequence[Any]) -> list[Pick]:
+    def picks(self, outputs: abc.Sequence[Any]) -> list[Pick]:
+        """The next token of each row, of the outputs of a call."""
         if not self.samples:
             raise CapabilityError(f"generate: the main output of {self.compiled.name} is not logits [rows, vocab]")
         rows = zip(np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), strict=True)
@@ -152,25 +140,25 @@ class Decoder:
         width = max(len(row) for row in rows)
         tokens = np.zeros((len(rows), width), np.int32)
         positions = np.full((len(rows), width), -1, np.int32)
-        self.cache.reserve(max((end for row, end in zip(rows, ends, strict=True) if row), default=0))
         for i, (row, start) in enumerate(zip(rows, offsets, strict=True)):
             tokens[i, : len(row)] = row
             positions[i, : len(row)] = np.arange(start, start + len(row))
-            self.cache.prepare_write(first + i, start, start + len(row), lengths[i])
-            del self.cache.tokens[first + i][start:]
-        states = self.cache.rows(first, first + len(rows))
         inputs = {"tokens": tokens, "positions": positions, "last_token_idx": picked}
         if self.cache.spec.lengths:
             inputs["lengths"] = np.array(lengths, np.int32)
         inputs |= self._sampling(len(picked)) if sampling is None else sampling
-        outputs = self._call({**inputs, **states, **(more or {})}, first, first + len(rows))
+        with self.cache.pool.calling():
+            self.cache.reserve(max((end for row, end in zip(rows, ends, strict=True) if row), default=0))
+            for i, (start, end) in enumerate(zip(offsets, ends, strict=True)):
+                self.cache.prepare_write(first + i, start, end, lengths[i])
+                del self.cache.tokens[first + i][start:]
+            states = self.cache.rows(first, first + len(rows))
+            outputs = self._call({**inputs, **states, **(more or {})}, first, first + len(rows))
         for i, row in enumerate(rows):
             self.cache.tokens[first + i] += row
         return outputs
 
     def _call(self, inputs: Mapping[str, Any], first: int, end: int) -> list[Any]:
-        if self._cancel.wanted:
-            raise Cancelled
         try:
             return self.compiled.run(inputs) if self._execute is None else self._execute(inputs)
         except BaseException:
@@ -189,8 +177,23 @@ class Decoder:
             ]
             if recomputed:
                 return self._decode_recomputing(tokens, recomputed, first, sampling)
+        with self.cache.pool.calling():
+            inputs = self._prepare_step(tokens, rows, first, sampling)
+            outputs = self._call(inputs, first, first + len(tokens))
+        for token, row in zip(tokens, rows, strict=True):
+            if token >= 0:
+                row.append(token)
+        return self.picks(outputs)
+
+    def _prepare_step(
+        self, tokens: abc.Sequence[int], rows: abc.Sequence[list[int]], first: int, sampling: Inputs
+    ) -> dict[str, Any]:
+        """Inputs of a decode step, in arrays that steps reuse."""
         self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
-        key = (first, len(tokens), self.cache.blocks)
+        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+            if token >= 0:
+                self.cache.prepare_write(first + i, len(row), len(row) + 1)
+        key = (first, len(tokens), self.cache.blocks, self.cache.pool.version)
         if self._step_rows != key or self._step_sampling is not sampling:
             shape, count = (len(tokens), 1), len(tokens)
             inputs: dict[str, Any] = {"tokens": np.zeros(shape, np.int32), "positions": np.zeros(shape, np.int32)}
@@ -201,17 +204,11 @@ class Decoder:
             self._step_rows, self._step_sampling = key, sampling
         inputs = self._step_inputs
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            if token >= 0:
-                self.cache.prepare_write(first + i, len(row), len(row) + 1)
             inputs["tokens"][i, 0] = max(token, 0)
             inputs["positions"][i, 0] = -1 if token < 0 else len(row)
             if self.cache.spec.lengths:
                 inputs["lengths"][i] = len(row) + 1
-        outputs = self._call(inputs, first, first + len(tokens))
-        for token, row in zip(tokens, rows, strict=True):
-            if token >= 0:
-                row.append(token)
-        return self._picks(outputs)
+        return inputs
 
     def _decode_recomputing(
         self, tokens: abc.Sequence[int], recomputed: abc.Sequence[int], first: int, sampling: Inputs
@@ -279,14 +276,15 @@ class Sequence:
 
     def watch(self, recorder: CallRecorder) -> None:
         """Record the time of sampling in Python, and of decoding text."""
-        recorder.watch(self.sampler, ("uniform", "allowed", "accept"), "sampling in Python")
+        recorder.watch(self.sampler, ("draw", "accept"), "sampling in Python")
         if self._stream is not None:
             recorder.watch(self._stream, ("push", "flush"), "text of tokens")
 
-    def close(self) -> None:
-        """End the timing of a closed stream: without a first token, prefill took until now."""
+    def close(self, reason: str = "") -> str:
+        """End a sequence early; returns the rest of its text. Without a first token, prefill took until now."""
         if self._started and not self._first_token:
             self._last_token = perf_counter()
+        return self._finish(reason) if reason and not self.finish_reason else ""
 
     def accept(self, pick: Pick) -> str:
         """Append the next token; returns the new text, without what may begin a stop string."""
@@ -322,7 +320,6 @@ class Sequence:
         return piece + self._end("length") if len(self.tokens) >= self.limit else piece
 
     def _end(self, reason: str) -> str:
-        self.finish_reason = reason
         if reason == "length" and self.requested > self.limit:
             count = f"{self.limit} token{'s' * (self.limit != 1)}"
             warn(
@@ -331,6 +328,10 @@ class Sequence:
                 count,
                 short_repr(self.requested),
             )
+        return self._finish(reason)
+
+    def _finish(self, reason: str) -> str:
+        self.finish_reason = reason
         last = self._held + ("" if self._stream is None else self._stream.flush())
         self.text += last
         return last
@@ -353,57 +354,3 @@ class Sequence:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def generate_loop(
-    decoder: Decoder, sequences: abc.Sequence[Sequence], store: CacheStore
-) -> Iterator[tuple[Sequence, str]]:
-    """Generate sequences in the rows of a cache; yields (sequence, new text) per token. Closing the iterator stops it.
-
-    A cache of one row already holds the cached prefix of the prompt; rows of a batch are restored from the store.
-    """
-    waiting = deque(sorted(sequences, key=lambda s: -len(s.prompt)))
-    rows: list[Sequence | None] = [None] * decoder.cache.batch
-    sampling = BatchSampling()
-    while True:
-        for first, group in _admit(rows, waiting, decoder.cache, store):
-            draws = BatchSampling().draw([s.sampler for s in group])
-            picks = decoder.prefill([s.prompt[s.cached :] for s in group], [s.cached for s in group], first, draws)
-            for sequence, pick in zip(group, picks, strict=True):
-                yield sequence, sequence.accept(pick)
-        live = [(row, s) for row, s in enumerate(rows) if s is not None and not s.finish_reason]
-        rows = [None] * len(rows)
-        for row, sequence in live:
-            rows[row] = sequence
-        if live:
-            first, end = live[0][0], live[-1][0] + 1
-            draws = sampling.draw([None if s is None else s.sampler for s in rows[first:end]])
-            picks = decoder.decode([-1 if s is None else s.tokens[-1] for s in rows[first:end]], first, draws)
-            for row, sequence in live:
-                yield sequence, sequence.accept(picks[row - first])
-        elif not waiting:
-            return
-
-
-def _admit(
-    rows: list[Sequence | None], waiting: deque[Sequence], cache: KvCache, store: CacheStore
-) -> Iterator[tuple[int, list[Sequence]]]:
-    """Assign waiting sequences to free rows; yields (first row, sequences) with similar prefill lengths."""
-    first, group = 0, list[Sequence]()
-    for row, occupant in enumerate(rows):
-        if occupant is not None or not waiting:
-            continue
-        sequence = waiting.popleft()
-        rows[row] = sequence
-        if group and cache.worth_waiting(sequence.prompt, [s.prompt for s in group]):
-            yield first, group  # its prefix can then be copied instead of prefilled
-            group = []
-        sequence.begin(store.restore_prefix(cache, row, sequence.prompt) if len(rows) > 1 else len(cache.tokens[row]))
-        lengths = [len(s.prompt) - s.cached for s in (*group, sequence)]
-        if group and (row != first + len(group) or max(lengths) * len(lengths) > WASTE * sum(lengths)):
-            yield first, group
-            group = []
-        first = first if group else row
-        group.append(sequence)
-    if group:
-        yield first, group

@@ -1,21 +1,21 @@
 """Editing and capturing values while a model generates: what runs in place of the model's own graph.
 
 Edits are compiled into the graph (`graph_edits`), and captured values are extra outputs. Keys and values depend on
-edits, so each set of numbers has a prefix cache of its own. With captures nothing comes from a prefix cache: every
-token runs.
+edits, so each set of edits and numbers has a namespace of its own in the prefix cache. With captures nothing comes from
+the prefix cache: every token runs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.engine.kv_cache import CacheStore
+from rlx.engine.page_pool import PagePool
 from rlx.free_memory import require
 from rlx.runtime.compiled import CompiledGraph
 from rlx.types import sym
@@ -26,16 +26,16 @@ if TYPE_CHECKING:  # imported for the first edit: a warm start builds no graph
     from rlx.inspect.call_report import CallRecorder
 
 Execute = Callable[[Mapping[str, Any]], list[Any]]
-STORES = 2  # prefix caches of an edited graph, one per set of numbers
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How the decoder of a request runs: a graph, the function that runs it, and the prefix cache."""
+    """How the decoder of a request runs: a graph, the function that runs it, and the pool of pages."""
 
     compiled: CompiledGraph
     execute: Execute | None  # None: `compiled.run`
-    caches: CacheStore
+    pool: PagePool
+    digest: str = ""  # of edits and their numbers: a namespace of the prefix cache
     captures: Captures | None = None
 
 
@@ -78,15 +78,6 @@ class EditedGraph:
 
     compiled: CompiledGraph
     outputs: Mapping[str, int]  # captured values: name -> index
-    stores: dict[str, CacheStore] = field(default_factory=dict)  # by digest of the numbers
-
-    def store(self, digest: str, new: Callable[[], CacheStore]) -> CacheStore:
-        """The prefix cache of these numbers."""
-        store = self.stores.pop(digest, None) or new()
-        self.stores[digest] = store
-        while len(self.stores) > STORES:
-            self.stores.pop(next(iter(self.stores))).close()
-        return store
 
     def captures(self) -> Captures | None:
         """An empty record of captured values; None if nothing is captured."""
@@ -126,10 +117,8 @@ def execution(
         return EditedGraph(model._compile(edited), wanted)
 
     graph = model._interventions.get_or_make((frozenset(patterns), edits.key), make)
-    spec, context, memory = model.caches.spec, model.caches.context, model.caches.memory
-    with model._lock:
-        store = graph.store(edits.digest, lambda: CacheStore(spec, context, memory))
-    numbers, run = edits.numbers, run_of(graph.compiled, recorder)
+    digest = f"{edits.key} {edits.digest}"
+    pool, numbers, run = model.caches, edits.numbers, run_of(graph.compiled, recorder)
 
     def start() -> Execution:
         captures = graph.captures()
@@ -140,6 +129,6 @@ def execution(
                 captures.record(inputs, outputs)
             return outputs
 
-        return Execution(graph.compiled, execute, store, captures)
+        return Execution(graph.compiled, execute, pool, digest, captures)
 
     return start

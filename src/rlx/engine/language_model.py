@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -13,18 +14,20 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine import generate as generation
-from rlx.engine.generate import Cancel, Cancelled, Decoder, generate_loop
+from rlx.engine.generate import Decoder
 from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.generate import Timings as Timings
 from rlx.engine.generate import Usage as Usage
-from rlx.engine.interventions import EditedGraph, Execution, execution
-from rlx.engine.kv_cache import CacheStore
+from rlx.engine.interventions import Captures, EditedGraph, Execution, execution
+from rlx.engine.kv_cache import aligned
 from rlx.engine.load_settings import as_int
 from rlx.engine.logprobs import Logprob, Score, TokenBytes
 from rlx.engine.model import NOTHING, Model, Recent
+from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import Sampler, Sampling, short_repr
+from rlx.engine.scheduler import Request, Scheduler, Ticket
 from rlx.engine.scoring import scores_of, text_after
-from rlx.errors import CapabilityError, ContextError, FormatError, RequestError, ResourceError, RlxError, shortened
+from rlx.errors import CapabilityError, ContextError, FormatError, RequestError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require
@@ -89,9 +92,10 @@ class TextStream(Iterator[str]):
     def __init__(self, model: LanguageModel, sequence: TokenSequence, run: Execution) -> None:
         self._model = model
         self._sequence = sequence
-        self._run = run
-        self._cancel = Cancel()
-        self._pieces = _pieces(model, sequence, run, self._cancel)
+        self._captures = run.captures
+        scheduler, self._new = model._scheduler(run, 1), list[str]()
+        self._ticket = scheduler.add(sequence, on_piece=lambda _, piece, new=self._new: new.append(piece))
+        self._pieces = _pieces(model, scheduler, self._ticket, self._new)
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -114,7 +118,7 @@ class TextStream(Iterator[str]):
 
     def close(self) -> None:
         """Stop generating and release the cache for other calls."""
-        self._cancel.wanted = True
+        self._ticket.cancel()
         with suppress(ValueError):  # the generator runs in another thread and ends by itself
             self._pieces.close()
 
@@ -123,7 +127,7 @@ class TextStream(Iterator[str]):
         """The text so far, its tokens, usage and timings. Raises RequestError while the stream is running."""
         if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
             raise RequestError("stream: it has not ended", hint="read it to its end or close it")
-        return self._model._completion(self._sequence, self._run)
+        return self._model.completion_of(self._sequence, self._captures)
 
     def __repr__(self) -> str:
         ended = inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED
@@ -142,24 +146,23 @@ class TextStream(Iterator[str]):
         self.close()
 
 
-def _pieces(
-    model: LanguageModel, sequence: TokenSequence, run: Execution, cancel: Cancel
-) -> Generator[str, None, None]:
+def _pieces(model: LanguageModel, scheduler: Scheduler, ticket: Ticket, new: list[str]) -> Generator[str, None, None]:
     """Not a method: that would keep the stream alive, so leaving a loop by `break` would not close it."""
-    try:
+    with closing(scheduler):
         model._check_usable()  # again: the stream may start long after it was created
-        with model._decoder([sequence], run, cancel) as decoder, suppress(Cancelled):
-            for _, piece in generate_loop(decoder, [sequence], run.caches):
-                if piece:
-                    yield piece
-    finally:
-        sequence.close()
+        while not ticket.done:
+            scheduler.step()
+            pieces = [piece for piece in new if piece]
+            new.clear()
+            yield from pieces
+        if ticket.error is not None:
+            raise ticket.error
 
 
 class LanguageModel(Model):
     """A decoder. Thread-safe: each call has its own KV cache, and later prompts with the same prefix reuse it."""
 
-    caches: CacheStore
+    caches: PagePool  # pages of running sequences and of the prefix cache
     _bases: Recent[frozenset[str], BuiltModel]  # graphs before edits, by captured patterns
     _interventions: Recent[tuple[frozenset[str], tuple[tuple[str, str], ...]], EditedGraph]
 
@@ -301,7 +304,7 @@ class LanguageModel(Model):
             with _tokenizing(recorder):
                 rows = zip(prompt if many else [prompt], places, strict=True)
                 tokens = [self.prompt_ids(p, where) for p, where in rows]
-            sequences = [self._new_sequence(t, settings, w) for t, w in zip(tokens, places, strict=True)]
+            sequences = [self.new_sequence(settings.request(self, t), w) for t, w in zip(tokens, places, strict=True)]
             return self._complete(_watched(sequences, recorder), start)
 
         completions = self._recorded(trace, "generate", call)
@@ -336,7 +339,7 @@ class LanguageModel(Model):
             start = execution(self, edit, capture, recorder)
             with _tokenizing(recorder):
                 tokens = self.chat_tokens(messages, system=system)
-            sequence = self._new_sequence(tokens, settings, "chat", answer=True)
+            sequence = self.new_sequence(settings.request(self, tokens, answer=True), "chat")
             return self._complete(_watched([sequence], recorder), start)[0]
 
         return self._recorded(trace, "chat", call)
@@ -344,7 +347,7 @@ class LanguageModel(Model):
     def _answer(self, tokens: list[int], settings: _Settings, more: Mapping[str, Any]) -> Completion:
         """The completion of a rendered conversation, with more settings of its sampling."""
         settings = replace(settings, sampling=replace(settings.sampling, **more))
-        sequence = self._new_sequence(tokens, settings, "chat", answer=True)
+        sequence = self.new_sequence(settings.request(self, tokens, answer=True), "chat")
         return self._complete([sequence], execution(self, None, None))[0]
 
     def astream(self, prompt: str | Sequence[int] | Messages, **settings: Any) -> AsyncTextStream:
@@ -378,7 +381,7 @@ class LanguageModel(Model):
         tokens = (
             self.chat_tokens(prompt, system=system) if is_chat else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
         )
-        return TextStream(self, self._new_sequence(tokens, settings, "stream", answer=chat or is_chat), start())
+        return TextStream(self, self.new_sequence(settings.request(self, tokens, chat or is_chat), "stream"), start())
 
     @overload
     def score(  # type: ignore[overload-overlap]  # a str is also a sequence of strings
@@ -419,7 +422,7 @@ class LanguageModel(Model):
             start = execution(self, None, None, recorder)
             with _tokenizing(recorder):
                 tokens = random if prompt is None else self.prompt_ids(prompt, "report")
-            sequence = self._new_sequence(tokens, checked, "report", ends=prompt is not None)
+            sequence = self.new_sequence(checked.request(self, tokens), "report", ends=prompt is not None)
             self._complete(_watched([sequence], recorder), start)
 
         return self._measured("generate", call)
@@ -432,7 +435,7 @@ class LanguageModel(Model):
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
-        chunk = max(min(LOGIT_BYTES // (4 * self.facts.vocab), generation.CHUNK), 1)
+        chunk = aligned(min(LOGIT_BYTES // (4 * self.facts.vocab), generation.CHUNK), self.caches.spec)
         results: list[Array] = []
         for at in range(0, len(ids), chunk):
             piece = ids[at : at + chunk]
@@ -454,42 +457,43 @@ class LanguageModel(Model):
         return results
 
     # -- inside --
-    def check_fits(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
+    def check_fits(
+        self, tokens: list[int], max_tokens: int | None, where: str, context: int | None = None
+    ) -> list[int]:
         """Return the tokens of a prompt; raises if there are none, or too many for the context."""
         if not tokens:
             raise RequestError(f"{where}: there are no tokens", hint="give a text or token ids")
-        size, room = len(tokens), self.context - len(tokens)
+        context = self.context if context is None else context
+        size, room = len(tokens), context - len(tokens)
         if room < 0 or (room == 0 and max_tokens != 0):
             raise ContextError(
-                f"{where}: the prompt has {size} token{'s' * (size != 1)}, the context holds {self.context}"
+                f"{where}: the prompt has {size} token{'s' * (size != 1)}, the context holds {context}"
                 + (" and an answer needs room too" if room == 0 else ""),
-                context=self.context,
+                context=context,
                 tokens=size,
                 hint="shorten the prompt or load the model with a larger context=",
             )
         return tokens
 
-    def _new_sequence(
-        self, tokens: list[int], settings: _Settings, where: str, answer: bool = False, ends: bool = True
+    def new_sequence(
+        self, request: Request, where: str, *, ends: bool = True, context: int | None = None
     ) -> TokenSequence:
         """A checked sequence; unless it `ends`, the model's end-of-text tokens are tokens like others."""
-        self.check_fits(tokens, settings.max_tokens, where)
+        context = self.context if context is None else context
+        tokens = self.check_fits(self.token_ids(request.tokens, where), request.max_tokens, where, context)
         tokenizer = self.checkpoint.tokenizer
-        room = self.context - len(tokens)
+        room = context - len(tokens)
         text, stop_ids = None, frozenset[int]()
         if tokenizer is not None:
             # An answer is a new text; a continuation keeps the space before its first word.
-            continues = not answer and not tokenizer.special_ids.issuperset(tokens)
+            continues = not request.answer and not tokenizer.special_ids.issuperset(tokens)
             text = tokenizer.stream(skip_special=True, continues=continues)
             stop_ids = frozenset(tokenizer.stop_ids if ends else ())
-        sampling = settings.sampling
-        if settings.structure is not None:
-            sampling = replace(sampling, allowed=self.grammars.follow(settings.structure, tokens, answer))
-        sampler = Sampler(sampling, tokens, self.vocab_size, scored=settings.logprobs > 0)
+        sampler = Sampler(request.sampling, tokens, self.vocab_size, scored=request.logprobs > 0)
         return TokenSequence(
             tokens, sampler, vocab=self.vocab_size, text=text,
-            limit=room if settings.max_tokens is None else min(settings.max_tokens, room),
-            asked=settings.max_tokens, stop=settings.stop, stop_ids=stop_ids, top=settings.logprobs,
+            limit=room if request.max_tokens is None else min(request.max_tokens, room),
+            asked=request.max_tokens, stop=request.stop, stop_ids=stop_ids, top=request.logprobs,
             token_bytes=self.token_bytes,
         )  # fmt: skip
 
@@ -499,48 +503,35 @@ class LanguageModel(Model):
         tokenizer = self.checkpoint.tokenizer
         return None if tokenizer is None else tokenizer.token_bytes
 
-    @contextmanager
-    def _decoder(
-        self, sequences: Sequence[TokenSequence], run: Execution, cancel: Cancel | None = None
-    ) -> Iterator[Decoder]:
-        """A decoder for some sequences; its KV cache goes to the prefix cache afterwards."""
-        compiled, execute, caches = run.compiled, run.execute, run.caches
-        if run.captures is not None:  # all tokens run, so none come from the prefix cache
-            yield Decoder(compiled, caches.new(1), cancel, execute)
-            return
-        if len(sequences) > 1:
-            batch = caches.new(min(len(sequences), generation.ROWS))
-            yield Decoder(compiled, batch, cancel, execute)
-            with suppress(ResourceError):  # the answers are complete without it
-                caches.release_rows(batch)
-            return
-        cache = caches.acquire(sequences[0].prompt)
-        try:
-            yield Decoder(compiled, cache, cancel, execute)
-        finally:
-            caches.release(cache)
-
     def _complete(self, sequences: list[TokenSequence], start: Callable[[], Execution]) -> list[Completion]:
         run = start()
         if run.captures is not None and len(sequences) > 1:  # a record has the values of one sequence
             return [self._complete([sequence], start)[0] for sequence in sequences]
-        with self._decoder(sequences, run) as decoder:
-            for _ in generate_loop(decoder, sequences, run.caches):
-                pass
-        return [self._completion(s, run) for s in sequences]
+        scheduler = self._scheduler(run, len(sequences))
+        with closing(scheduler):
+            # longest first: prompts of similar length are prefilled together
+            tickets = [scheduler.add(s) for s in sorted(sequences, key=lambda s: -len(s.prompt))]
+            while scheduler.step():
+                for ticket in tickets:
+                    if ticket.error is not None:
+                        raise ticket.error
+        return [self.completion_of(s, run.captures) for s in sequences]
 
-    def _completion(self, s: TokenSequence, run: Execution) -> Completion:
+    def _scheduler(self, run: Execution, count: int) -> Scheduler:
+        """A scheduler for the sequences of one call: nobody waits for the next token, so prompts come first."""
+        rows = max(min(count, generation.ROWS), 1)
+        return Scheduler(self, rows=rows, max_queued=count, stall=math.inf, execution=run)
+
+    def completion_of(self, s: TokenSequence, captures: Captures | None = None) -> Completion:
+        """The completion of a sequence that has ended."""
         return Completion(
             s.text, s.tokens, s.finish_reason or "closed", s.usage, s.timings, s.sampler.seed,
             self.fingerprint(s.sampler.seed), s.logprobs,
-            None if run.captures is None else run.captures.arrays(len(s.prompt)),
+            None if captures is None else captures.arrays(len(s.prompt)),
         )  # fmt: skip
 
     def _graphs(self) -> list[CompiledGraph]:
         return super()._graphs() + [edited.compiled for edited in self._interventions.values()]
-
-    def _cache_stores(self) -> list[CacheStore]:
-        return super()._cache_stores() + [s for edited in self._interventions.values() for s in edited.stores.values()]
 
     def _drop_graphs(self) -> None:
         super()._drop_graphs()
@@ -566,6 +557,13 @@ class _Settings:
         limit = None if max_tokens is None else _count("max_tokens", max_tokens)
         structure, plain = _structure(sampling)
         return cls(limit, strings, _count("logprobs", logprobs), Sampling.of(plain), structure)
+
+    def request(self, model: LanguageModel, tokens: list[int], answer: bool = False) -> Request:
+        """A request; each one follows the structure by itself."""
+        sampling = self.sampling
+        if self.structure is not None:
+            sampling = replace(sampling, allowed=model.grammars.follow(self.structure, tokens, answer))
+        return Request(tokens, self.max_tokens, self.stop, self.logprobs, sampling, answer)
 
 
 def _structure(settings: Mapping[str, Any]) -> tuple[Structure | None, Mapping[str, Any]]:

@@ -14,9 +14,9 @@ import numpy as np
 import rlx
 from rlx.arrays import Array
 from rlx.engine.foreign_names import attribute_hint
-from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.logs import warn
+from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, ContextError, RequestError
 from rlx.fork_safe_locks import Lock
@@ -145,7 +145,7 @@ class Model:
         if prepared is None:
             self._compiled = self._compile(self.built)
         spec = self.built.cache if prepared is None else prepared.cache
-        self.caches = None if spec is None else CacheStore(spec, self.context, self._session.device.backend.allocator)
+        self.caches = None if spec is None else PagePool(spec, self.context, self._session.device.backend.allocator)
         # now: the file may be closed before a call ends
         self.digest = self._weights_digest() if prepared is None else prepared.digest
 
@@ -470,8 +470,8 @@ class Model:
         from rlx.engine.memory import memory_of
 
         with self._lock:
-            graphs, caches = self._graphs(), self._cache_stores()
-        return memory_of(graphs, sum(store.nbytes for store in caches))
+            graphs = self._graphs()
+        return memory_of(graphs, 0 if self.caches is None else self.caches.nbytes)
 
     def _graphs(self) -> list[CompiledGraph]:
         """All compiled graphs of the model."""
@@ -479,16 +479,12 @@ class Model:
         graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
         return graphs + [applied.compiled for applied in self._applications.values()]
 
-    def _cache_stores(self) -> list[CacheStore]:
-        """All prefix caches of the model."""
-        return [] if self.caches is None else [self.caches]
-
     def close(self) -> None:
         """Release memory and files. Calls in progress either finish or raise, as later calls do."""
         self._compiled = self._checkpoint = None  # first, so that calls that miss the rest raise "closed"
         self._builds = []
-        for store in self._cache_stores():
-            store.close()
+        if self.caches is not None:
+            self.caches.close()
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -11,70 +11,83 @@ from rlx.arrays import Array
 NONE = -1  # no page yet
 
 
-class PageTable:
-    """The pages of a batch of sequences in the layers of one window. Rows share pages until one of them writes.
+class Pages:
+    """The pages of the layers of one window: reference counts, and which pages are free. The lowest is taken first."""
 
-    Each row owns a run of consecutive pages, so a sequence is contiguous unless it shares pages.
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes  # in all layers
+        self.users: list[int] = []  # reference count per page that was ever taken
+        self._free: list[int] = []  # a heap
+
+    @property
+    def used(self) -> int:
+        """Number of pages in use."""
+        return len(self.users) - len(self._free)
+
+    def next_page(self) -> int:
+        """The page that `take` would return."""
+        return self._free[0] if self._free else len(self.users)
+
+    def take(self) -> int:
+        """A free page, with one user."""
+        if self._free:
+            page = heappop(self._free)
+            self.users[page] = 1
+            return page
+        self.users.append(1)
+        return len(self.users) - 1
+
+    def share(self, page: int) -> int:
+        """Add a user to a page."""
+        self.users[page] += 1
+        return page
+
+    def release(self, page: int) -> None:
+        self.users[page] -= 1
+        if not self.users[page]:
+            heappush(self._free, page)
+
+
+class PageTable:
+    """The pages of a batch of sequences in the layers of one window.
+
+    A row may write a page that it took itself, or that nobody else uses. Its own page may also be in the prefix cache:
+    then it only appends (`KvCache.published` says where).
     """
 
     def __init__(self, rows: int) -> None:
         self.numbers: Array = np.zeros((rows, 0), np.int32)  # as kernels read them
-        self._pages: list[list[int]] = [[] for _ in range(rows)]  # the same as lists, which are faster to index
-        self._users: list[int] = []  # reference count per page
-        self._run = 0  # pages per row
-        self._touched: set[int] = set()
+        self.pages: list[list[int]] = [[] for _ in range(rows)]  # the same as lists, which are faster to index
+        self.own: list[set[int]] = [set() for _ in range(rows)]  # blocks whose page the row took itself
 
     @property
     def blocks(self) -> int:
-        return len(self._pages[0])
+        return self.numbers.shape[1]
 
-    @property
-    def pages(self) -> int:
-        return len(self._users)
-
-    @property
-    def touched(self) -> int:
-        """Number of pages ever written."""
-        return len(self._touched)
-
-    def grow(self, blocks: int, run: int) -> None:
-        """Grow to `blocks` blocks and `run` pages per row (`run` >= `blocks`); pages keep their numbers."""
-        self._run = run
-        self._users += [0] * (len(self._pages) * run - self.pages)
-        for row in self._pages:
+    def grow(self, blocks: int) -> None:
+        """Grow to `blocks` blocks per row."""
+        for row in self.pages:
             row += [NONE] * (blocks - len(row))
-        self.numbers = np.array(self._pages, np.int32).reshape(len(self._pages), blocks)
+        self.numbers = np.array(self.pages, np.int32).reshape(len(self.pages), blocks)
 
-    def page(self, row: int, block: int) -> int:
-        """The page of a block, or NONE."""
-        return self._pages[row][block]
+    def put(self, row: int, block: int, page: int, own: bool) -> None:
+        """Set the page of a block; the caller counts its users."""
+        self.pages[row][block] = self.numbers[row, block] = page
+        if own:
+            self.own[row].add(block)
+        else:
+            self.own[row].discard(block)
 
-    def make_private(self, row: int, block: int) -> tuple[int, int] | None:
-        """Give a block that is about to be written its own page; returns (old, new) if it shared one."""
-        page = self._pages[row][block]
-        if page != NONE and self._users[page] == 1:
-            return None
-        new = row * self._run + block
-        if self._users[new]:  # another row shares it
-            new = self._users.index(0)
-        self._touched.add(new)
-        self._put(row, block, new)
-        return None if page == NONE else (page, new)
+    def clear(self, row: int) -> list[int]:
+        """Empty a row; returns the pages it had."""
+        pages = [page for page in self.pages[row] if page != NONE]
+        self.pages[row] = [NONE] * self.blocks
+        self.numbers[row] = NONE
+        self.own[row] = set()
+        return pages
 
-    def share(self, row: int, other: int, blocks: Iterable[int]) -> None:
-        """Make a row reference these blocks of another row, and no others."""
-        pages = {block: self._pages[other][block] for block in blocks}
-        for block in range(self.blocks):
-            self._put(row, block, pages.get(block, NONE))
-
-    def release(self, row: int) -> None:
-        """Release the pages of a row."""
-        self.share(row, row, ())
-
-    def _put(self, row: int, block: int, page: int) -> None:
-        old = self._pages[row][block]
-        if page != NONE:
-            self._users[page] += 1
-        if old != NONE:
-            self._users[old] -= 1
-        self._pages[row][block] = self.numbers[row, block] = page
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        for rows in (self.pages, self.own):
+            rows[a], rows[b] = rows[b], rows[a]  # type: ignore[index]
+        self.numbers[[a, b]] = self.numbers[[b, a]]

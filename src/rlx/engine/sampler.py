@@ -6,7 +6,6 @@ it and the seed.
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +89,9 @@ class Sampling:
         if self.allowed is not None and not callable(self.allowed):
             object.__setattr__(self, "allowed", _as_words(self.allowed))
         if self.logits_processor is not None and not callable(self.logits_processor):
-            raise RequestError(f"sampling: logits_processor is {short_repr(self.logits_processor)}, expected a function")
+            raise RequestError(
+                f"sampling: logits_processor is {short_repr(self.logits_processor)}, expected a function"
+            )
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(
                 f"sampling: logit_bias is {short_repr(self.logit_bias)}, expected a mapping from token ids"
@@ -174,7 +175,7 @@ class Sampler:
         if settings.allowed is not None and not callable(settings.allowed):
             self._fixed_mask = _as_words(settings.allowed, vocab)
         self._picked: list[int] = []  # for functions of the tokens so far
-        self._uniform = 0.0  # the latest random number
+        self._drawn: tuple[float, Array | None] | None = None
         self.seed = _fresh_seed() if settings.seed is None else int(settings.seed)
         self._random = np.random.Generator(np.random.Philox(self.seed)) if settings.temperature else None
         repeats = settings.repetition_penalty != 1
@@ -184,8 +185,7 @@ class Sampler:
 
     def uniform(self) -> float:
         """The random number of the next token; greedy ones need none."""
-        self._uniform = 0.0 if self._random is None else self._random.random()
-        return self._uniform
+        return 0.0 if self._random is None else self._random.random()
 
     def pick_processed(self, logits: Array) -> int:
         """The next token by processed logits `[vocab]`, on the host: -1 if no logit is finite."""
@@ -202,10 +202,7 @@ class Sampler:
         from rlx.ir import registry
         from rlx.ops import sampling  # noqa: F401  declares the op
 
-        twin = copy.copy(self)
-        twin._random = None
-        inputs = BatchSampling().draw([twin])
-        inputs[operand_input("uniform")][0] = self._uniform
+        inputs = BatchSampling().draw([self])
         operands: list[Any] = [inputs[operand_input(name)] for name in OPERANDS]
         reference: Any = registry.get("sample_tokens").reference
         return int(reference(logits[None], *operands)[0][0])
@@ -217,8 +214,15 @@ class Sampler:
             return None if mask is None else _as_words(mask, self.vocab)
         return self._fixed_mask
 
+    def draw(self) -> tuple[float, Array | None]:
+        """The random number and the bitmask of the next token: the same ones until it is accepted."""
+        if self._drawn is None:
+            self._drawn = self.uniform(), self.allowed()
+        return self._drawn
+
     def accept(self, token: int) -> None:
         """Add a picked token to the history."""
+        self._drawn = None
         if self._keeps_history:
             self.history.append(token)
         if callable(self.settings.allowed) or self.settings.logits_processor is not None:
@@ -260,9 +264,8 @@ class BatchSampling:
         uniform, allowed, history = (self._arrays[operand_input(name)] for name in ("uniform", "allowed", "history"))
         for row, sampler in enumerate(rows):
             if sampler is not None:
-                uniform[row] = sampler.uniform()
+                uniform[row], mask = sampler.draw()
                 if sampler.settings.allowed is not None:
-                    mask = sampler.allowed()
                     allowed[row] = ALL_BITS if mask is None else mask
                 tokens, written = sampler.history, self._written[row]
                 if written < len(tokens):

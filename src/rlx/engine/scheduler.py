@@ -1,112 +1,667 @@
-"""A stand-in for the scheduler: requests run one by one."""
+"""The scheduler: requests join and leave a batch at any step, and each gets the bits that it gets alone.
+
+A step decodes one token of every running row and then prefills one slice of a prompt. While anybody decodes, a slice
+takes about `stall` seconds; bits do not depend on where prompts are cut, so slices may follow the clock. Prompts share
+pages with earlier ones that begin alike (`prefix_tree`). If pages run out, the youngest row is preempted: its prompt
+and text are prefilled again later, which the text does not show.
+
+`model.generate`, `chat` and `stream` step a scheduler of their own in the caller's thread, a server one for all its
+requests in a thread of its own. Several models take turns with `step_all`.
+"""
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rlx.engine import generate as generation
+from rlx.engine.fair_shares import FairShares
+from rlx.engine.generate import Decoder, Pick
 from rlx.engine.generate import Sequence as TokenSequence
-from rlx.engine.sampler import Sampling
-from rlx.errors import OverloadedError, RlxError
+from rlx.engine.kv_cache import CHECKPOINT, CUT, KvCache
+from rlx.engine.page_pool import PagePool, PoolFull
+from rlx.engine.prefix_tree import common
+from rlx.engine.sampler import GREEDY, BatchSampling, Sampling
+from rlx.engine.statistics import Counters, Statistics
+from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
+from rlx.fork_safe_locks import Lock
 
 if TYPE_CHECKING:
-    from rlx.engine.language_model import Completion, LanguageModel, TextStream
+    from rlx.engine.interventions import Execution
+    from rlx.engine.language_model import Completion, LanguageModel
+
+STALL = 0.2  # seconds that a slice of prefill may hold up those who decode
+SLICE = 16  # tokens: slices are multiples of it, longer ones of CUT
+WATERMARK = 0.05  # of the pool stays free when a request is admitted, so that others can grow
+WORTH_WAITING = 32  # tokens that a prompt must share with one that is being prefilled
+LOOKAHEAD = 16  # waiting requests of a client that may be admitted before one that waits for a prompt like its own
+SMALL_MODEL = 600 << 20  # bytes of weights below which more rows pay off
+SMOOTHING = 0.3  # of the moving average of prefill speed
 
 
 @dataclass(frozen=True)
 class Request:
+    """One sequence to generate."""
+
     tokens: Sequence[int]
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    logprobs: int
-    sampling: Sampling
-    answer: bool = False
-    client: str = ""
-    namespace: str = ""
-    deadline: float | None = None
+    max_tokens: int | None = 256  # None: as long as the context allows
+    stop: tuple[str, ...] = ()
+    logprobs: int = 0
+    sampling: Sampling = GREEDY
+    answer: bool = False  # an answer to a conversation, not a continuation
+    client: str = ""  # for fair shares
+    namespace: str = ""  # of the prefix cache
+    deadline: float | None = None  # time.monotonic(); after it the text ends with finish_reason "length"
 
 
 OnPiece = Callable[["Ticket", str], None]
 
 
 class Ticket:
-    def __init__(self, stream: TextStream, request: Request, on_piece: OnPiece | None) -> None:
-        self._stream, self.request, self.on_piece = stream, request, on_piece
-        self.sequence: TokenSequence = stream._sequence
+    """A submitted request. May be read and cancelled from any thread.
+
+    `sequence` has the text, tokens and log-probabilities so far; `error` says why a request failed.
+    """
+
+    def __init__(
+        self, model: LanguageModel, sequence: TokenSequence, *, client: str = "", namespace: str = "",
+        deadline: float | None = None, on_piece: OnPiece | None = None, wake: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.sequence = sequence
         self.error: RlxError | None = None
         self.done = False
         self.cancelled = False
+        self.client, self.namespace, self.deadline = client, namespace, deadline
+        self.on_piece = on_piece
+        self.submitted = time.perf_counter()
+        self._model, self._wake = model, wake
 
     def cancel(self) -> None:
+        """Stop the request within one step, in whatever phase it is. Its text ends with finish_reason "closed"."""
         self.cancelled = True
+        self._wake()
 
     def completion(self) -> Completion:
-        return self._stream.completion
+        """The completion; raises the request's error, or RequestError if it has not ended."""
+        if self.error is not None:
+            raise self.error
+        if not self.done:
+            raise RequestError("ticket: the request has not ended", hint="step the scheduler until ticket.done")
+        return self._model.completion_of(self.sequence)
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else self.sequence.finish_reason or ("closed" if self.done else "running")
+        return f"<ticket: {len(self.sequence.prompt)} + {len(self.sequence.tokens)} tokens, {state}>"
 
 
-@dataclass
-class Statistics:
-    running: int = 0
-    waiting: int = 0
-    preemptions: int = 0
-    extra: dict[str, float] = field(default_factory=dict)
+class Job:
+    """A request inside the scheduler."""
+
+    def __init__(self, ticket: Ticket, number: int) -> None:
+        self.ticket = ticket
+        self.sequence = ticket.sequence
+        self.number = number  # in order of arrival
+        self.row = -1  # of the cache; -1: it waits
+        self.feed: Sequence[int] = ()  # tokens to prefill
+        self.decodes = False  # prefill is complete
+        self.alone = False  # runs in calls of its own: a call with others failed
+        self.started = False
+        self.last_token = 0.0  # clock
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens that are known: prompt and text."""
+        return [*self.sequence.prompt, *self.sequence.tokens]
+
+    @property
+    def phase(self) -> str:
+        return "waiting" if self.row < 0 else "decode" if self.decodes else "prefill"
 
 
 class Scheduler:
+    """Generates any number of sequences with one model. `submit`, `cancel` and `statistics` are for any thread.
+
+    `rows` bounds the sequences that run at once, `cache_bytes` the keys and values of sequences and prefix cache;
+    without it the scheduler shares the model's pool and takes memory as needed. `max_queued` and `max_queued_tokens`
+    bound the requests that wait and their prompts. `stall` is how many seconds a slice of prefill may hold up rows that
+    decode; with `math.inf`, prompts are prefilled before anything is decoded. `execution` runs an edited model.
+    """
+
     def __init__(
         self, model: LanguageModel, *, rows: int | None = None, cache_bytes: int | None = None, max_queued: int = 512,
-        max_queued_tokens: int | None = None, stall: float = 0.2,
+        max_queued_tokens: int | None = None, stall: float = STALL, execution: Execution | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.rows, self._most = model, rows or 8, max_queued
-        self._waiting: deque[Ticket] = deque()
-        self._current: Ticket | None = None
-        self._event = threading.Event()
+        from rlx.engine.interventions import execution as execution_of
 
+        self._model = model
+        self._execution = execution_of(model, None, None)() if execution is None else execution
+        shared = self._execution.pool
+        self.pool = shared if cache_bytes is None else PagePool(shared.spec, shared.context, shared.memory, cache_bytes)
+        self.rows = (8 if _weight_bytes(model) >= SMALL_MODEL else 16) if rows is None else rows
+        self.context = _longest(self.pool)
+        if self.rows < 1 or self.context < 2:
+            raise RequestError(
+                f"scheduler: {self.rows} rows and {cache_bytes} bytes hold no sequence", hint="a larger cache_bytes"
+            )
+        self._limits = max_queued, max_queued_tokens
+        self._stall = stall
+        self._plain = not (self.pool.spec.states or self.pool.spec.lengths)  # prefill and decode give equal bits
+        self._decoder: Decoder | None = None  # created by the first step
+        self._inbox: deque[Job] = deque()  # of other threads
+        self._waiting: list[Job] = []  # in order of arrival; a preempted job goes back to its place
+        self._rows: list[Job | None] = [None] * self.rows  # those that decode come first
+        self._shares = FairShares()
+        self._sampling = BatchSampling()
+        self._speed = 0.0  # moving average of prefill, tokens per second
+        self._queued = self._queued_tokens = self._submitted = 0
+        self._counters = Counters()
+        self._lock = Lock()  # of the numbers that `submit` counts
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._closed = False
+
+    # -- any thread --
     def submit(self, request: Request, on_piece: OnPiece | None = None) -> Ticket:
-        if len(self._waiting) >= self._most:
-            raise OverloadedError("the queue is full", retry_after=1.0)
-        settings = {name: getattr(request.sampling, name) for name in Sampling.__dataclass_fields__}
-        stream = self.model.stream(
-            list(request.tokens), chat=request.answer, max_tokens=request.max_tokens, stop=request.stop,
-            logprobs=request.logprobs, **settings,
+        """Queue a request. `on_piece(ticket, text)` is called by `step` with new text, and with "" at the end.
+
+        Raises RequestError if the request is invalid, OverloadedError if too much is queued.
+        """
+        sequence = self._model.new_sequence(request, "submit", context=self.context)
+        return self.add(
+            sequence, client=request.client, namespace=request.namespace, deadline=request.deadline, on_piece=on_piece
+        )
+
+    def add(
+        self, sequence: TokenSequence, *, client: str = "", namespace: str = "", deadline: float | None = None,
+        on_piece: OnPiece | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Queue a sequence."""
+        size = len(sequence.prompt)
+        with self._lock:
+            if self._closed:
+                raise RequestError("scheduler: it is closed")
+            most, most_tokens = self._limits
+            if self._queued >= most:
+                raise self._overloaded("requests", f"{self._queued} requests wait, the limit is {most}")
+            if most_tokens is not None and self._queued and self._queued_tokens + size > most_tokens:
+                waiting = f"{self._queued_tokens} prompt tokens wait, the limit is {most_tokens}"
+                raise self._overloaded("tokens", waiting)
+            self._queued, self._queued_tokens = self._queued + 1, self._queued_tokens + size
+            self._submitted += 1
+            number = self._submitted
+        ticket = Ticket(
+            self._model, sequence, client=client, namespace=namespace, deadline=deadline, on_piece=on_piece,
+            wake=self.wake,
         )  # fmt: skip
-        ticket = Ticket(stream, request, on_piece)
-        self._waiting.append(ticket)
-        self._event.set()
+        self._inbox.append(Job(ticket, number))
+        self.wake()
         return ticket
 
-    def step(self) -> bool:
-        ticket = self._current
-        if ticket is None:
-            if not self._waiting:
-                return False
-            ticket = self._current = self._waiting.popleft()
-        late = ticket.request.deadline is not None and time.monotonic() > ticket.request.deadline
-        try:
-            piece = "" if ticket.cancelled or late else next(ticket._stream, "")
-        except RlxError as error:
-            ticket.error, piece = error, ""
-        if not piece:
-            ticket._stream.close()
-            if late and not ticket.sequence.finish_reason:
-                ticket.sequence.finish_reason = "length"
-            ticket.done, self._current = True, None
-        if ticket.on_piece is not None:
-            ticket.on_piece(ticket, piece)
-        return True
+    def _overloaded(self, reason: str, message: str) -> OverloadedError:
+        self._counters.rejected[reason] += 1
+        seconds = self._queued_tokens / self._speed if self._speed else 1.0
+        return OverloadedError(
+            f"scheduler: {message}", retry_after=max(seconds, 1.0), hint=f"try again in {math.ceil(seconds)} s"
+        )
 
-    def wait(self, timeout: float) -> bool:
-        self._event.wait(timeout)
-        self._event.clear()
-        return bool(self._waiting)
+    def wake(self) -> None:
+        """Make `wait` return."""
+        self._wakes.put(None)
 
     def statistics(self) -> Statistics:
-        return Statistics(int(self._current is not None), len(self._waiting))
+        used, limit = self.pool.used_bytes, self.pool.limit
+        return self._counters.snapshot(
+            running=sum(job is not None for job in self._rows), waiting=self._queued,
+            tokens_waiting=self._queued_tokens, rows=self.rows, kv_used=used / limit if limit else 0.0, kv_bytes=used,
+            speed=self._speed,
+        )  # fmt: skip
+
+    # -- the engine's thread --
+    def step(self) -> bool:
+        """Decode a token of every row, then prefill one slice. Returns False when there is nothing to do."""
+        started = time.perf_counter()
+        self._receive()
+        self._end_stopped()
+        prefilling = any(job is not None and not job.decodes for job in self._rows)
+        if not (prefilling and self._stall == math.inf):
+            self._decode()
+        self._admit()
+        self._prefill()
+        self._counters.step_seconds.observe(time.perf_counter() - started)
+        return self.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests that have not ended."""
+        return bool(self._inbox or self._waiting) or any(job is not None for job in self._rows)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for work, at most `timeout` seconds. Returns whether there is some."""
+        if not self.busy:
+            try:
+                self._wakes.get(timeout=timeout)
+            except Empty:
+                return self.busy
+        while not self._wakes.empty():
+            self._wakes.get()
+        return self.busy
 
     def close(self) -> None:
-        for ticket in [*self._waiting, *([self._current] if self._current else [])]:
-            ticket._stream.close()
+        """End all requests; they keep the text they have. Never waits: the garbage collector may close a stream."""
+        self._closed = True
+        for job in [*self._inbox, *self._waiting, *(job for job in self._rows if job is not None)]:
+            self._end(job, "closed")
+        self._inbox.clear()
+        self._waiting.clear()
+
+    @property
+    def _cache(self) -> KvCache:
+        return self._running.cache
+
+    @property
+    def _running(self) -> Decoder:
+        if self._decoder is None:
+            execution = self._execution
+            self._decoder = Decoder(execution.compiled, self.pool.new(self.rows), execution.execute)
+        return self._decoder
+
+    def _receive(self) -> None:
+        """Move submitted requests to the queue."""
+        while self._inbox:
+            self._waiting.append(self._inbox.popleft())
+
+    def _end_stopped(self) -> None:
+        """End requests that were cancelled or are past their deadline."""
+        for job in [*self._waiting, *(job for job in self._rows if job is not None)]:
+            if job.ticket.cancelled:
+                self._counters.cancelled[job.phase] += 1
+                self._end(job, "closed")
+            elif job.ticket.deadline is not None and time.monotonic() >= job.ticket.deadline:
+                self._deliver(job, job.sequence.close("length"))
+                self._end(job, "length")
+
+    # -- decode --
+    def _decode(self) -> None:
+        """Decode one token of every row whose prompt is prefilled."""
+        count = self._compact()
+        if not count:
+            return
+        self._counters.steps += 1
+        self._counters.step_rows.observe(count)
+        together = [None if job is None or job.alone else job for job in self._rows[:count]]
+        for job in [job for job in self._rows[:count] if job is not None and job.alone]:
+            self._decode_rows(job.row, [job])
+        if any(job is not None for job in together):
+            self._decode_rows(0, together)
+
+    def _compact(self) -> int:
+        """Move rows that decode to the front; returns how many there are."""
+        decoding = [job for job in self._rows if job is not None and job.decodes]
+        count = len(decoding)
+        if count and decoding[-1].row >= count:
+            late = [job for job in decoding if job.row >= count]
+            for row in range(count):
+                occupant = self._rows[row]
+                if occupant is None or not occupant.decodes:
+                    self._move(late.pop(), row)
+        return count
+
+    def _move(self, job: Job, row: int) -> None:
+        """Give a job another row; its occupant takes the old one."""
+        other, old = self._rows[row], job.row
+        self._cache.swap(old, row)
+        self._rows[row], self._rows[old] = job, other
+        job.row = row
+        if other is not None:
+            other.row = old
+
+    def _decode_rows(self, first: int, jobs: list[Job | None]) -> None:
+        """A decode step of consecutive rows; None skips a row."""
+
+        def call() -> list[Pick]:
+            tokens, samplers = [], []
+            for job in jobs:
+                if job is None or job.row < 0:
+                    tokens.append(-1)
+                    samplers.append(None)
+                    continue
+                text, fed = job.sequence.tokens, len(self._cache.tokens[job.row]) - len(job.sequence.prompt)
+                tokens.append(text[fed])
+                # After a preemption, tokens that were picked before are fed again: nothing is drawn for them.
+                samplers.append(job.sequence.sampler if fed == len(text) - 1 else None)
+            draws = self._sampling.draw(samplers)
+            return [] if max(tokens) < 0 else self._running.decode(tokens, first, draws)
+
+        for job, pick in self._attempt(call, jobs):
+            self._shares.charge(job.ticket.client, 1)
+            self._advance(job, pick)
+
+    def _attempt(self, call: Callable[[], list[Pick]], jobs: Sequence[Job | None]) -> Iterator[tuple[Job, Pick]]:
+        """Run a call for some rows; yields their picks. An error ends the request at fault alone."""
+        for job in jobs:
+            if job is not None:
+                self._guarded(job, job.sequence.sampler.draw)
+        while True:
+            live = [job for job in jobs if job is not None and job.row >= 0]
+            try:
+                picks = call() if live else []
+                break
+            except PoolFull:
+                self._make_room()
+            except Exception as error:
+                for job in live:
+                    if len(live) == 1:
+                        self._fail(job, error)
+                    else:
+                        job.alone = True  # so that the next calls tell whose fault it is
+                        if self.pool.spec.states:  # they may have changed before the call failed
+                            self._preempt(job)
+                return
+        for job, pick in zip(jobs, picks, strict=bool(picks)):
+            if job is not None and job.row >= 0:
+                job.alone = False
+                yield job, pick
+
+    def _guarded(self, job: Job, function: Callable[[], object]) -> None:
+        """Call a function of a request, such as its grammar; an error ends the request."""
+        try:
+            function()
+        except Exception as error:
+            self._fail(job, error)
+
+    def _make_room(self) -> None:
+        """Preempt the youngest running request: pages are needed, and all are in use."""
+        jobs = sorted((job for job in self._rows if job is not None), key=lambda job: job.number)
+        if len(jobs) > 1:
+            self._preempt(jobs[-1])
+        else:
+            self._fail(jobs[0], ResourceError("KV cache: no page is left", hint="a larger cache_bytes"))
+
+    def _preempt(self, job: Job) -> None:
+        """Take the row of a job; it goes back to its place in the queue. Its pages may survive in the prefix cache."""
+        self._counters.preemptions += 1
+        self._release(job)
+        place = next((i for i, other in enumerate(self._waiting) if other.number > job.number), len(self._waiting))
+        self._waiting.insert(place, job)
+        with self._lock:
+            self._queued, self._queued_tokens = self._queued + 1, self._queued_tokens + len(job.sequence.prompt)
+
+    def _advance(self, job: Job, pick: Pick) -> None:
+        """Accept the token that a call picked for a job, unless its next token is known."""
+        sequence = job.sequence
+        if len(self._cache.tokens[job.row]) < len(sequence.prompt) + len(sequence.tokens):
+            return
+        before = len(sequence.tokens)
+        try:
+            piece = sequence.accept(pick)
+        except Exception as error:
+            self._fail(job, error)
+            return
+        now = time.perf_counter()
+        if before:
+            self._counters.between_tokens.observe(now - job.last_token)
+        else:
+            self._counters.first_token.observe(now - job.ticket.submitted)
+        job.last_token = now
+        self._counters.generated_tokens += len(sequence.tokens) - before
+        self._deliver(job, piece)
+        if sequence.finish_reason and not job.ticket.done:
+            self._end(job, sequence.finish_reason)
+
+    # -- admission --
+    def _admit(self) -> None:
+        """Give rows to waiting requests: by turns between clients, in order of arrival within a client."""
+        if not self._waiting:
+            return
+        clients = {job.ticket.client for job in (*self._waiting, *self._rows) if job is not None}
+        self._shares.keep(clients)
+        while (job := self._next_waiting()) is not None:
+            row = self._free_row(job)
+            if row is None or not self._start(job, row):
+                return
+
+    def _next_waiting(self) -> Job | None:
+        """The request to admit next; None if all wait for a prompt that begins alike."""
+        full = None not in self._rows  # then only clients without a row may get one
+        seen = {job.ticket.client: LOOKAHEAD for job in self._rows if full and job is not None}
+        ready: dict[str, Job] = {}
+        for job in self._waiting:
+            client = job.ticket.client
+            if client not in ready and seen.get(client, 0) < LOOKAHEAD:
+                seen[client] = seen.get(client, 0) + 1
+                if not self._worth_waiting(job):
+                    ready[client] = job
+        return ready[self._shares.choose(ready)] if ready else None
+
+    def _worth_waiting(self, job: Job) -> bool:
+        """Whether a prompt that is being prefilled begins like this one, and its pages are not cached yet."""
+        spec, prompt = self.pool.spec, job.sequence.prompt
+        for other in self._rows:
+            if other is None or other.decodes or other.ticket.namespace != job.ticket.namespace:
+                continue
+            if spec.rope_of_length(len(other.sequence.prompt)) != spec.rope_of_length(len(prompt)):
+                continue
+            shared = min(common(list(other.sequence.prompt), list(prompt)), len(prompt) - 1)
+            if spec.states:
+                shared = min(shared, _last_cut(other.sequence.prompt)) // CUT * CUT
+            if shared >= WORTH_WAITING and shared >= self._known(job) + WORTH_WAITING:
+                return True
+        return False
+
+    def _known(self, job: Job) -> int:
+        """Length of the cached prefix of a prompt."""
+        prompt, namespace = job.sequence.prompt, self._namespace(job)
+        if namespace is None:
+            return len(prompt)
+        with self.pool.changing():
+            return self.pool.find((*namespace, self.pool.spec.rope_of_length(len(prompt))), prompt[:-1])[1]
+
+    def _namespace(self, job: Job) -> tuple[str, ...] | None:
+        """The namespace of the prefix cache; None if nothing is cached, because every token must run."""
+        return None if self._execution.captures is not None else (self._execution.digest, job.ticket.namespace)
+
+    def _free_row(self, job: Job) -> int | None:
+        """A free row; a client without one may take that of a client with more than its share."""
+        if None in self._rows:
+            return self._rows.index(None)
+        held: dict[str, list[Job]] = {}
+        for running in self._rows:
+            if running is not None:
+                held.setdefault(running.ticket.client, []).append(running)
+        most = max(held.values(), key=len)
+        if job.ticket.client in held or len(most) == 1 or len(most) * (len(held) + 1) <= self.rows:
+            return None
+        youngest = max(most, key=lambda each: each.number)
+        row = youngest.row
+        self._preempt(youngest)
+        return row
+
+    def _start(self, job: Job, row: int) -> bool:
+        """Begin the prefill of a request in a row; False if there are too few pages."""
+        prompt, running = job.sequence.prompt, [j.row for j in self._rows if j is not None]
+        feed = job.tokens if self._plain else list(prompt)
+        limit = self.pool.limit
+        if limit is not None and running:
+            room = limit - self._cache.page_bytes(running) - WATERMARK * limit
+            if self.pool.bytes_for(len(job.sequence.prompt) + len(job.sequence.tokens) + 1) > room:
+                return False
+        namespace, cached = self._namespace(job), 0
+        if namespace is not None:
+            try:
+                cached = self._cache.restore(row, feed, namespace)
+            except PoolFull:
+                return False
+        self._waiting.remove(job)
+        with self._lock:
+            self._queued, self._queued_tokens = self._queued - 1, self._queued_tokens - len(prompt)
+        self._rows[row], job.row, job.feed, job.decodes = job, row, feed, False
+        if not job.started:
+            job.started = True
+            job.sequence.begin(cached)
+            self._counters.queue.observe(time.perf_counter() - job.ticket.submitted)
+            self._counters.prompt_tokens += len(prompt)
+            self._counters.cached_tokens += cached
+        return True
+
+    # -- prefill --
+    def _prefill(self) -> None:
+        """Prefill one slice: of the prompt whose turn it is, with others of similar length if they fit."""
+        jobs = [job for job in self._rows if job is not None and not job.decodes]
+        if not jobs:
+            return
+        jobs.sort(key=lambda job: job.number)
+        client = self._shares.choose({job.ticket.client for job in jobs}) if len(jobs) > 1 else jobs[0].ticket.client
+        first = next(job for job in jobs if job.ticket.client == client)
+        budget = self._slice_tokens()
+        group = [first]
+        for job in jobs:
+            if job is not first and not job.alone and not first.alone:
+                widths = [self._slice_end(j, budget) - len(self._cache.tokens[j.row]) for j in (*group, job)]
+                if max(widths) * len(widths) <= min(budget, generation.WASTE * sum(widths)):
+                    group.append(job)
+        self._prefill_rows(group, budget)
+
+    def _slice_tokens(self) -> int:
+        """Tokens of the next slice: full chunks while nobody decodes, otherwise what takes `stall` seconds."""
+        chunk = generation.CHUNK
+        if self._stall == math.inf or not any(job is not None and job.decodes for job in self._rows):
+            return chunk
+        count = int(self._speed * self._stall) if self._speed else 2 * SLICE
+        unit = SLICE if count < CUT else CUT
+        return min(max(count // unit * unit, SLICE), chunk)
+
+    def _slice_end(self, job: Job, budget: int) -> int:
+        """The position at which a slice of a job ends. With recurrent states, cuts do not depend on the budget."""
+        begin, end = len(self._cache.tokens[job.row]), len(job.feed)
+        if not self.pool.spec.states:
+            return min(begin + budget, end)
+        cuts = {begin + max(budget // CUT * CUT, CUT), (begin // CHECKPOINT + 1) * CHECKPOINT, end}
+        if (last := _last_cut(job.feed)) > begin:
+            cuts.add(last)
+        return min(cuts)
+
+    def _prefill_rows(self, group: list[Job], budget: int) -> None:
+        """Prefill a slice of some jobs in one call."""
+        if len(group) > 1:  # rows of a call are consecutive
+            free = self._compact()
+            for i, job in enumerate(group):
+                self._move(job, free + i)
+        first = group[0].row
+        ends = [self._slice_end(job, budget) for job in group]
+        started = time.perf_counter()
+
+        def call() -> list[Pick]:
+            rows, offsets, lengths, samplers = [], [], [], []
+            for job, end in zip(group, ends, strict=True):
+                begin = len(self._cache.tokens[job.row]) if job.row >= 0 else 0
+                rows.append(list(job.feed[begin:end]) if job.row >= 0 else [])
+                offsets.append(begin)
+                lengths.append(len(job.feed))
+                picks = end == len(job.feed) and len(job.feed) == len(job.sequence.prompt) + len(job.sequence.tokens)
+                samplers.append(job.sequence.sampler if picks and job.row >= 0 else None)
+            width = max(len(row) for row in rows)
+            places = np.array([i * width + max(len(row) - 1, 0) for i, row in enumerate(rows)], np.int32)
+            sampling = BatchSampling().draw(samplers)
+            outputs = self._running.run(rows, offsets, places, first, lengths=lengths, sampling=sampling)
+            return self._running.picks(outputs)
+
+        before = [len(self._cache.tokens[job.row]) for job in group]
+        for job, pick in self._attempt(call, group):
+            count = len(self._cache.tokens[job.row]) - before[group.index(job)]
+            self._shares.charge(job.ticket.client, count)
+            self._after_slice(job, pick)
+        self._execution.compiled.drop_table_pages()
+        self._measure(sum(end - begin for begin, end in zip(before, ends, strict=True)), started)
+
+    def _after_slice(self, job: Job, pick: Pick) -> None:
+        """Keep what later prompts can reuse; a prompt that is complete gets its first token."""
+        namespace, count = self._namespace(job), len(self._cache.tokens[job.row])
+        if namespace is not None and (count % CHECKPOINT == 0 or count == _last_cut(job.feed)):
+            self._cache.keep_state(job.row)
+        if count < len(job.feed):
+            return
+        job.decodes = True
+        if namespace is not None:
+            self._guarded(job, lambda: self._cache.publish(job.row, namespace))
+        if job.row >= 0:
+            self._advance(job, pick)
+
+    def _measure(self, tokens: int, started: float) -> None:
+        if tokens >= SLICE:
+            speed = tokens / max(time.perf_counter() - started, 1e-9)
+            self._speed = speed if not self._speed else (1 - SMOOTHING) * self._speed + SMOOTHING * speed
+
+    # -- ends --
+    def _deliver(self, job: Job, piece: str) -> None:
+        """Hand over new text; an error of the receiver ends the request."""
+        if piece and job.ticket.on_piece is not None and not job.ticket.done:
+            try:
+                job.ticket.on_piece(job.ticket, piece)
+            except Exception as error:
+                self._fail(job, error)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """End a request with an error."""
+        if not isinstance(error, RlxError):
+            cause = error
+            error = KernelError(f"request: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        job.ticket.error = error
+        self._end(job, "error")
+
+    def _end(self, job: Job, reason: str) -> None:
+        """End a request and release its row."""
+        ticket = job.ticket
+        if ticket.done:
+            return
+        if job.row >= 0:
+            self._release(job)
+        else:
+            if job in self._waiting:
+                self._waiting.remove(job)
+            with self._lock:
+                self._queued, self._queued_tokens = self._queued - 1, self._queued_tokens - len(job.sequence.prompt)
+        job.sequence.close()
+        ticket.done = True
+        self._counters.requests[reason] += 1
+        self._counters.request.observe(time.perf_counter() - ticket.submitted)
+        if ticket.on_piece is not None:
+            try:
+                ticket.on_piece(ticket, "")
+            except Exception as error:
+                ticket.error = ticket.error or KernelError(f"on_piece: {type(error).__name__}: {error}")
+
+    def _release(self, job: Job) -> None:
+        """Free the row of a job; its pages go to the prefix cache."""
+        row, job.row = job.row, -1
+        self._rows[row] = None
+        self._cache.release(row, None if isinstance(job.ticket.error, KernelError) else self._namespace(job))
+
+
+def step_all(schedulers: Iterable[Scheduler]) -> bool:
+    """Step schedulers of several models in turn; returns False when all are idle."""
+    return any([scheduler.step() for scheduler in schedulers if scheduler.busy])
+
+
+def _last_cut(tokens: Sequence[int]) -> int:
+    """The last position before the end of a prompt at which it may be cut and its state reused."""
+    return max(len(tokens) - 1, 0) // CUT * CUT
+
+
+def _longest(pool: PagePool) -> int:
+    """The longest sequence that the pool has pages for, with one to spare for a copy."""
+    if pool.limit is None or not pool.pages:
+        return pool.context
+    page, limit = pool.spec.layout.page, pool.limit - pool.bytes_for(1)
+    blocks = next((n for n in range(pool.max_blocks, 0, -1) if pool.bytes_for(n * page) <= limit), 0)
+    return min(pool.context, blocks * page)
+
+
+def _weight_bytes(model: LanguageModel) -> int:
+    return sum(buffer.nbytes for buffer in model.compiled.executable.weights.values())

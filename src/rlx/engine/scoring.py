@@ -10,12 +10,14 @@ import numpy as np
 
 from rlx.engine import generate as generation
 from rlx.engine.generate import Decoder
+from rlx.engine.kv_cache import aligned
 from rlx.engine.logprobs import Score, text_logprobs
 
 if TYPE_CHECKING:
     from rlx.engine.language_model import LanguageModel
 
 LOGIT_BYTES = 64 << 20  # of logits per call
+NAMESPACE = ("", "")  # of the prefix cache: that of `generate`
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,14 @@ def _score_batch(model: LanguageModel, texts: Sequence[ScoredText], scores: Sequ
     cache = model.caches.new(len(texts))
     decoder = Decoder(model.compiled, cache)
     # the logits of a prompt are not needed, so its beginning may come from the prefix cache
-    places = [model.caches.restore_prefix(cache, row, t.tokens[: t.begin]) for row, t in enumerate(texts)]
-    chunk = max(min(LOGIT_BYTES // (4 * model.facts.vocab), generation.CHUNK) // len(texts), 1)
+    places = [cache.restore(row, t.tokens[: t.begin], NAMESPACE, len(t.tokens)) for row, t in enumerate(texts)]
+    chunk = aligned(min(LOGIT_BYTES // (4 * model.facts.vocab), generation.CHUNK) // len(texts), cache.spec)
     while any(place < len(text.tokens) for place, text in zip(places, texts, strict=True)):
         pieces = [text.tokens[place : place + chunk] for place, text in zip(places, texts, strict=True)]
         _score_pieces(model, decoder, texts, scores, pieces, places, top)
         places = [place + len(piece) for place, piece in zip(places, pieces, strict=True)]
-    model.caches.release_rows(cache)
+    for row in range(len(texts)):
+        cache.release(row, NAMESPACE)
 
 
 def _score_pieces(

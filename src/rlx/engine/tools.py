@@ -106,7 +106,9 @@ def tool_of_function(function: Callable[..., Any]) -> Tool:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise RequestError(f"tools: {name} takes *{parameter.name}, and a schema needs names")
         if parameter.name not in hints:
-            raise RequestError(f"tools: {name}: {parameter.name} has no type", hint=f"def {name}({parameter.name}: str)")
+            raise RequestError(
+                f"tools: {name}: {parameter.name} has no type", hint=f"def {name}({parameter.name}: str)"
+            )
         schema = type_schema(hints[parameter.name], f"{name}: {parameter.name}")
         if parameter.name in described:
             schema = schema | {"description": described[parameter.name]}
@@ -199,7 +201,9 @@ class ToolFormat:
         pieces = (self.opening, self.begin, self.end, self.between, self.closing, *tags)
         samples = (*_NAMES, *_ARGUMENTS[1], *_ARGUMENTS[1].values(), *_IDS)
         marked = any(c in self.opening + self.begin for c in "<[{")
-        return marked and not any(sample in piece for sample in samples for piece in (*pieces, *self.middle.split(_IDS[0])))
+        return marked and not any(
+            sample in piece for sample in samples for piece in (*pieces, *self.middle.split(_IDS[0]))
+        )
 
     @property
     def _before_object(self) -> str:
@@ -518,6 +522,4 @@ def choose_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], str]:
                 known = nearest(name, [tool.name for tool in tools])
                 raise RequestError(f"tool_choice: there is no tool {short_repr(name)}", hint=known)
             return named, "required"
-    raise RequestError(
-        f"tool_choice: expected 'none', 'auto', 'required' or a function, found {short_repr(choice)}"
-    )
+    raise RequestError(f"tool_choice: expected 'none', 'auto', 'required' or a function, found {short_repr(choice)}")

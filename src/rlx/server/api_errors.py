@@ -54,4 +54,6 @@ def of_rlx(error: RlxError) -> ApiError:
 def _field(message: str) -> str | None:
     """The field that a message begins with: `messages[0].role: expected ...`."""
     name, colon, _ = message.partition(":")
-    return name if colon and name.replace("[", "").replace("]", "").replace(".", "").replace("_", "").isalnum() else None
+    return (
+        name if colon and name.replace("[", "").replace("]", "").replace(".", "").replace("_", "").isalnum() else None
+    )

@@ -62,7 +62,9 @@ class ChatRequest:
         if tools and common.structure is not None and choice not in (None, "none", "auto"):
             raise invalid("response_format: excludes a required tool call", "response_format")
         logprobs = (top or 0) + 1 if wanted else 0
-        return cls(common, [_message(m, i) for i, m in enumerate(messages)], tools, choice, parallel, logprobs, variables)
+        return cls(
+            common, [_message(m, i) for i, m in enumerate(messages)], tools, choice, parallel, logprobs, variables
+        )
 
 
 def _message(message: Any, i: int) -> Any:
@@ -185,7 +187,7 @@ async def chat_completions(exchange: Exchange, state: State) -> None:
     request = ChatRequest.read(fields, state)
     state.check_unread(fields, exchange)
     prepared = await asyncio.to_thread(_Prepared, request, served, exchange)
-    generation = Generation(state.engine, served, state.metrics)
+    generation = Generation(state.engine, served)
     with state.running(exchange):
         try:
             await exchange.until_disconnect(_answer(exchange, request, prepared, served, generation))

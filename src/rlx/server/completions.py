@@ -83,7 +83,9 @@ class _Choice:
         return {
             "tokens": list(tokens),
             "token_logprobs": [None if e is None else max(e.logprob, -9999.0) for e in entries],
-            "top_logprobs": [None if e is None else {t.text: max(t.logprob, -9999.0) for t in e.top[:top]} for e in entries]
+            "top_logprobs": [
+                None if e is None else {t.text: max(t.logprob, -9999.0) for t in e.top[:top]} for e in entries
+            ]
             if top
             else None,
             "text_offset": offsets,
@@ -96,7 +98,7 @@ async def completions(exchange: Exchange, state: State) -> None:
     request = CompletionRequest.read(fields, state)
     state.check_unread(fields, exchange)
     prepared = await asyncio.to_thread(_Prepared, request, served, exchange)
-    generation = Generation(state.engine, served, state.metrics)
+    generation = Generation(state.engine, served)
     with state.running(exchange):
         try:
             await exchange.until_disconnect(_answer(exchange, state, request, prepared, served, generation))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,6 @@ from rlx.engine.logprobs import Logprob
 from rlx.engine.scheduler import Request, Ticket
 from rlx.server.api_errors import ApiError, of_rlx
 from rlx.server.engine_thread import EngineThread, Served
-from rlx.server.metrics import Metrics
 
 
 @dataclass
@@ -37,12 +35,10 @@ class Row:
 class Generation:
     """Runs requests, and gives their pieces as they come. Close it to cancel what still runs."""
 
-    def __init__(self, engine: EngineThread, served: Served, metrics: Metrics) -> None:
-        self._engine, self._served, self._metrics = engine, served, metrics
+    def __init__(self, engine: EngineThread, served: Served) -> None:
+        self._engine, self._served = engine, served
         self.rows: list[Row] = []
         self._news = asyncio.Event()
-        self._began = time.perf_counter()
-        self._latest: dict[int, float] = {}
 
     async def start(self, requests: Sequence[Request]) -> None:
         """Submit the requests; raises ApiError if they are refused."""
@@ -57,15 +53,8 @@ class Generation:
     def _receiver(self, row: Row) -> Any:
         def receive(item: tuple[Ticket, str]) -> None:
             ticket, piece = item
-            now = time.perf_counter()
             if piece:
                 row.waiting.append(piece)
-                last = self._latest.get(row.index)
-                if last is None:
-                    self._metrics.first_token.observe(now - self._began)
-                else:
-                    self._metrics.token_gap.observe(now - last)
-                self._latest[row.index] = now
             row.ended = row.ended or ticket.done
             self._news.set()
 
@@ -87,7 +76,6 @@ class Generation:
                 batch.append((row, text))
             if batch:
                 yield batch
-        self._count()
 
     async def finish(self) -> None:
         """Wait for the end of all rows."""
@@ -102,20 +90,10 @@ class Generation:
         if row.sequence.finish_reason not in ("stop", "length"):
             raise ApiError(503, "the server is stopping", code="stopping")
 
-    def _count(self) -> None:
-        for row in self.rows:
-            usage = row.sequence.usage
-            if row.index == 0:
-                self._metrics.prompt_tokens.add(usage.prompt_tokens)
-                self._metrics.cached_tokens.add(usage.cached_tokens)
-            self._metrics.generation_tokens.add(usage.completion_tokens)
-
     def close(self) -> None:
         """Cancel what still runs."""
         for row in self.rows:
             if row.ticket is not None and not row.ticket.done:
-                phase = "decode" if row.sequence.tokens else "prefill" if row.sequence.cached else "queue"
-                self._metrics.cancelled.add(phase=phase)
                 row.ticket.cancel()
 
     # -- facts for answers --

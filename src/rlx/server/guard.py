@@ -46,7 +46,9 @@ class Guard:
         id_ = wanted if _ID.fullmatch(wanted) else secrets.token_hex(16)
         record: dict[str, Any] = {"id": id_, "method": scope["method"], "path": scope["path"], "status": 0}
         client = scope.get("client")
-        scope.update({"rlx.id": id_, "rlx.record": record, "rlx.namespace": "", "rlx.client": client[0] if client else ""})
+        scope.update(
+            {"rlx.id": id_, "rlx.record": record, "rlx.namespace": "", "rlx.client": client[0] if client else ""}
+        )
         began, started = time.perf_counter(), False
         origin = headers.get("origin", [""])[0]
         extra = {"x-request-id": id_, "x-content-type-options": "nosniff"}
@@ -91,7 +93,9 @@ class Guard:
         origins = headers.get("origin", [])
         if len(origins) > 1 or any(not settings.allows_origin(origin, hosts[0]) for origin in origins):
             self._metrics.rejected.add(reason="origin")
-            raise ApiError(403, "pages of this origin may not call the server (--cors ORIGIN allows one)", code="origin")
+            raise ApiError(
+                403, "pages of this origin may not call the server (--cors ORIGIN allows one)", code="origin"
+            )
         method = scope["method"]
         if method == "OPTIONS":
             return
@@ -130,7 +134,9 @@ class Guard:
         if answer.status == 429:
             self._metrics.rejected.add(reason="overload")
         if answer.status >= 500:
-            answer = ApiError(answer.status, f"{answer.message}, request {id_}", code=answer.code, headers=answer.headers)
+            answer = ApiError(
+                answer.status, f"{answer.message}, request {id_}", code=answer.code, headers=answer.headers
+            )
             if answer.status == 500:
                 LOG.error("request %s: %s", id_, type(error).__name__, exc_info=not_private(error))
         return answer

@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlx.engine.statistics import Histogram as StatisticsHistogram
+from rlx.engine.statistics import Statistics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -87,34 +91,66 @@ def bucket_lines(
     yield f"{name}_count{_labels(labels)} {running}"
 
 
-Metric = Counter | Gauge | Histogram
-
-
 class Metrics:
     """All metrics of a server."""
 
     def __init__(self) -> None:
         self.requests = Counter("rlx_requests_total", "Requests by endpoint, status and reason of their end.")
         self.rejected = Counter("rlx_rejected_total", "Requests that were refused before they ran, by reason.")
-        self.cancelled = Counter("rlx_cancelled_total", "Requests whose client left, by phase.")
-        self.prompt_tokens = Counter("rlx_prompt_tokens_total", "Tokens of prompts.")
-        self.cached_tokens = Counter("rlx_prompt_tokens_cached_total", "Tokens of prompts from the prefix cache.")
-        self.generation_tokens = Counter("rlx_generation_tokens_total", "Generated tokens.")
         self.embedding_texts = Counter("rlx_embedding_texts_total", "Texts that were embedded.")
-        self.first_token = Histogram("rlx_time_to_first_token_seconds", "From the request to its first text.")
-        self.token_gap = Histogram("rlx_inter_token_latency_seconds", "Between pieces of text of a request.")
-        self.queue = Histogram("rlx_request_queue_seconds", "From the request to the start of its prefill.")
-        self.duration = Histogram("rlx_request_seconds", "From the request to the end of its answer.")
-        self.grammar_compile = Histogram("rlx_grammar_compile_seconds", "Compiling a grammar or schema.")
+        self.duration = Histogram("rlx_http_request_seconds", "From the headers of a request to the end of its answer.")
         self._resident = Gauge("rlx_process_resident_bytes", "Memory of the process.")
 
-    def text(self, more: Mapping[Metric, str] | None = None, lines: Sequence[str] = ()) -> str:
-        """The page that Prometheus reads; `lines` are those of the engine."""
+    def text(self, models: Mapping[str, Statistics]) -> str:
+        """The page that Prometheus reads, with the statistics of each model's scheduler."""
         self._resident.set(resident_bytes())
-        parts: list[str] = []
+        lines: list[str] = []
         for metric in vars(self).values():
-            parts += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *metric.lines()]
-        return "\n".join([*parts, *lines]) + "\n"
+            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *metric.lines()]
+        for name in STATISTICS if models else ():
+            lines += [f"# HELP rlx_{name} {STATISTICS[name]}", f"# TYPE rlx_{name} {_kind(name)}"]
+            for model, statistics in models.items():
+                lines += _statistic_lines(f"rlx_{name}", model, getattr(statistics, name))
+        return "\n".join(lines) + "\n"
+
+
+# what a scheduler counts, and what it means
+STATISTICS = {
+    "requests_running": "Requests that are generated now.",
+    "requests_waiting": "Requests that wait for a row.",
+    "tokens_waiting": "Prompt tokens of requests that wait.",
+    "kv_used_ratio": "Share of the pages for keys and values that are in use.",
+    "kv_bytes": "Memory of keys and values.",
+    "prompt_tokens_total": "Tokens of prompts.",
+    "prompt_tokens_cached_total": "Tokens of prompts that came from the prefix cache.",
+    "generation_tokens_total": "Generated tokens.",
+    "steps_total": "Decode steps.",
+    "preemptions_total": "Requests that gave up their pages for others, and were prefilled again.",
+    "prompt_tokens_per_second": "Speed of prefill, a moving average.",
+    "cancelled_total": "Requests whose client left, by phase.",
+    "step_rows": "Sequences per decode step.",
+    "step_seconds": "Duration of decode steps.",
+    "time_to_first_token_seconds": "From a request to its first token.",
+    "inter_token_latency_seconds": "Between tokens of a request.",
+    "request_queue_seconds": "From a request to the start of its prefill.",
+    "request_seconds": "From a request to its last token.",
+}
+
+
+def _kind(name: str) -> str:
+    if name.endswith("_total"):
+        return "counter"
+    histogram = name.endswith("_seconds") or name == "step_rows"
+    return "histogram" if histogram else "gauge"
+
+
+def _statistic_lines(name: str, model: str, value: Any) -> list[str]:
+    labels = (("model", model),)
+    if isinstance(value, StatisticsHistogram):
+        return list(bucket_lines(name, labels, value.bounds, value.counts, value.sum))
+    if isinstance(value, Mapping):
+        return [f"{name}{_labels((*labels, ('phase', phase)))} {count}" for phase, count in value.items()]
+    return [f"{name}{_labels(labels)} {value:g}"]
 
 
 def resident_bytes() -> int:

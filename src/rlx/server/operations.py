@@ -25,24 +25,9 @@ async def ready(exchange: Exchange, state: State) -> None:
 
 
 async def metrics(exchange: Exchange, state: State) -> None:
-    await exchange.text(state.metrics.text(lines=_engine_lines(state)), CONTENT_TYPE)
-
-
-def _engine_lines(state: State) -> list[str]:
-    """Metrics of the schedulers, with the model as their label."""
-    gauges: dict[str, list[str]] = {"rlx_requests_running": [], "rlx_requests_waiting": []}
-    for served in state.engine.served.values():
-        label = f'{{model="{served.name}"}}'
-        if served.scheduler is not None:
-            known = served.scheduler.statistics()
-            gauges["rlx_requests_running"].append(f"rlx_requests_running{label} {known.running}")
-            gauges["rlx_requests_waiting"].append(f"rlx_requests_waiting{label} {known.waiting}")
-        elif served.embeddings is not None:
-            gauges["rlx_requests_waiting"].append(f"rlx_requests_waiting{label} {served.embeddings.waiting}")
-    lines = []
-    for name, values in gauges.items():
-        lines += [f"# TYPE {name} gauge", *values]
-    return lines
+    served = state.engine.served
+    models = {name: one.scheduler.statistics() for name, one in served.items() if one.scheduler is not None}
+    await exchange.text(state.metrics.text(models), CONTENT_TYPE)
 
 
 async def models(exchange: Exchange, state: State) -> None:

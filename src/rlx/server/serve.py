@@ -81,7 +81,10 @@ def new_state(loaders: Mapping[str, Loader], settings: ServerSettings, **options
 
 
 def serve(
-    loaders: Mapping[str, Loader], settings: ServerSettings, started: Callable[[str], None] | None = None, **options: Any
+    loaders: Mapping[str, Loader],
+    settings: ServerSettings,
+    started: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> None:
     """Serve models until SIGINT or SIGTERM. Raises what went wrong with loading them."""
     state = new_state(loaders, settings, **options)
@@ -89,15 +92,15 @@ def serve(
     try:
         server.run()
     except SystemExit as error:  # uvicorn, if the address is taken
-        raise RequestError(f"serve: {settings.host}:{settings.port} cannot be bound", hint="--port 0 takes any") from error
+        raise RequestError(
+            f"serve: {settings.host}:{settings.port} cannot be bound", hint="--port 0 takes any"
+        ) from error
     if state.engine.failure is not None:
         raise state.engine.failure
 
 
 @contextlib.contextmanager
-def running(
-    loaders: Mapping[str, Loader], settings: ServerSettings | None = None, **options: Any
-) -> Iterator[Server]:
+def running(loaders: Mapping[str, Loader], settings: ServerSettings | None = None, **options: Any) -> Iterator[Server]:
     """A server in a thread, for programs and tests; `server.address` is where it listens."""
     state = new_state(loaders, settings or ServerSettings(port=0), **options)
     listening = threading.Event()
