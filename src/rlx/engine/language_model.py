@@ -211,6 +211,17 @@ class LanguageModel(Model):
         return learn_format(self.template)
 
     @cached_property
+    def marker_ids(self) -> frozenset[int]:
+        """Special tokens that are part of answers: markers of thoughts and of tool calls."""
+        source = self.tokenizer.chat_template or ""
+        texts = list(self.thinking or ())
+        if "tool_calls" in source:
+            with suppress(CapabilityError):
+                texts += self.tool_format.markers
+        spans = (span for text in texts for span in self.tokenizer.special_spans(text))
+        return frozenset(token for _, _, token in spans) - frozenset(self.tokenizer.stop_ids)
+
+    @cached_property
     def grammars(self) -> GrammarCompiler:
         """Compiles grammars for structured output; needs llguidance (`pip install 'rlx[serve]'`)."""
         from rlx.engine.structured import GrammarCompiler
@@ -487,7 +498,8 @@ class LanguageModel(Model):
         if tokenizer is not None:
             # An answer is a new text; a continuation keeps the space before its first word.
             continues = not request.answer and not tokenizer.special_ids.issuperset(tokens)
-            text = tokenizer.stream(skip_special=True, continues=continues)
+            keep = self.marker_ids if request.answer else frozenset[int]()
+            text = tokenizer.stream(skip_special=True, continues=continues, keep=keep)
             stop_ids = frozenset(tokenizer.stop_ids if ends else ())
         sampler = Sampler(request.sampling, tokens, self.vocab_size, scored=request.logprobs > 0)
         return TokenSequence(

@@ -195,15 +195,18 @@ class ToolFormat:
         return (self.opening + self.begin).rstrip() if not self.in_object else self._before_object.rstrip()
 
     @property
+    def markers(self) -> list[str]:
+        """All fixed texts of the format."""
+        tags = [] if self.tags is None else [self.tags.before, self.tags.middle, self.tags.after, self.tags.between]
+        return [self.opening, self.begin, self.middle, self.end, self.between, self.closing, *tags]
+
+    @property
     def is_sound(self) -> bool:
         """Whether calls begin with a marker, and no text of one rendering is part of the format."""
-        tags = () if self.tags is None else (self.tags.before, self.tags.middle, self.tags.after, self.tags.between)
-        pieces = (self.opening, self.begin, self.end, self.between, self.closing, *tags)
         samples = (*_NAMES, *_ARGUMENTS[1], *_ARGUMENTS[1].values(), *_IDS)
+        texts = [part for text in self.markers for part in (text.split(_IDS[0]) if text is self.middle else [text])]
         marked = any(c in self.opening + self.begin for c in "<[{")
-        return marked and not any(
-            sample in piece for sample in samples for piece in (*pieces, *self.middle.split(_IDS[0]))
-        )
+        return marked and not any(sample in text for sample in samples for text in texts)
 
     @property
     def _before_object(self) -> str:

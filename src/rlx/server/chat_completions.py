@@ -204,7 +204,7 @@ async def _answer(
         "model": served.name, "system_fingerprint": system_fingerprint(served.language),
     }  # fmt: skip
     choices = [_Choice(prepared) for _ in prepared.requests]
-    hidden = served.language.tokenizer.special_ids
+    hidden = served.language.tokenizer.special_ids - served.language.marker_ids
     if request.common.stream:
         await exchange.events(_chunks(head, request, choices, generation, hidden))
         exchange.record |= {"finish": choices[0].finish_reason(generation.rows[0]), **_tokens(generation)}

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 from rlx.engine.tool_loop import for_template
-from rlx.engine.tools import tools_of
 from rlx.server.api_errors import invalid
 from rlx.server.chat_completions import ChatRequest
 from rlx.server.exchange import Exchange
@@ -62,7 +61,7 @@ async def apply_template(exchange: Exchange, state: State) -> None:
     model = served.language
     if model.template is None:
         raise invalid(f"model: {served.name} has no chat template", "model")
-    tools = [tool.described() for tool in tools_of(request.tools)] if request.tools else None
+    tools = [tool.described() for tool in request.tools] or None
     messages = for_template(request.messages, model.tool_format) if tools else request.messages
     prompt = await asyncio.to_thread(model.template.render, messages, tools=tools, **request.variables)
     await exchange.answer({"prompt": prompt})
