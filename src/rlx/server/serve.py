@@ -23,6 +23,7 @@ from rlx.server.state import State
 LOG = logging.getLogger("rlx.server")
 KEEP_ALIVE_S = 75  # clients pool connections
 POLL_S = 0.05
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Server(uvicorn.Server):
@@ -89,12 +90,15 @@ def serve(
     """Serve models until SIGINT or SIGTERM. Raises what went wrong with loading them."""
     state = new_state(loaders, settings, **options)
     server = Server(state, started)
+    # uvicorn stops at these signals, and then sends them again to whoever handled them before.
+    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     try:
         server.run()
-    except SystemExit as error:  # uvicorn, if the address is taken
-        raise RequestError(
-            f"serve: {settings.host}:{settings.port} cannot be bound", hint="--port 0 takes any"
-        ) from error
+    except SystemExit as error:  # of uvicorn, if the address is taken
+        raise RequestError(f"serve: {settings.host}:{settings.port} cannot be bound", hint="--port 0 takes any") from error
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if state.engine.failure is not None:
         raise state.engine.failure
 
@@ -116,6 +120,3 @@ def running(loaders: Mapping[str, Loader], settings: ServerSettings | None = Non
     finally:
         server.should_exit = True
         thread.join()
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
