@@ -133,7 +133,7 @@ class _CallParser:
 
     def __init__(self, known: ToolFormat, tools: Mapping[str, Tool]) -> None:
         self._format, self._tools = known, tools
-        self._trigger = known.trigger.strip()
+        self._trigger = known.trigger
         self._bare = not self._trigger  # an answer that begins with an object is a call
         middle = re.sub(r"(?<!\w)\d+(?!\w)", r"\\d+", re.escape(known.middle.strip()))
         middle = middle.replace(SAMPLE_ID, r"[\w-]+")

@@ -268,12 +268,18 @@ class GrammarCompiler:
         parts += [json.dumps(text[at:], ensure_ascii=False)] * (at < len(text))
         return " ".join(parts)
 
+    def without(self, text: str) -> str:
+        """Any text that does not have `text` in it, as a terminal. Special tokens are never part of a text."""
+        anything = "/(.|\\n)*/"
+        if self.tokenizer.special_spans(text):
+            return anything
+        return f"{anything} & ~/(.|\\n)*{_escaped(text)}(.|\\n)*/"
+
     def up_to(self, rule: str, text: str) -> str:
         """Rules for any text up to and including the first `text`."""
         spans = self.tokenizer.special_spans(text)
         if not spans:
-            escaped = "".join(f"\\x{{{ord(c):x}}}" for c in text)
-            return f"{rule}[lazy]: /(.|\\n)*{escaped}/\n"
+            return f"{rule}[lazy]: /(.|\\n)*{_escaped(text)}/\n"
         return f"{rule}: {rule.upper()}_TEXT {self.literal(text)}\n{rule.upper()}_TEXT: /(.|\\n)*/\n"
 
     def _start(self, prompt: Sequence[int]) -> str:
@@ -299,6 +305,11 @@ def _tokens_of(tokenizer: Tokenizer, vocab: int) -> LLTokenizer:
         ) from error
     vocabulary = _Vocabulary(tokenizer, vocab)
     return LLTokenizer(vocabulary, eos_token=vocabulary.stops)  # type: ignore[arg-type]
+
+
+def _escaped(text: str) -> str:
+    """A text as a pattern."""
+    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
 
 
 def _first_line(message: str) -> str:

@@ -192,7 +192,7 @@ class ToolFormat:
     @property
     def trigger(self) -> str:
         """The text that begins calls in an answer."""
-        return (self.opening + self.begin).rstrip() if not self.in_object else self._before_object.rstrip()
+        return (self.opening + self.begin).strip() if not self.in_object else self._before_object.strip()
 
     @property
     def markers(self) -> list[str]:
@@ -445,7 +445,7 @@ def call_rules(
 
     With `text`, the answer may be any text, and calls in it have valid arguments.
     """
-    full = known.opening + known.begin
+    full = (known.opening + known.begin).lstrip()
     start = known.trigger if text else ""
     if text and not start:
         raise CapabilityError("tools: strict needs a model that marks its calls", hint='tool_choice="required"')
@@ -457,12 +457,12 @@ def call_rules(
 
     after = compiler.literal(known.closing)
     more = "(following)*" if parallel else ""
-    result = calls("first", full[len(start) :] if text else full.lstrip())
+    result = calls("first", full[len(start) :])
     if parallel:
         result += calls("following", known.between + known.begin)
     if text:
         lead = compiler.up_to("lead", start)
-        result = f"answer: (lead first {more} {after})* TAIL\nTAIL: /(.|\\n)*/\n{lead}{result}"
+        result = f"answer: (lead first {more} {after})* TAIL\nTAIL: {compiler.without(start)}\n{lead}{result}"
     else:
         result = f"answer: first {more} {after}\n{result}"
     return result + "".join(rules)
