@@ -497,7 +497,7 @@ def test_a_stream_that_is_closed_while_its_prompt_is_read_has_no_negative_times(
                 nonlocal calls
                 calls += 1
                 if calls == limit:
-                    stream._cancel.wanted = True
+                    stream._ticket.cancel()
                 return run(self, *args, **named)
 
             if closed_after:

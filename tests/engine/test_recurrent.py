@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,9 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, 40, count)]
 
 
-def same(model: LanguageModel, a: Completion, b: Completion) -> bool:
-    """Equal tokens, and equal bits of their log-probabilities.
-
-    Those of the delta rule differ by rounding: it computes some tokens of a call together, where there are enough.
-    """
-    if model.facts.family != "qwen3next":
-        return a.tokens == b.tokens and a.logprobs == b.logprobs
-    assert a.logprobs is not None and b.logprobs is not None
-    pairs = zip(a.logprobs, b.logprobs, strict=True)
-    return a.tokens == b.tokens and all(abs(x.logprob - y.logprob) < 1e-4 for x, y in pairs)
+def same(a: Completion, b: Completion) -> bool:
+    """Equal tokens, and equal bits of their log-probabilities."""
+    return a.tokens == b.tokens and a.logprobs == b.logprobs
 
 
 def told(model: LanguageModel, tokens: list[int]) -> Completion:
@@ -87,7 +81,7 @@ def test_long_prompts_in_any_chunks_give_the_same_text(model: LanguageModel, mon
     for chunk in (64, 500, 256):
         monkeypatch.setattr(generation, "CHUNK", chunk)
         completions.append(told(model, tokens))
-    assert same(model, completions[0], completions[1]) and same(model, completions[0], completions[2])
+    assert same(completions[0], completions[1]) and same(completions[0], completions[2])
 
 
 def test_memory_does_not_grow_with_the_text(model: LanguageModel) -> None:
@@ -96,8 +90,11 @@ def test_memory_does_not_grow_with_the_text(model: LanguageModel) -> None:
         size = 2 * (3 + 6) * 40  # of two layers: the last 3 tokens of 40 channels, and 6 numbers of each
         if model.facts.family == "qwen3next":
             # three layers: the last 3 tokens of 8 heads, and 4 matrices; in one: keys and values, in blocks of 64
-            size = 3 * (3 * 8 * 16 + 4 * 16 * 16) + 2 * 16 * 64 * blocks
-        assert model.memory().cache == 4 * size
+            size = 3 * (3 * 8 * 16 + 4 * 16 * 16)
+        checkpoints = len({*range(512, count, 512), (count - 1) // 64 * 64} - {0})
+        pages = 2 * 16 * 64 * blocks if model.facts.family == "qwen3next" else 0
+        gc.collect()
+        assert model.memory().cache == 4 * (size * checkpoints + pages)
 
 
 def test_a_sequence_does_not_notice_its_neighbours(model: LanguageModel) -> None:
@@ -106,32 +103,32 @@ def test_a_sequence_does_not_notice_its_neighbours(model: LanguageModel) -> None
     model.caches.clear()
     together = model.generate(prompts, **SAMPLING)
     assert all(
-        same(model, completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True)
+        same(completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True)
     )
 
 
-def test_a_prompt_goes_on_only_from_all_of_a_state(model: LanguageModel) -> None:
-    """What a state has taken in cannot be taken out again: a prompt that shares less is read from its beginning."""
+def test_a_prompt_goes_on_only_from_a_checkpoint(model: LanguageModel) -> None:
+    """What a state has taken in cannot be taken out again, and a state that decoding reached is not that of a prompt."""
     first = prompt(200)
     answer = model.generate(first, **SAMPLING).tokens[:-1]  # the last one was never read
     cases = [
-        (first + answer + prompt(30, 1), len(first + answer)), (first[:150] + prompt(60, 2), 0), (first, 0),
-        (first + answer, 0), (first + prompt(40, 3), 0),
+        (first + answer + prompt(30, 1), 192), (first[:150] + prompt(60, 2), 0), (first, 192),
+        (first + answer, 192), (first[:192], 0), (first[:193], 192), (first + prompt(40, 3), 192),
     ]  # fmt: skip
     for tokens, cached in cases:
         model.caches.clear()
         model.generate(first, **SAMPLING)
         again = model.generate(tokens, **SAMPLING)
         assert again.usage.cached_tokens == cached
-        assert same(model, again, told(model, tokens))
+        assert same(again, told(model, tokens))
 
 
 def test_a_longer_text_does_not_push_out_the_state_of_its_beginning(model: LanguageModel) -> None:
     beginning = prompt(100)
     model.generate(beginning, max_tokens=0)
-    for seed in (1, 2):  # what goes on takes the state along, so the second one finds none
+    for seed in (1, 2):
         tokens = beginning + prompt(20, seed)
-        assert same(model, model.generate(tokens, **SAMPLING), told(model, tokens))
+        assert same(model.generate(tokens, **SAMPLING), told(model, tokens))
 
 
 def test_rows_of_a_batch_take_over_whole_beginnings_only(model: LanguageModel) -> None:
@@ -140,7 +137,7 @@ def test_rows_of_a_batch_take_over_whole_beginnings_only(model: LanguageModel) -
     model.caches.clear()
     together = model.generate(prompts, **SAMPLING)
     assert all(
-        same(model, completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True)
+        same(completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True)
     )
 
 
@@ -162,7 +159,7 @@ def test_a_call_that_broke_off_leaves_no_state_behind(model: LanguageModel, monk
         patched.setattr(type(model.compiled), "run", breaking)
         with pytest.raises(KeyboardInterrupt):
             model.generate(tokens, **SAMPLING)
-    assert same(model, model.generate([*tokens, 5], **SAMPLING), wanted)
+    assert same(model.generate([*tokens, 5], **SAMPLING), wanted)
 
 
 def test_a_stream_that_was_closed_can_be_gone_on_from(model: LanguageModel) -> None:
@@ -170,7 +167,7 @@ def test_a_stream_that_was_closed_can_be_gone_on_from(model: LanguageModel) -> N
     with model.stream(tokens, max_tokens=20, temperature=0) as stream:
         next(stream, None)
     longer = tokens + stream.completion.tokens + prompt(9, 1)
-    assert same(model, model.generate(longer, **SAMPLING), told(model, longer))
+    assert same(model.generate(longer, **SAMPLING), told(model, longer))
 
 
 def test_an_export_keeps_its_states(model: LanguageModel, tmp_path: Path) -> None:
@@ -178,7 +175,7 @@ def test_an_export_keeps_its_states(model: LanguageModel, tmp_path: Path) -> Non
     path = model.export(tmp_path / f"m{SUFFIX}", weights=True)
     with load(path) as exported:
         assert isinstance(exported, LanguageModel)
-        assert same(model, exported.generate(tokens, **SAMPLING), told(model, tokens))
+        assert same(exported.generate(tokens, **SAMPLING), told(model, tokens))
 
 
 def test_keys_may_be_small_next_to_a_state(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import tiny_llama
 
 from rlx.engine import generate as generation
-from rlx.engine import kv_cache
+from rlx.engine import page_pool
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.errors import CapabilityError
 from rlx.runtime.kv_spec import KvCacheSpec
@@ -54,7 +54,7 @@ def told(model: LanguageModel, tokens: list[int]) -> Completion:
 def told_by_full_cache(folder: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Completion:
     """What a cache of all positions gives."""
     with monkeypatch.context() as patched:
-        patched.setattr(kv_cache, "SPARE", 4 * LONG)
+        patched.setattr(page_pool, "SPARE", 4 * LONG)
         return language_model(folder, context=2 * LONG).generate(tokens, **SAMPLING)
 
 
@@ -85,7 +85,7 @@ def test_long_prompts_in_any_chunks_give_the_text_of_a_whole_cache(
     for chunk, spare in ((64, 512), (500, 512), (256, 4 * LONG)):
         with monkeypatch.context() as patched:
             patched.setattr(generation, "CHUNK", chunk)
-            patched.setattr(kv_cache, "SPARE", spare)
+            patched.setattr(page_pool, "SPARE", spare)
             completions.append(language_model(folder, context=2 * LONG, cache=cache).generate(tokens, **SAMPLING))
     assert same(completions[0], completions[2]) and same(completions[1], completions[2])
 
@@ -142,9 +142,13 @@ def test_unequal_batches_have_the_text_of_each_alone(model: LanguageModel) -> No
 def test_the_window_of_a_layer_says_what_it_keeps(model: LanguageModel) -> None:
     spec = model.caches.spec
     assert spec.windows == (WINDOW, WINDOW)
-    cache = kv_cache.KvCache(KvCacheSpec(3, 2, 32, "f32", (0, 64, None)), 1, 4096)
+    pool = page_pool.PagePool(KvCacheSpec(3, 2, 32, "f32", (0, 64, None)), 4096)
+    cache = pool.new(1)
     cache.reserve(4000)
-    assert {n: len(a) for n, a in cache.buffers.items()} == {"keys.0": 64, "values.0": 64, "keys.1": 9, "values.1": 9}
+    cache.prepare_write(0, 0, 512)
+    cache.prepare_write(0, 512, 1024)
+    assert set(pool.buffers) == {"keys.0", "values.0", "keys.1", "values.1"}
+    assert {window: pages.used for window, pages in pool.pages.items()} == {0: 16, 64: 9}
     assert {n: a.shape for n, a in cache.rows(0, 1).items() if "table" in n} == {"table": (1, 63), "table64": (1, 9)}
 
 

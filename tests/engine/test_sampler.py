@@ -251,10 +251,12 @@ def test_operands_of_a_batch_are_reused_until_it_changes() -> None:
     history, uniform = (first[operand_input(name)] for name in ("history", "uniform"))
     before = uniform.copy()
     assert history.shape == (3, 0) and before[0] > 0 and not before[1:].any()
-    counting.accept(7)
+    for sampler, token in ((plain, 3), (counting, 7)):
+        sampler.accept(token)
     second = batch.draw([plain, None, counting])
     assert second is not first and second[operand_input("history")][2, :2].tolist() == [7, -1]
-    counting.accept(9)
+    for sampler, token in ((plain, 3), (counting, 9)):
+        sampler.accept(token)
     third = batch.draw([plain, None, counting])
     assert third is second and third[operand_input("history")][2, :3].tolist() == [7, 9, -1]
     numbers = np.random.Generator(np.random.Philox(1)).random(3)

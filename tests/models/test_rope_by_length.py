@@ -12,7 +12,7 @@ from small_llama import difference
 
 import rlx
 from rlx.engine.generate import Decoder
-from rlx.engine.kv_cache import KvCache
+from rlx.engine.page_pool import PagePool
 from rlx.runtime.kv_spec import KvCacheSpec
 
 LIMIT = 48
@@ -161,10 +161,15 @@ def test_a_prompt_goes_on_only_from_keys_of_its_side_of_the_limit(small: Any) ->
 
 
 def test_a_cache_knows_by_which_length_its_keys_were_rotated() -> None:
-    cache = KvCache(KvCacheSpec(1, 1, 8, lengths=((16, True),)), 1, 64)
+    pool = PagePool(KvCacheSpec(1, 1, 8, lengths=((16, True),)), 64)
+    cache = pool.new(2)
     for length in range(14, 20):  # one by one: each key beyond the limit has frequencies of its own
         cache.prepare_write(0, length - 1 if length > 14 else 0, length)
         cache.tokens[0] = list(range(length))
-    assert [cache.shared(0, list(range(n))) for n in (10, 16, 17, 19)] == [9, 15, 0, 0]
+    cache.release(0, ())
+    assert [cache.restore(1, list(range(n)), ()) for n in (10, 16, 17, 19)] == [9, 15, 0, 0]
+    pool.clear()
     cache.prepare_write(0, 0, 19, 19)  # all at once
-    assert [cache.shared(0, list(range(n))) for n in (10, 18, 19)] == [0, 0, 18]
+    cache.tokens[0] = list(range(19))
+    cache.release(0, ())
+    assert [cache.restore(1, list(range(n)), ()) for n in (10, 18, 19)] == [0, 0, 18]

@@ -228,10 +228,13 @@ class Scheduler:
         started = time.perf_counter()
         self._receive()
         self._end_stopped()
-        prefilling = any(job is not None and not job.decodes for job in self._rows)
-        if not (prefilling and self._stall == math.inf):
+        if self._stall < math.inf:
             self._decode()
-        self._admit()
+            self._admit()
+        else:  # only the total time matters: prompts first, so that more rows decode together
+            self._admit()
+            if all(job is None or job.decodes for job in self._rows):
+                self._decode()
         self._prefill()
         self._counters.step_seconds.observe(time.perf_counter() - started)
         return self.busy
@@ -523,7 +526,8 @@ class Scheduler:
         for job in jobs:
             if job is not first and not job.alone and not first.alone:
                 widths = [self._slice_end(j, budget) - len(self._cache.tokens[j.row]) for j in (*group, job)]
-                if max(widths) * len(widths) <= min(budget, generation.WASTE * sum(widths)):
+                waste = 1.0 if self.pool.spec.states else generation.WASTE  # the delta rule's way depends on the width
+                if max(widths) * len(widths) <= min(budget, waste * sum(widths)):
                     group.append(job)
         self._prefill_rows(group, budget)
 

@@ -50,8 +50,9 @@ def scores_of(model: LanguageModel, texts: Sequence[ScoredText], top: int) -> li
     scores = [Score([]) for _ in texts]
     scored = [i for i, text in enumerate(texts) if text.begin < len(text.tokens)]
     order = sorted(scored, key=lambda i: len(texts[i].tokens))
-    for first in range(0, len(order), generation.ROWS):
-        batch = order[first : first + generation.ROWS]
+    rows = 1 if model.caches.spec.states else generation.ROWS  # how the delta rule rounds depends on the longest text
+    for first in range(0, len(order), rows):
+        batch = order[first : first + rows]
         _score_batch(model, [texts[i] for i in batch], [scores[i] for i in batch], top)
     return scores
 

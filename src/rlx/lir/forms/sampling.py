@@ -360,14 +360,13 @@ class _Sampler(LogitsKernel):
         top_k = body.let("k", self.integers(3, "top_ks").only.cast(I64))
         top_p, min_p = self.fraction(4, "top_p"), self.setting(5, "min_p")
         self.adjust()
-        # Weights at temperature 1 are the exponentials that log-probabilities need.
-        shares = body.let("shares", ~self.adjusted & temperature.eq(1.0) & ((top_k < 1) | (top_k >= self.vocab)))
         scored: Expr = Const(True, BOOL)
         if self.node.operands[14] is not None:
             scored = self.integers(14, "scored").only.ne(0)
         scored = body.let("is_scored", scored)
         self.scan()
-        self.add_exponentials(scored & ~shares)
+        # Weights at temperature 1 would do, if no row of the batch had changed logits: bits must not depend on others.
+        self.add_exponentials(scored)
         self.find_highest()
         self.drawn = body.let("drawn", self.alive & (temperature > 0.0))
         nucleus = body.let("nucleus", self.drawn & (top_p < 1.0))
@@ -379,11 +378,10 @@ class _Sampler(LogitsKernel):
         picked = self.draw(uniform, min_p)
         chosen = self.drawn.select(picked, self.first)
         token = body.let("token", self.alive.select(chosen, NO_TOKEN))
-        logit = self.alive.choose(self.raw[token], math.nan) - shares.select(self.top, self.raw_top)
-        total = shares.select(self.mass.cast(F64) * 2.0**-WEIGHT_BITS, self.raw_total)
+        logit = self.alive.choose(self.raw[token], math.nan) - self.raw_top
         zero = Const(0, I64)
         body.store(self.tokens, zero, token.cast(I32))
-        body.store(self.scores, zero, scored.select(logit.cast(F64) - total.log(), math.nan))
+        body.store(self.scores, zero, scored.select(logit.cast(F64) - self.raw_total.log(), math.nan))
         shape = self.s.view(self._operand(0)).shape
         root = For("u", self.builder.arg("units", shape[0]), tuple(body.stmts))
         self.builder.launch(self.s, root, shape[0], flops=product(shape) * 40)

@@ -134,10 +134,7 @@ class LogitsKernel:
 
     # -- logits as they are sampled from -------------------------------------------------------------------------------
     def adjust(self) -> None:
-        """Copies blocks to where weights will be: those that a mask, a bias or penalties change, and a short last one.
-
-        Sets `adjusted`: whether logits may be changed.
-        """
+        """Copies blocks that a mask, a bias or penalties change, and a short last one, to where weights will be."""
         allowed, history = self.node.operands[6:8]
         bias = self.node.operands[12]
         body, g = self.body, Index("g")
@@ -152,10 +149,6 @@ class LogitsKernel:
             for name, of in (("allowed", allowed), ("bias", bias), ("history", history))
             if of is not None
         }
-        changes: Expr = Const(0, I64)
-        for length in lengths.values():
-            changes = changes + length
-        self.adjusted = body.let("adjusted", changes > 0)
         if allowed is not None:
             self._mask(allowed, lengths["allowed"])
         if bias is not None:
