@@ -167,7 +167,8 @@ def test_equal_texts_are_computed_once(model: EmbeddingModel, monkeypatch: pytes
     wanted = np.stack([model.embed(text) for text in texts])
     seen: list[int] = []
     run = EmbeddingModel._run_batch
-    monkeypatch.setattr(EmbeddingModel, "_run_batch", lambda self, rows: seen.append(len(rows)) or run(self, rows))
+    counted = lambda self, rows, *more: seen.append(len(rows)) or run(self, rows, *more)
+    monkeypatch.setattr(EmbeddingModel, "_run_batch", counted)
     assert np.array_equal(model.embed(texts), wanted)
     assert sum(seen) == 2
 

@@ -267,7 +267,7 @@ def test_a_graph_is_no_model(tmp_path: Path) -> None:
     file = rlx.export(rlx.compile(g), tmp_path / "double.rlxp")
     with pytest.raises(FormatError, match="holds the graph 'double', no model"):
         load(file)
-    with pytest.raises(RequestError, match="takes a compiled graph or a model, found Graph"):
+    with pytest.raises(RequestError, match="takes a compiled graph, a jitted function or a model, found Graph"):
         rlx.export(g, tmp_path / "x.rlxp")  # type: ignore[arg-type]
 
 

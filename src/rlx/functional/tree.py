@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlx.dtypes import DType
 from rlx.errors import GraphError, nearest
+from rlx.fork_safe_locks import cached_property
 from rlx.types import TensorType
 
 LEAF = "leaf"
@@ -29,7 +30,7 @@ class Structure:
     children: tuple[Structure, ...] = ()
     static: Any = None  # static fields of a dataclass, as pairs; what `flatten` of a registered class returned
 
-    @functools.cached_property
+    @cached_property
     def leaves(self) -> int:
         """The number of leaves."""
         return 1 if self.kind == LEAF else sum(c.leaves for c in self.children)
