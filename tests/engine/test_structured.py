@@ -63,7 +63,9 @@ def test_answers_validate(model: rlx.LanguageModel, schema: dict[str, Any], temp
 def test_other_forms(model: rlx.LanguageModel) -> None:
     settings: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0}
     for seed in range(4):
-        assert re.fullmatch(r"[a-c]{3}/[0-9]{2}", model.chat("x", regex=r"[a-c]{3}/[0-9]{2}", seed=seed, **settings).text)
+        assert re.fullmatch(
+            r"[a-c]{3}/[0-9]{2}", model.chat("x", regex=r"[a-c]{3}/[0-9]{2}", seed=seed, **settings).text
+        )
         assert model.chat("x", choice=["yes", 'no "/\n'], seed=seed, **settings).text in ("yes", 'no "/\n')
         lark = 'start: "<" WORD ">" start?\nWORD: /[a-z]{1,3}/'
         answer = model.generate("x", grammar=lark, seed=seed, **settings)
@@ -177,7 +179,13 @@ def test_functions_are_called_until_there_is_a_text(tmp_path: Path) -> None:
     with rlx.load(with_template(tmp_path, HERMES)) as model:
         assert isinstance(model, rlx.LanguageModel)
         answer = model.chat(
-            "hi", tools=[set_light], tool_choice="required", temperature=1.0, seed=3, max_tokens=120, logit_bias={2: 15.0}
+            "hi",
+            tools=[set_light],
+            tool_choice="required",
+            temperature=1.0,
+            seed=3,
+            max_tokens=120,
+            logit_bias={2: 15.0},
         )
         assert calls and answer.tool_calls[0].result == json.dumps({"ok": calls[0][0]})
         assert json.loads(answer.tool_calls[0].arguments)["on"] == calls[0][0]

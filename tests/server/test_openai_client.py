@@ -39,7 +39,10 @@ def test_models(client: Any) -> None:
 def test_an_answer_is_the_one_in_process(client: Any, model: rlx.LanguageModel) -> None:
     answer = chat(client, temperature=0.8, seed=11)
     expected = model.chat(MESSAGES, max_tokens=12, temperature=0.8, seed=11)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected.text, expected.finish_reason)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+        expected.text,
+        expected.finish_reason,
+    )
     assert answer.usage.completion_tokens == len(expected.tokens) and answer.choices[0].seed == 11
     assert answer.system_fingerprint in expected.fingerprint
 
@@ -92,7 +95,9 @@ def test_stop_strings_end_the_text(client: Any) -> None:
 
 def test_biases_and_penalties_reach_the_sampler(client: Any, model: rlx.LanguageModel) -> None:
     settings = {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.4, "presence_penalty": 0.2}
-    answer = chat(client, seed=4, logit_bias={"100": 5, "101": -100}, extra_body={"top_k": 40, "min_p": 0.01}, **settings)
+    answer = chat(
+        client, seed=4, logit_bias={"100": 5, "101": -100}, extra_body={"top_k": 40, "min_p": 0.01}, **settings
+    )
     expected = model.chat(
         MESSAGES, max_tokens=12, seed=4, logit_bias={100: 5.0, 101: -np.inf}, top_k=40, min_p=0.01, **settings
     )
@@ -144,7 +149,13 @@ def test_a_required_call_has_valid_arguments(client: Any) -> None:
 
 
 def test_streamed_calls_fold_to_the_same(client: Any) -> None:
-    options: Any = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "seed": 6, "parallel_tool_calls": False}
+    options: Any = {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_tokens": 200,
+        "seed": 6,
+        "parallel_tool_calls": False,
+    }
     (expected,) = chat(client, **options).choices[0].message.tool_calls
     calls: dict[int, dict[str, Any]] = {}
     for chunk in chat(client, stream=True, **options):
@@ -165,7 +176,9 @@ def test_a_conversation_with_results_of_calls(client: Any, http: Any) -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "done"},
     ]  # fmt: skip
     assert chat(client, messages=messages, tools=[OTHER]).choices[0].finish_reason in ("length", "stop", "tool_calls")
-    prompt = http.post("/apply-template", json={"model": "tiny", "messages": messages, "tools": [OTHER]}).json()["prompt"]
+    prompt = http.post("/apply-template", json={"model": "tiny", "messages": messages, "tools": [OTHER]}).json()[
+        "prompt"
+    ]
     assert '<tool_call>\n{"name": "ring", "arguments": {"n": 1}}\n</tool_call>' in prompt
     assert chat(client, tools=[OTHER], tool_choice="none").choices[0].message.tool_calls is None
 

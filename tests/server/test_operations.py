@@ -94,7 +94,9 @@ def test_metrics_are_prometheus(http: Any) -> None:
 def test_every_answer_has_an_id(http: Any) -> None:
     assert http.get("/health", headers={"x-request-id": "my-id_7"}).headers["x-request-id"] == "my-id_7"
     for wrong in ("x" * 200, "a b", "<script>"):
-        assert re.fullmatch("[0-9a-f]{32}", http.get("/nothing", headers={"x-request-id": wrong}).headers["x-request-id"])
+        assert re.fullmatch(
+            "[0-9a-f]{32}", http.get("/nothing", headers={"x-request-id": wrong}).headers["x-request-id"]
+        )
 
 
 def test_the_log_has_lines_and_no_texts(loaders: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +106,9 @@ def test_the_log_has_lines_and_no_texts(loaders: Any, capfd: pytest.CaptureFixtu
         with httpx.Client(base_url=server.address) as client:
             secret = "my bank is open"
             body = BODY | {"messages": [{"role": "user", "content": secret}]}
-            client.post("/v1/chat/completions", json=body, headers={"x-request-id": "one", "authorization": "Bearer tok"})
+            client.post(
+                "/v1/chat/completions", json=body, headers={"x-request-id": "one", "authorization": "Bearer tok"}
+            )
             client.post("/v1/chat/completions", json=body | {"n": -1}, headers={"x-request-id": "two"})
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     assert [line["id"] for line in lines] == ["one", "two"] and [line["status"] for line in lines] == [200, 400]

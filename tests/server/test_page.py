@@ -26,7 +26,9 @@ HOSTILE = [
 def test_the_page_is_one_small_file_that_loads_nothing(http: Any) -> None:
     text = page_text()
     assert len(text.encode()) < 40_000
-    assert not re.search(r"https?://|//[a-z]+\.|\bsrc=|@import|\son\w+=|innerHTML|outerHTML|insertAdjacent|document\.write", text)
+    assert not re.search(
+        r"https?://|//[a-z]+\.|\bsrc=|@import|\son\w+=|innerHTML|outerHTML|insertAdjacent|document\.write", text
+    )
     assert not re.search(r"\seval\(|new Function|style=", text)
     answer = http.get("/")
     assert answer.headers["content-security-policy"] == policy()
@@ -93,7 +95,10 @@ def test_a_chat_by_keyboard(page: Page, model: Any) -> None:
 
 @needs_chromium
 def test_a_schema_shapes_the_answer(page: Page) -> None:
-    page.set("schema", '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}')
+    page.set(
+        "schema",
+        '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}',
+    )
     assert json.loads(page.ask("again"))["a"] in (True, False)
     page.set("schema", "{")
     page.ask("wrong")
@@ -127,7 +132,10 @@ def test_hostile_texts_are_text(page: Page) -> None:
     shown = page.value("[...document.querySelectorAll('article.user .text')].map(node => node.textContent)")
     assert shown == HOSTILE
     assert page.value("document.title") == "rlx"
-    assert page.value("document.querySelectorAll('article script, article img, article svg, article a, article b').length") == 0
+    assert (
+        page.value("document.querySelectorAll('article script, article img, article svg, article a, article b').length")
+        == 0
+    )
     page.open()  # the conversation is kept, and still text
     assert page.value("[...document.querySelectorAll('article.user .text')].map(node => node.textContent)") == HOSTILE
     assert page.value("document.title") == "rlx" and page.browser.complaints == []
@@ -149,10 +157,10 @@ def test_conversations_are_kept_in_the_browser(page: Page) -> None:
 def test_requests_can_be_copied(page: Page, http: Any) -> None:
     page.set("temperature", "0")
     page.value("document.getElementById('new').click()")
-    page.set("prompt", "it's \"quoted\" $HOME")
+    page.set("prompt", 'it\'s "quoted" $HOME')
     curl = page.value("asCurl()")
     body = json.loads(re.search(r"-d '(.*)'\n$", curl, re.S)[1].replace("'\\''", "'"))  # type: ignore[index]
-    assert body["messages"] == [{"role": "user", "content": "it's \"quoted\" $HOME"}] and body["temperature"] == 0
+    assert body["messages"] == [{"role": "user", "content": 'it\'s "quoted" $HOME'}] and body["temperature"] == 0
     assert http.post("/v1/chat/completions", json=body).status_code == 200
     python = page.value("asPython()")
     compile(python, "copied", "exec")
@@ -163,12 +171,26 @@ def test_requests_can_be_copied(page: Page, http: Any) -> None:
 @needs_chromium
 def test_every_control_is_reached_by_tab(page: Page) -> None:
     page.open()
-    page.value("document.getElementById('details').open = true; document.getElementById('menu').focus(); document.body.focus()")
+    page.value(
+        "document.getElementById('details').open = true; document.getElementById('menu').focus(); document.body.focus()"
+    )
     seen = set()
     for _ in range(40):
         page.browser.press("Tab")
         seen.add(page.value("document.activeElement.id || document.activeElement.textContent"))
-    assert {"model", "theme", "new", "prompt", "send", "curl", "python", "system", "temperature", "schema", "key"} <= seen
+    assert {
+        "model",
+        "theme",
+        "new",
+        "prompt",
+        "send",
+        "curl",
+        "python",
+        "system",
+        "temperature",
+        "schema",
+        "key",
+    } <= seen
 
 
 @needs_chromium

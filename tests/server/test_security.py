@@ -82,8 +82,13 @@ def test_wrong_fields_are_refused_and_named(http: Any, change: dict[str, Any]) -
 
 
 def test_what_cannot_be_enforced_is_named(http: Any) -> None:
-    for schema, word in (({"not": {}}, "not"), ({"if": {}, "then": {}}, "if"), ({"type": "string", "format": "zz"}, "zz"),
-                         ({"type": "string", "pattern": "(?=a)"}, "look-around"), ({"uniqueItems": True}, "uniqueItems")):
+    for schema, word in (
+        ({"not": {}}, "not"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"type": "string", "format": "zz"}, "zz"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"uniqueItems": True}, "uniqueItems"),
+    ):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         error = http.post("/v1/chat/completions", json=BODY | {"response_format": form}).json()["error"]
         assert word in error["message"], error
@@ -158,7 +163,14 @@ def test_depth_is_bounded_everywhere(http: Any, server: Server, depth: int) -> N
 
 
 def test_patterns_that_cost_much_are_quick_to_answer(http: Any) -> None:
-    for pattern in ("(a|aa)+$", "(a*)*b", "((a{0,1000}){0,1000}){0,1000}", "(x+x+)+y", "(a{1,9999}b){1,999}", "[^a]" * 9000):
+    for pattern in (
+        "(a|aa)+$",
+        "(a*)*b",
+        "((a{0,1000}){0,1000}){0,1000}",
+        "(x+x+)+y",
+        "(a{1,9999}b){1,999}",
+        "[^a]" * 9000,
+    ):
         start = time.perf_counter()
         assert http.post("/v1/chat/completions", json=BODY | {"regex": pattern}).status_code in (200, 400)
         assert time.perf_counter() - start < 5.0
@@ -248,7 +260,9 @@ def test_the_host_must_be_this_server(server: Server, host: str, allowed: bool) 
 
 def test_a_host_is_needed_once(server: Server) -> None:
     assert status_of(server.address, request_bytes("GET", "/v1/models", host=None)) in (400, 403)
-    twice = request_bytes("GET", "/v1/models").replace(b"Host: 127.0.0.1\r\n", b"Host: 127.0.0.1\r\nHost: localhost\r\n")
+    twice = request_bytes("GET", "/v1/models").replace(
+        b"Host: 127.0.0.1\r\n", b"Host: 127.0.0.1\r\nHost: localhost\r\n"
+    )
     assert status_of(server.address, twice) in (400, 403)
 
 
@@ -264,7 +278,9 @@ def test_pages_of_other_origins_are_refused_by_every_method(server: Server, http
 # -- keys -------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def guarded(loaders: Any) -> Any:
-    settings = ServerSettings(port=0, keys=Keys([KEY, OTHER_KEY]), origins=frozenset({"http://app.example"}), strict=True)
+    settings = ServerSettings(
+        port=0, keys=Keys([KEY, OTHER_KEY]), origins=frozenset({"http://app.example"}), strict=True
+    )
     with running({"tiny": loaders["tiny"]}, settings) as one:
         yield one
 
@@ -278,7 +294,9 @@ def test_every_route_wants_a_key_unless_it_is_listed(guarded: Server) -> None:
             status = client.request(method, path, headers={"content-type": "application/json"}).status_code
             assert status == (200 if path in PUBLIC else 401), path
         for path in ("/nothing", "//v1/models", "/v1/models/", "/health/../v1/models", "/?x=/health", "/V1/models"):
-            assert client.get(path).status_code in (200, 401) and (path.startswith("/?") or client.get(path).status_code == 401)
+            assert client.get(path).status_code in (200, 401) and (
+                path.startswith("/?") or client.get(path).status_code == 401
+            )
         for headers in ({"authorization": KEY}, {"authorization": "Bearer wrong-key-here"}, {"authorization": "Basic x"},
                         {"authorization": f"Bearer {KEY}x"}, {"x-api-key": ""}, {"authorization": "Bearer"}):  # fmt: skip
             assert client.get("/v1/models", headers=headers).status_code == 401

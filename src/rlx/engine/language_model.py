@@ -523,7 +523,9 @@ class LanguageModel(Model):
         with closing(scheduler):
             # longest first: prompts of similar length are prefilled together
             tickets = [scheduler.add(s) for s in sorted(sequences, key=lambda s: -len(s.prompt))]
-            while scheduler.step():
+            busy = True
+            while busy:
+                busy = scheduler.step()
                 for ticket in tickets:
                     if ticket.error is not None:
                         raise ticket.error

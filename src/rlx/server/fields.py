@@ -46,8 +46,8 @@ class Fields:
         return f"{self._where}.{name}" if self._where else name
 
     def wrong(self, name: str, expected: str) -> ApiError:
-        found = short_repr(self._members.get(name))
-        return invalid(f"{self.path(name)}: expected {expected}, found {found}", self.path(name))
+        actual = short_repr(self._members.get(name))
+        return invalid(f"{self.path(name)}: expected {expected}, found {actual}", self.path(name))
 
     def get(self, name: str) -> Any:
         """A member as it is; None if it is null or absent."""

@@ -95,7 +95,9 @@ def serve(
     try:
         server.run()
     except SystemExit as error:  # of uvicorn, if the address is taken
-        raise RequestError(f"serve: {settings.host}:{settings.port} cannot be bound", hint="--port 0 takes any") from error
+        raise RequestError(
+            f"serve: {settings.host}:{settings.port} cannot be bound", hint="--port 0 takes any"
+        ) from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
