@@ -28,7 +28,8 @@ PAIRS = _template(
 )
 SECTION = _HEAD + _TURNS.replace(
     "{%- for c in m.tool_calls or [] %}CALL{% endfor %}",
-    "{%- if m.tool_calls %}{{ '<|calls|>' }}{% for c in m.tool_calls %}{{ '<|call|>functions.' + c.function.name + ':' }}"
+    "{%- if m.tool_calls %}{{ '<|calls|>' }}{% for c in m.tool_calls %}{{ '<|call|>functions.' + "
+    "c.function.name + ':' }}"
     "{{ loop.index0 }}{{ '<|args|>' + c.function.arguments + '<|end|>' }}{% endfor %}{{ '<|ended|>' }}{% endif %}",
 )
 ARRAY = _HEAD + _TURNS.replace(
@@ -39,7 +40,8 @@ ARRAY = _HEAD + _TURNS.replace(
 )
 THINKING = HERMES.replace(
     "{%- if m.content %}",
-    "{%- if m.role == 'assistant' and m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}"
+    "{%- if m.role == 'assistant' and m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + "
+    "'\\n</think>\\n\\n' }}"
     "{% endif %}{%- if m.content %}",
 )
 FORMATS = {"hermes": HERMES, "bare": BARE, "coder": CODER, "pairs": PAIRS, "section": SECTION, "array": ARRAY}

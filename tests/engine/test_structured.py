@@ -93,8 +93,10 @@ def test_a_batch_follows_it_row_by_row(model: rlx.LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"schema": {"not": {}}}, '"not"'), ({"schema": {"if": {}, "then": {}}}, '"if"'), ({"schema": 3}, "a JSON schema"),
-        ({"schema": {"type": "string", "format": "zz"}}, "zz"), ({"schema": "{"}, "not JSON"), ({"regex": "("}, "unclosed"),
+        ({"schema": {"not": {}}}, '"not"'), ({"schema": {"if": {}, "then": {}}}, '"if"'), ({"schema": 3},
+        "a JSON schema"),
+        ({"schema": {"type": "string", "format": "zz"}}, "zz"), ({"schema": "{"}, "not JSON"), ({"regex": "("},
+        "unclosed"),
         ({"schema": {"$ref": "http://example.org/x"}}, "does not fetch"), ({"regex": ""}, "regular expression"),
         ({"schema": {"type": "string", "pattern": "(?=x)"}}, "look-around"), ({"choice": []}, "a list of texts"),
         ({"choice": "abc"}, "a list of texts"), ({"choice": [""]}, "not empty"), ({"grammar": "start: x"}, '"x"'),
@@ -127,7 +129,8 @@ FUNCTION = {
         "required": ["on", "room"], "additionalProperties": False,
     },
 }  # fmt: skip
-OTHER = {"name": "ring", "parameters": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 1}},
+OTHER = {"name": "ring", "parameters": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9,
+         "minimum": 1}},
                                         "required": ["n"], "additionalProperties": False}}  # fmt: skip
 TOOLS = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": OTHER}]
 

@@ -88,7 +88,8 @@ def test_every_cut_in_two_and_every_character_alone_give_the_same(name: str, bef
 
 
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "\n", '{"name": "f", "arguments": {"a": 1}}', "{", "}", '"', "<function=f>", "<think>",
+    "<tool_call>", "</tool_call>", "\n", '{"name": "f", "arguments": {"a": 1}}', "{", "}", '"', "<function=f>",
+    "<think>",
     "</think>", "<parameter=a>", "</parameter>", "[TOOL_CALLS][", "]", ", ", "<|calls|>", "<|call|>functions.", "f:0",
     "<|args|>", "<|end|>", "<|ended|>", "text", " ", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "<", "\\",
     '"name": "f"', '"arguments"', ": {}",
@@ -162,7 +163,7 @@ def test_a_function_describes_itself() -> None:
 
 
 def test_functions_that_no_schema_describes_are_refused() -> None:
-    def untyped(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def untyped(x):  # type: ignore[no-untyped-def]
         return x
 
     def variadic(*x: int) -> int:

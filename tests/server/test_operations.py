@@ -79,7 +79,8 @@ def test_metrics_are_prometheus(http: Any) -> None:
     http.post("/v1/embeddings", json={"model": "encoder", "input": "the cat"})
     answer = http.get("/metrics")
     families = {f.name: f for f in parser.text_string_to_metric_families(answer.text)}
-    for name in ("rlx_requests", "rlx_prompt_tokens", "rlx_prompt_tokens_cached", "rlx_generation_tokens", "rlx_step_rows",
+    for name in ("rlx_requests", "rlx_prompt_tokens", "rlx_prompt_tokens_cached", "rlx_generation_tokens",
+                 "rlx_step_rows",
                  "rlx_time_to_first_token_seconds", "rlx_inter_token_latency_seconds", "rlx_request_queue_seconds",
                  "rlx_requests_running", "rlx_requests_waiting", "rlx_kv_used_ratio", "rlx_preemptions", "rlx_rejected",
                  "rlx_embedding_texts", "rlx_process_resident_bytes"):  # fmt: skip
@@ -102,14 +103,12 @@ def test_every_answer_has_an_id(http: Any) -> None:
 def test_the_log_has_lines_and_no_texts(loaders: Any, capfd: pytest.CaptureFixture[str]) -> None:
     import httpx2 as httpx
 
-    with running({"tiny": loaders["tiny"]}, ServerSettings(port=0, log_requests=True)) as server:
-        with httpx.Client(base_url=server.address) as client:
-            secret = "my bank is open"
-            body = BODY | {"messages": [{"role": "user", "content": secret}]}
-            client.post(
-                "/v1/chat/completions", json=body, headers={"x-request-id": "one", "authorization": "Bearer tok"}
-            )
-            client.post("/v1/chat/completions", json=body | {"n": -1}, headers={"x-request-id": "two"})
+    settings = ServerSettings(port=0, log_requests=True)
+    with running({"tiny": loaders["tiny"]}, settings) as server, httpx.Client(base_url=server.address) as client:
+        secret = "my bank is open"
+        body = BODY | {"messages": [{"role": "user", "content": secret}]}
+        client.post("/v1/chat/completions", json=body, headers={"x-request-id": "one", "authorization": "Bearer tok"})
+        client.post("/v1/chat/completions", json=body | {"n": -1}, headers={"x-request-id": "two"})
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     assert [line["id"] for line in lines] == ["one", "two"] and [line["status"] for line in lines] == [200, 400]
     assert lines[0]["completion_tokens"] >= 1 and lines[0]["seconds"] > 0
@@ -200,7 +199,7 @@ def test_many_embedding_clients_share_calls(server: Server) -> None:
 
 # -- start and stop ---------------------------------------------------------------------------------------------------
 def test_models_that_cannot_be_loaded_end_the_server(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="nothing|not|no "), running({"x": lambda: rlx.load(tmp_path / "nothing")}):
+    with pytest.raises(Exception, match=r"nothing|not|no "), running({"x": lambda: rlx.load(tmp_path / "nothing")}):
         pass
 
 

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.serve]
 HOSTILE = [
     "<script>document.title = 'owned'</script>", "<img src=x onerror=\"document.title='owned'\">",
     "<svg onload=document.title='owned'>", "javascript:document.title='owned'", "</textarea><b>bold</b>",
-    "{{constructor.constructor('document.title=1')()}}", "<a href='javascript:alert(1)'>x</a>", "\u202eabc", "<style>*{}</style>",
+    "{{constructor.constructor('document.title=1')()}}", "<a href='javascript:alert(1)'>x</a>", "\u202eabc",
+    "<style>*{}</style>",
 ]  # fmt: skip
 
 
@@ -97,7 +98,8 @@ def test_a_chat_by_keyboard(page: Page, model: Any) -> None:
 def test_a_schema_shapes_the_answer(page: Page) -> None:
     page.set(
         "schema",
-        '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}',
+        '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], '
+        '"additionalProperties": false}',
     )
     assert json.loads(page.ask("again"))["a"] in (True, False)
     page.set("schema", "{")

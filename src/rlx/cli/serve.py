@@ -91,7 +91,8 @@ def _settings(arguments: argparse.Namespace) -> Any:
     from rlx.server.settings import Keys, ServerSettings
 
     for option, low in (("port", 0), ("rows", 1), ("cache_ram", 1), ("max_queued", 1), ("max_queued_tokens", 1),
-                        ("timeout", 0.001), ("grace", 0), ("max_choices", 1), ("threads", 1), ("context", 1)):  # fmt: skip
+                        ("timeout", 0.001), ("grace", 0), ("max_choices", 1), ("threads", 1), ("context",
+                        1)):  # fmt: skip
         value = getattr(arguments, option)
         if value is not None and not low <= value < 2**53:
             raise UsageError(f"serve: --{option.replace('_', '-')} is {value}, expected a number from {low}")

@@ -477,7 +477,7 @@ def _tool_rules(known: ToolFormat, tool: Tool, i: int, compiler: GrammarCompiler
         if known.end
         else []
     )
-    middle = f" /[a-zA-Z0-9]{{9}}/ ".join(compiler.literal(part) for part in known.middle.split(_IDS[0]))
+    middle = " /[a-zA-Z0-9]{9}/ ".join(compiler.literal(part) for part in known.middle.split(_IDS[0]))
     if known.tags is None:
         return f"call_{i}: {middle} %json {schema_text(tool.parameters)} {end}\n"
     tags, members, rules = known.tags, [], ""

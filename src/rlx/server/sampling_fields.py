@@ -47,7 +47,7 @@ class Common:
         self, prompts: Sequence[Sequence[int]], exchange: Exchange, *, logprobs: int, answer: bool,
         allowed: Callable[[Sequence[int]], Allowed | None],
     ) -> list[Request]:  # fmt: skip
-        """A request per prompt and choice. Choice i has the seed of the request plus i, so choice 0 is that of n = 1."""
+        """A request per prompt and choice. Choice i has the seed plus i, so choice 0 is that of n = 1."""
         deadline = time.monotonic() + self.timeout
         # One that is drawn here is small: JavaScript's numbers are exact up to 2^53.
         seed = secrets.randbelow(2**32) if self.sampling.seed is None else self.sampling.seed
