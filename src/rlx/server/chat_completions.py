@@ -181,12 +181,16 @@ def _joined(events: Sequence[Event]) -> list[Event]:
 
 
 async def chat_completions(exchange: Exchange, state: State) -> None:
-    body = await exchange.json()
-    fields = Fields(body)
+    fields = Fields(await exchange.json())
     served = state.find(fields)
-    request = ChatRequest.read(fields, state)
-    state.check_unread(fields, exchange)
-    prepared = await asyncio.to_thread(_Prepared, request, served, exchange)
+    state.check_room(served)
+
+    def prepare() -> tuple[ChatRequest, _Prepared]:
+        request = ChatRequest.read(fields, state)
+        state.check_unread(fields, exchange)
+        return request, _Prepared(request, served, exchange)
+
+    request, prepared = await asyncio.to_thread(prepare)  # templates and grammars take time
     generation = Generation(state.engine, served)
     with state.running(exchange):
         try:

@@ -95,9 +95,14 @@ class _Choice:
 async def completions(exchange: Exchange, state: State) -> None:
     fields = Fields(await exchange.json())
     served = state.find(fields)
-    request = CompletionRequest.read(fields, state)
-    state.check_unread(fields, exchange)
-    prepared = await asyncio.to_thread(_Prepared, request, served, exchange)
+    state.check_room(served)
+
+    def prepare() -> tuple[CompletionRequest, _Prepared]:
+        request = CompletionRequest.read(fields, state)
+        state.check_unread(fields, exchange)
+        return request, _Prepared(request, served, exchange)
+
+    request, prepared = await asyncio.to_thread(prepare)
     generation = Generation(state.engine, served)
     with state.running(exchange):
         try:

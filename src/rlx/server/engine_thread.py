@@ -143,6 +143,11 @@ class EngineThread:
         stuck = bool(began) and time.monotonic() - began > STUCK_S
         return self.loaded.is_set() and self._thread.is_alive() and not stuck and not self._stopping
 
+    def is_full(self, served: Served) -> bool:
+        """Whether as many requests of a model wait as may."""
+        scheduler = served.scheduler
+        return scheduler is not None and scheduler.statistics().requests_waiting >= self._options["max_queued"]
+
     def submit(self, served: Served, request: Request, deliver: Callable[[tuple[Ticket, str]], None]) -> Ticket:
         """Run a request; its pieces are delivered on the event loop, an empty one at the end. From any thread."""
         assert served.scheduler is not None

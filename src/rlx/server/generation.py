@@ -43,9 +43,13 @@ class Generation:
     async def start(self, requests: Sequence[Request]) -> None:
         """Submit the requests; raises ApiError if they are refused."""
         self.rows = [Row(i) for i in range(len(requests))]
-        try:
+
+        def submit() -> None:
             for row, request in zip(self.rows, requests, strict=True):
-                row.ticket = await asyncio.to_thread(self._engine.submit, self._served, request, self._receiver(row))
+                row.ticket = self._engine.submit(self._served, request, self._receiver(row))
+
+        try:
+            await asyncio.to_thread(submit)
         except BaseException:
             self.close()
             raise

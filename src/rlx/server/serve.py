@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from rlx.server.state import State
 LOG = logging.getLogger("rlx.server")
 KEEP_ALIVE_S = 75  # clients pool connections
 POLL_S = 0.05
+WORKERS = 16  # threads for templates, tokens and grammars
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -41,7 +43,9 @@ class Server(uvicorn.Server):
         self.address = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.state.engine.start(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(WORKERS, thread_name_prefix="rlx-worker"))
+        self.state.engine.start(loop)
         await super().startup(sockets)
         if self.servers:
             host, port = self.servers[0].sockets[0].getsockname()[:2]

@@ -40,6 +40,11 @@ class State:
             raise invalid("model: which one? Served are " + ", ".join(served), "model")
         return self.named(name)
 
+    def check_room(self, served: Served) -> None:
+        """Refuse a request at once if too many wait: reading it would take longer than saying so."""
+        if self.engine.is_full(served):
+            raise ApiError(429, "too many requests wait already", code="overloaded", headers={"retry-after": "1"})
+
     def named(self, name: str) -> Served:
         served = self.engine.served
         model = served.get(self.settings.aliases.get(name, name))
