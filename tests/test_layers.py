@@ -145,7 +145,7 @@ def test_a_backend_sees_no_other() -> None:
 
 # Names that only the CPU backend has a use for.
 OF_PROCESSORS = re.compile(r"avx\w*|vnni|panels?|lanes?|vector_bytes|tile_rows|tile_vectors|has_fma|has_dot|HEIGHTS")
-ELSEWHERE = [p for p in FILES if not p.is_relative_to(ROOT / "backends" / "cpu")]
+ELSEWHERE = [p for p in FILES if not any(p.is_relative_to(ROOT / "backends" / b) for b in ("cpu", "cuda"))]
 
 
 def names(path: Path) -> set[str]:

@@ -47,10 +47,15 @@ class Target:
     name: str
     device: str  # the backend that generates code for it
     prepacks: bool = False  # matmuls need weights in target-specific layouts, packed when weights are bound
+    reads_rows: bool = False  # matmuls want 16-bit weights contiguous along k, transposed when weights are bound
 
     def native(self, dtype: DType) -> DType:
         """The type in which arithmetic on `dtype` is done: floats below 32 bits are widened on load."""
         return F32 if dtype.is_float and dtype.size < F32.size else dtype
+
+    def multiplied(self, dtype: DType) -> DType:
+        """The type in which matmuls with results of `dtype` read their operands. Sums are wide in any case."""
+        return self.native(dtype)
 
     def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
         """The layout of weights for matmuls with x: numbers [..., k, n], or packed rows [..., n, k]. None: unchanged.

@@ -26,7 +26,7 @@ def test_a_device_has_a_name_and_an_index(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("toy:7", "'toy:7' is asked for, 'toy' has 1 device here", None),
         ("cpu:1", "'cpu:1' is asked for, 'cpu' has 1 device here", None),
-        ("abacus", "'abacus' is not known", "known: cpu, reference, toy"),
+        ("abacus", "'abacus' is not known", "known: cpu, cuda, reference, toy"),
         ("cup", "'cup' is not known", "'cpu'"),
         ("cpu:x", "expected a name such as 'cpu' or 'cuda:1', found 'cpu:x'", None),
         ("", "expected a name such as 'cpu' or 'cuda:1', found ''", None),

@@ -71,7 +71,7 @@ def test_pools_grow_and_keep_what_is_there(memory: Allocator) -> None:
         versions.add(pool.version)
     assert cache.blocks == 16 and read(cache, 0, 1000) == list(range(1000)) and read(cache, 1, 200) == list(range(200))
     assert (cache.rows(0, 2)["table"][:, :4] == before).all(), "pages keep their numbers"
-    assert (len(versions) > 1) == (memory is not HOST)
+    assert len(versions) > 1, "they have moved"
     assert pool.used_bytes == (16 + 4) * PAGE_BYTES <= pool.nbytes <= 32 * PAGE_BYTES
 
 

@@ -102,13 +102,11 @@ def test_a_sequence_does_not_notice_its_neighbours(model: LanguageModel) -> None
     prompts = [prompt(n, seed=n) for n in (300, 1, 40, 41, 7, 260, 3, 90, 2, 33, 150)]
     model.caches.clear()
     together = model.generate(prompts, **SAMPLING)
-    assert all(
-        same(completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True)
-    )
+    assert all(same(completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True))
 
 
 def test_a_prompt_goes_on_only_from_a_checkpoint(model: LanguageModel) -> None:
-    """What a state has taken in cannot be taken out again, and a state that decoding reached is not that of a prompt."""
+    """What a state has taken in cannot be taken out again, and decoding rounds differently from prefill."""
     first = prompt(200)
     answer = model.generate(first, **SAMPLING).tokens[:-1]  # the last one was never read
     cases = [
@@ -136,9 +134,7 @@ def test_rows_of_a_batch_take_over_whole_beginnings_only(model: LanguageModel) -
     prompts = [shared, shared + prompt(50, 1), shared + prompt(50, 2), shared[:100] + prompt(5, 3)]
     model.caches.clear()
     together = model.generate(prompts, **SAMPLING)
-    assert all(
-        same(completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True)
-    )
+    assert all(same(completion, told(model, tokens)) for completion, tokens in zip(together, prompts, strict=True))
 
 
 def test_a_call_that_broke_off_leaves_no_state_behind(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,12 @@ if TYPE_CHECKING:  # not needed by a process that only runs graphs
 
 Key = tuple[int, ...]  # values of a program's symbols, in the order of `Executable.symbols`
 ArrayType = tuple[tuple[int, ...], np.dtype[Any]]  # shape and element type
+HOST_DEVICES = ("cpu", "reference", "toy")
 MAX_THREADS = 4096  # a request for more is a typo
 ENTRY_POINTS = "rlx.backends"
 BUILT_IN = {  # in this package
     "cpu": "cpu.backend:CpuBackend",  # machine code for this processor, on all its cores
+    "cuda": "cuda.backend:CudaBackend",  # NVIDIA GPUs, through CUDA C
     "reference": "reference:ReferenceBackend",  # NumPy, one op at a time: the oracle for tests
     "toy": "toy:ToyBackend",  # Python and NumPy from LIR: a backend small enough to read
 }
@@ -287,6 +289,7 @@ class Backend(ABC):
     name: ClassVar[str]
     options: ClassVar[Mapping[str, type]] = {}  # settings accepted in `profile.backend`, and their types
     allocator: Allocator = HOST
+    is_accelerator: ClassVar[bool] = False  # whether `device="auto"` prefers it to the CPU
     interprets: ClassVar[bool] = False  # whether it runs MIR graphs (`interpret`) rather than LIR programs
 
     def __init__(self, index: int = 0) -> None:
@@ -454,7 +457,7 @@ def backend_of(target: Target) -> Backend:
     return backend(target.device)
 
 
-def _class(name: str) -> Callable[[int], Backend]:
+def _class(name: str) -> type[Backend]:
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(f"rlx.backends.{module}"), attribute)  # type: ignore[no-any-return]
@@ -498,6 +501,20 @@ def device(text: str) -> Device:
     elif parsed.name not in BUILT_IN:
         backend(parsed.name)
     return parsed
+
+
+def automatic(needed: int) -> Device:
+    """The device for `device="auto"`: an accelerator with `needed` free bytes if this machine has one, else the CPU."""
+    for name in available():
+        if name in HOST_DEVICES or not _class(name).is_accelerator:
+            continue
+        try:
+            free = backend(name).allocator.free_bytes()
+        except CapabilityError:  # no such device here, or its packages are missing
+            continue
+        if free is None or free >= needed:
+            return Device(name)
+    return Device("cpu")
 
 
 def kernels_compiled() -> int:

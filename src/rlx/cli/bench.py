@@ -28,7 +28,7 @@ from rlx.backends.reports import Ceilings, Work
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.inspect import phase_sizes
-from rlx.cli.loading import load
+from rlx.cli.loading import DEVICE_HELP, load
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.vision_model import VisionModel
@@ -89,6 +89,7 @@ def _digits(value: float) -> int:
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("bench", help="measure a model, and compare with the limits of the machine")
     command.add_argument("model", nargs="?", default=hub.DEFAULT, help=f"a model on this machine ({hub.DEFAULT})")
+    command.add_argument("--device", default="cpu", help=DEVICE_HELP)
     command.add_argument("--threads", type=int, help="number of threads (default: all usable cores)")
     command.add_argument(
         "--repeat", type=int, default=3, help="number of measurements, of which the median is shown (3)"
@@ -105,7 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     files = hub.resolve(arguments.model, offline=True)
     begin = time.perf_counter()
     with console.status(f"loading {files.name}"):
-        model = load(arguments.model, threads=arguments.threads, cache=arguments.cache, offline=True)
+        settings = {"threads": arguments.threads, "cache": arguments.cache, "device": arguments.device}
+        model = load(arguments.model, offline=True, **settings)
     loading = time.perf_counter() - begin
     with model:
         compiled = model.compiled

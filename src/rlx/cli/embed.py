@@ -25,7 +25,7 @@ from rlx import hub
 from rlx.arrays import Array
 from rlx.cli import console
 from rlx.cli.console import UsageError
-from rlx.cli.loading import load
+from rlx.cli.loading import DEVICE_HELP, load
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError, RequestError
@@ -68,6 +68,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default="auto",
         help="int8: weights and activations in 8-bit integers",
     )
+    command.add_argument("--device", default="cpu", help=DEVICE_HELP)
     command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all usable cores)")
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
     command.set_defaults(run=run)
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     places = read_texts(arguments.texts, arguments.file)
     texts = [place.text for place in places]
-    with open_model(arguments.model, arguments.threads, arguments.precision) as model:
+    with open_model(arguments.model, arguments.threads, arguments.precision, arguments.device) as model:
         begin = time.perf_counter()
         vectors = vectors_of(model, texts, arguments)
         report: dict[str, Any] = {"model": model.name, _unit_name(model): len(texts), "dim": model.dim}
@@ -238,11 +239,13 @@ def lines(data: bytes, where: str) -> list[str]:
 
 
 # -- a model ---------------------------------------------------------------------------------------------------------
-def open_model(name: str, threads: int | None, precision: str = "auto") -> EmbeddingModel | VisionModel:
+def open_model(
+    name: str, threads: int | None, precision: str = "auto", device: str = "cpu"
+) -> EmbeddingModel | VisionModel:
     """Load the model, downloading it if necessary."""
     hub.resolve(name)  # shows its own progress
     with console.status(f"loading {name}"):
-        model = load(name, threads=threads, precision=precision)
+        model = load(name, threads=threads, precision=precision, device=device)
     if not isinstance(model, (EmbeddingModel, VisionModel)):
         model.close()
         raise CapabilityError(f"embed: {name} is a decoder: it writes text", hint=f"rlx run -m {name} -p '...'")

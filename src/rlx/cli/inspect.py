@@ -19,7 +19,7 @@ import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  registers the ops that files may use
 from rlx import hub
-from rlx.backends.base import backend, backend_of
+from rlx.backends.base import backend_of, device
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load as load_model
@@ -66,6 +66,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--size", action="append", default=[], metavar="NAME=N", help="the size of another symbol")
     command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
     command.add_argument(
+        "--device", default="cpu", help="the device that code is generated for; with --target none is needed (cpu)"
+    )
+    command.add_argument(
         "--target", help="target of the code (default: the best of this machine; `rlx env` lists them)"
     )
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
@@ -79,8 +82,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.set_defaults(run=run)
 
 
+def _machine(arguments: argparse.Namespace) -> Target:
+    """The target that code is generated for: of this machine, or of another device."""
+    maker = device(arguments.device).backend
+    if arguments.device != "cpu" and arguments.target in maker.known_targets():
+        return maker.known_targets()[arguments.target]
+    return maker.target(arguments.target)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    machine = backend("cpu").target(arguments.target)
+    machine = _machine(arguments)
     if arguments.time and arguments.target:
         raise UsageError(f"inspect: --time runs on this machine, found --target {arguments.target}")
     graph, profile, about, context = _open_graph(arguments)
@@ -182,10 +193,10 @@ def _profile(
     if missing:
         raise UsageError(f"inspect: --time needs the size of {', '.join(missing)}", hint=f"--size {missing[0]}=128")
     if arguments.what.endswith(".rlx"):
-        compiled = compile(graph)
+        compiled = compile(graph, arguments.device)
         compiled.set_params({name: stand_in(type_, sizes) for name, type_ in compiled.param_types.items()})
         return compiled.report(_inputs(compiled, sizes, past)), compiled.graph, compiled.profile
-    with load_model(arguments.what, cache=arguments.cache, offline=True) as model:
+    with load_model(arguments.what, cache=arguments.cache, offline=True, device=arguments.device) as model:
         compiled = model.compiled
         return compiled.report(_inputs(compiled, sizes, past)), compiled.graph, compiled.profile
 

@@ -12,6 +12,7 @@ from rlx.engine.load import load as load_model
 if TYPE_CHECKING:
     from rlx.engine.load import Loaded
 
+DEVICE_HELP = "where it runs: cpu, cuda, cuda:1, or auto: a GPU with room for it, else the CPU (cpu)"
 _BEFORE = "\nrlx: "
 _AFTER = (
     ": the file was cut short, or cannot be read, while it was in use\n"
@@ -23,7 +24,8 @@ _AFTER = (
 def load(*args: Any, **settings: Any) -> Loaded:
     # Install the handler before the first load if its code is cached. A cold start loads LLVM in the background and
     # should not wait for it here.
-    backend = device(settings.get("device", "cpu")).backend
+    name = settings.get("device", "cpu")
+    backend = device("cpu" if name == "auto" else name).backend
     backend.catch_bus_errors(BAD_FILE, _BEFORE, _AFTER, compiling=False)
     model = load_model(*args, **settings)
     backend.catch_bus_errors(BAD_FILE, _BEFORE, _AFTER)

@@ -16,7 +16,7 @@ from typing import Any
 from rlx import hub
 from rlx.cli import chat, console
 from rlx.cli.console import UsageError
-from rlx.cli.loading import load
+from rlx.cli.loading import DEVICE_HELP, load
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.sampler import Sampling
 from rlx.errors import CapabilityError, NotFoundError, RequestError
@@ -52,6 +52,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--seed", type=int, help="the same seed gives the same answer")
     command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text")
+    command.add_argument("--device", default="cpu", help=DEVICE_HELP)
     command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all usable cores)")
     command.add_argument("--context", type=int, metavar="N", help="maximum tokens, prompt and answer together")
     command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
@@ -177,7 +178,8 @@ def open_model(name: str | Path, arguments: argparse.Namespace) -> LanguageModel
     """Load the model, downloading it if necessary."""
     hub.resolve(name)  # shows its own progress
     with console.status(f"loading {name}"):
-        model = load(name, threads=arguments.threads, context=arguments.context, cache=arguments.cache)
+        settings = {"threads": arguments.threads, "context": arguments.context, "cache": arguments.cache}
+        model = load(name, device=arguments.device, **settings)
     if not isinstance(model, LanguageModel):
         model.close()
         kind = "a vision model" if model.facts.kind == "vision model" else "an encoder"

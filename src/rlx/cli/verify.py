@@ -22,7 +22,7 @@ import numpy as np
 from rlx import hub
 from rlx.arrays import Array
 from rlx.cli import console, parity
-from rlx.cli.loading import load
+from rlx.cli.loading import DEVICE_HELP, load
 from rlx.cli.parity import Difference
 from rlx.dtypes import DType
 from rlx.engine.language_model import LanguageModel
@@ -75,12 +75,13 @@ class Check:
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("verify", help="check a model: hashes, weights, machine code, transformers")
     command.add_argument("model", help="a model on this machine")
+    command.add_argument("--device", default="cpu", help=DEVICE_HELP)
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     results: list[Check] = []
-    for check in checks(arguments.model):
+    for check in checks(arguments.model, arguments.device):
         print(check, flush=True)
         results.append(check)
     failed = [c.name for c in results if c.ok is False]
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def checks(name: str) -> Iterator[Check]:
+def checks(name: str, device: str = "cpu") -> Iterator[Check]:
     """Run all checks in order; stops if the checksum fails."""
     checksum = check_files(name)
     yield checksum
@@ -103,7 +104,7 @@ def checks(name: str) -> Iterator[Check]:
         exact = "f32" if packed else "auto"
     answers: dict[str, Array] = {}
     with console.status("loading"):
-        model = load(name, threads=2, offline=True)
+        model = load(name, threads=2, offline=True, device=device)
     with model:
         yield check_tokenizer(model.checkpoint.tokenizer)
         yield _run_check("runs", lambda: _runs(model, answers))

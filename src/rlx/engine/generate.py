@@ -147,11 +147,11 @@ class Decoder:
         if self.cache.spec.lengths:
             inputs["lengths"] = np.array(lengths, np.int32)
         inputs |= self._sampling(len(picked)) if sampling is None else sampling
+        self.cache.reserve(max((end for row, end in zip(rows, ends, strict=True) if row), default=0))
+        for i, (start, end) in enumerate(zip(offsets, ends, strict=True)):
+            self.cache.prepare_write(first + i, start, end, lengths[i])
+            del self.cache.tokens[first + i][start:]
         with self.cache.pool.calling():
-            self.cache.reserve(max((end for row, end in zip(rows, ends, strict=True) if row), default=0))
-            for i, (start, end) in enumerate(zip(offsets, ends, strict=True)):
-                self.cache.prepare_write(first + i, start, end, lengths[i])
-                del self.cache.tokens[first + i][start:]
             states = self.cache.rows(first, first + len(rows))
             outputs = self._call({**inputs, **states, **(more or {})}, first, first + len(rows))
         for i, row in enumerate(rows):
@@ -177,22 +177,22 @@ class Decoder:
             ]
             if recomputed:
                 return self._decode_recomputing(tokens, recomputed, first, sampling)
+        self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
+        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+            if token >= 0:
+                self.cache.prepare_write(first + i, len(row), len(row) + 1)
         with self.cache.pool.calling():
-            inputs = self._prepare_step(tokens, rows, first, sampling)
+            inputs = self._fill_step(tokens, rows, first, sampling)
             outputs = self._call(inputs, first, first + len(tokens))
         for token, row in zip(tokens, rows, strict=True):
             if token >= 0:
                 row.append(token)
         return self.picks(outputs)
 
-    def _prepare_step(
+    def _fill_step(
         self, tokens: abc.Sequence[int], rows: abc.Sequence[list[int]], first: int, sampling: Inputs
     ) -> dict[str, Any]:
         """Inputs of a decode step, in arrays that steps reuse."""
-        self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            if token >= 0:
-                self.cache.prepare_write(first + i, len(row), len(row) + 1)
         key = (first, len(tokens), self.cache.blocks, self.cache.pool.version)
         if self._step_rows != key or self._step_sampling is not sampling:
             shape, count = (len(tokens), 1), len(tokens)

@@ -48,6 +48,7 @@ class KvCache:
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of the recurrent states of all rows."""
         return sum(state.nbytes for state in self._states.values())
 
     def reserve(self, tokens: int) -> None:
@@ -137,8 +138,9 @@ class KvCache:
             return
         for table in self._tables.values():
             table.swap(a, b)
-        for rows in (self.tokens, self._rope_runs, self._published, self._checkpoints):
-            rows[a], rows[b] = rows[b], rows[a]  # type: ignore[index]
+        lists: tuple[list[Any], ...] = (self.tokens, self._rope_runs, self._published, self._checkpoints)
+        for rows in lists:
+            rows[a], rows[b] = rows[b], rows[a]
         copy, spare = self.pool.memory.copy, self.batch
         for name in self._states:
             for source, target in ((a, spare), (b, a), (spare, b)):

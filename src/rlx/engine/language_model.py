@@ -93,9 +93,9 @@ class TextStream(Iterator[str]):
         self._model = model
         self._sequence = sequence
         self._captures = run.captures
-        scheduler, self._new = model._scheduler(run, 1), list[str]()
-        self._ticket = scheduler.add(sequence, on_piece=lambda _, piece, new=self._new: new.append(piece))
-        self._pieces = _pieces(model, scheduler, self._ticket, self._new)
+        scheduler, new = model._scheduler(run, 1), list[str]()
+        self._ticket = scheduler.add(sequence, on_piece=lambda _, piece: new.append(piece))
+        self._pieces = _pieces(model, scheduler, self._ticket, new)
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -155,8 +155,8 @@ def _pieces(model: LanguageModel, scheduler: Scheduler, ticket: Ticket, new: lis
             pieces = [piece for piece in new if piece]
             new.clear()
             yield from pieces
-        if ticket.error is not None:
-            raise ticket.error
+        if ticket.exception is not None:
+            raise ticket.exception
 
 
 class LanguageModel(Model):
@@ -527,8 +527,8 @@ class LanguageModel(Model):
             while busy:
                 busy = scheduler.step()
                 for ticket in tickets:
-                    if ticket.error is not None:
-                        raise ticket.error
+                    if ticket.exception is not None:
+                        raise ticket.exception
         return [self.completion_of(s, run.captures) for s in sequences]
 
     def _scheduler(self, run: Execution, count: int) -> Scheduler:

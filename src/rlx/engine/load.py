@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rlx.backends.base import automatic
 from rlx.engine.load_settings import choose, profile_for, session_for
 from rlx.errors import RequestError, nearest
 from rlx.garbage import paused
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel
 
 # Names of other programs for the settings of `load`
+ROOM = 1.3  # free bytes of a device per byte of a model's files that `device="auto"` asks for
 FOREIGN_SETTINGS = {
     "n_ctx": "context", "num_ctx": "context", "max_seq_len": "context", "max_model_len": "context",
     "context_length": "context", "n_threads": "threads", "num_threads": "threads", "num_thread": "threads",
@@ -43,11 +45,13 @@ def load(
 ) -> Loaded:  # fmt: skip
     """Load a model by catalogue name, file, folder or `org/name[:quant]`, or an exported one (`.rlxp`).
 
-    `context` is the maximum number of tokens, prompt and answer together. `cache` is the type of keys and values: f32,
-    f16, q8_0, or auto (f16 if quantised weights meet int8 activations, otherwise f32). `threads` is the number of cores
-    per call (None: all). `offline` disables network access. `precision` is auto (what the profile says; by default int8
-    activations, quantised per block, for quantised weights, and f32 for the rest), f32 for everything, or int8 for
-    embedding models, which also quantises weights to int8.
+    `device` is where it runs: cpu, cuda, cuda:1, or auto: a GPU with room for it if there is one, else the CPU.
+    `context` is the maximum number of tokens, prompt and answer together. `cache` is the type of keys and values:
+    f32, f16, bf16, q8_0, or auto (f16 if quantised weights meet int8 activations, on GPUs that of 16-bit weights,
+    otherwise f32). `threads` is the number of cores per call (None: all). `offline` disables network access.
+    `precision` is auto (what the profile says; by default int8 activations, quantised per block, for quantised
+    weights, and f32 for the rest), f32 for everything, or int8 for embedding models, which also quantises weights to
+    int8.
 
     `profile` says how to compile: a profile, the name of a preset, or a TOML file; the default is `profile.toml` in the
     model's folder, if there is one. `patch` is a function that gets the model's flow and returns a changed one.
@@ -71,6 +75,8 @@ def load(
     if params is not None or tokenizer is not None:
         raise RequestError("load: params and tokenizer are those of a flow of your own, a model's are in its files")
     files = resolve(source, offline=offline)
+    if device == "auto":
+        settings["device"] = str(automatic(round(ROOM * _file_bytes(files.path))))
     if files.path.suffix == SUFFIX:
         from rlx.engine.export import load_model
 
@@ -79,6 +85,13 @@ def load(
         model = _load_files(files.path, None if files.source == "path" else files.name, threads, settings)
     model._warn()
     return model
+
+
+def _file_bytes(path: Path) -> int:
+    """Bytes of a model's files."""
+    files = path.parent.iterdir() if path.suffix in (".safetensors", ".json") else [path]
+    files = path.iterdir() if path.is_dir() else files
+    return sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".gguf", ".bin", path.suffix))
 
 
 def _load_files(path: Path, name: str | None, threads: int | None, settings: dict[str, Any]) -> Loaded:

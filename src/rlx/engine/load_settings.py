@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlx.dtypes import FLOAT8_PACKED
+from rlx.dtypes import BF16, F16, FLOAT8_PACKED
 from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, RequestError
 from rlx.profile import CompileProfile, Precision
 from rlx.runtime.session import Session
+from rlx.target import Target
 
 if TYPE_CHECKING:
     from rlx.engine.model import ModelInfo
@@ -60,10 +61,16 @@ def with_precision(profile: CompileProfile, precision: str) -> CompileProfile:
     return replace(profile, precision=chosen)
 
 
-def auto_cache(checkpoint: Checkpoint, profile: CompileProfile) -> str:
-    """The default type of keys and values: f16 if quantised weights meet int8 activations, otherwise f32."""
+def auto_cache(checkpoint: Checkpoint, profile: CompileProfile, target: Target | None = None) -> str:
+    """The default type of keys and values.
+
+    That of 16-bit weights if the target multiplies in it, f16 if quantised weights meet int8 activations, else f32.
+    """
     weights = checkpoint.weights
     kinds = {weights.type(key).dtype for key in weights.keys()}  # noqa: SIM118  it is no mapping
+    narrow = [kind for kind in (BF16, F16) if kind in kinds and target is not None and target.multiplied(kind) is kind]
+    if narrow and profile.precision.activations != "f32":
+        return narrow[0].name
     # 8-bit floats are multiplied in f32
     packed = any(kind.is_packed and kind not in FLOAT8_PACKED for kind in kinds)
     return "f16" if packed and profile.precision.activations == "int8" else "f32"

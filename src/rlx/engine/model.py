@@ -127,11 +127,12 @@ class Model:
         choose("cache", cache, CACHES)
         self.name = name or checkpoint.path.name
         self.profile = with_precision(profile_for(profile, checkpoint.path), precision)
-        self.cache_dtype = auto_cache(self.checkpoint, self.profile) if cache == "auto" else cache
         if patch is not None and not callable(patch):
             raise RequestError(f"load: patch is {short_repr(patch)}, expected a function from a flow to a flow")
         self._patch = patch
         self._session = prepared.session if prepared else session or session_for(device, threads)
+        target = self._session.target
+        self.cache_dtype = auto_cache(self.checkpoint, self.profile, target) if cache == "auto" else cache
         self._lock = Lock()
         self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]]
         self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel]

@@ -184,7 +184,7 @@ def write(model: Model, snapshot: ModelSnapshot) -> bool:
         "key": snapshot.key,
         "facts": asdict(model.facts),
         "digest": model.digest,
-        "auto": auto_cache(checkpoint, model.profile),
+        "auto": auto_cache(checkpoint, model.profile, snapshot.session.target),
         "in_place": in_place,
         "sampled": [_sample_digest(weights), _sample_digest(tables)],
     }

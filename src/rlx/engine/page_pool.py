@@ -1,15 +1,17 @@
 """The pool of pages of a model: memory for keys and values, shared by running sequences and the prefix cache.
 
 Keys and values are in pools of pages (see `KvLayout`), one of each per layer; layers with the same window share page
-numbers. Pools reserve address space if the device can, and take memory page by page as positions are written; otherwise
-they grow by doubling, which copies them. A page has one user per sequence that holds it and one if the prefix cache
-does; without users it is free.
+numbers. Pools reserve address space if the device can, and take memory page by page as positions are written. Without a
+limit they grow by doubling, which copies the pages in use while no call runs. A page has one user per sequence that
+holds it and one if the prefix cache does; without users it is free.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from rlx.dtypes import dtype
 from rlx.engine.page_table import Pages
 from rlx.engine.prefix_tree import Key, Node, PrefixTree, State
 from rlx.fork_safe_locks import Lock
+from rlx.free_memory import require
 from rlx.runtime.kv_spec import KvCacheSpec
 from rlx.target import KvLayout
 from rlx.types import concrete
@@ -32,6 +35,7 @@ KINDS = ("keys", "values")
 MAX_BYTES = 512 << 20  # of the prefix cache, unless the pool has a limit
 SPARE = 512  # positions of a ring beyond its window: the maximum tokens per call
 MAX_NUMBERS = 1 << 30  # of a pool: kernels address no more
+PAUSE = 0.0002  # seconds between looks at whether calls run
 NOTHING: Mapping[int, State] = {}
 
 
@@ -53,7 +57,7 @@ class Retired:
 class PagePool:
     """Pages for sequences of one model and its prefix cache. Thread-safe.
 
-    `limit` bounds the bytes of all pages; without one there is room for as much as the machine has memory. The garbage
+    `limit` bounds the bytes of all pages; without one there is room for as much as there is memory. The garbage
     collector may end a sequence anywhere, even in a thread that holds the lock, so `retire` never waits: it appends to
     a queue that the next holder of the lock empties.
     """
@@ -75,7 +79,8 @@ class PagePool:
         self._closed = False
         self._caches: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._lock = Lock()
-        self._exclusive = Lock(reentrant=True)  # of pools that move when they grow: held during calls
+        self._calls: set[tuple[int, int]] = set()  # process and thread of each call that runs
+        self._moving = 0  # the process in which pools move, or 0; a forked child ignores its parent's calls and moves
 
     # -- sizes --
     def _page_bytes(self, window: int) -> int:
@@ -107,9 +112,9 @@ class PagePool:
         """Allocated bytes; reserved pools count the pages that have been written."""
         with self._lock:
             self._empty_queue()
-            states = sum(cache.state_bytes for cache in self._caches) + self.tree.state_bytes
+            states: int = sum(cache.state_bytes for cache in self._caches) + self.tree.state_bytes
             if not self._reserved:
-                return states + sum(buffer.nbytes for buffer in self.buffers.values())
+                return states + sum(int(buffer.nbytes) for buffer in self.buffers.values())
             return states + sum(len(pages.users) * pages.page_bytes for pages in self.pages.values())
 
     # -- caches and calls --
@@ -122,14 +127,36 @@ class PagePool:
             self._caches.add(cache)
         return cache
 
-    def calling(self) -> contextlib.AbstractContextManager[None]:
-        """Held while a call prepares and runs: pools that other threads could move stay where they are."""
-        return contextlib.nullcontext() if self._reserved else self._exclusive
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Held while a call runs: pools stay where they are."""
+        me = os.getpid(), threading.get_ident()
+        while True:
+            self._calls.add(me)
+            if self._moving != me[0]:
+                break
+            self._calls.discard(me)
+            time.sleep(PAUSE)
+        try:
+            yield
+        finally:
+            self._calls.discard(me)
+
+    @contextlib.contextmanager
+    def _still(self) -> Iterator[None]:
+        """Held while pools move: no call runs."""
+        self._moving = process = os.getpid()
+        try:
+            while any(pid == process for pid, _ in list(self._calls)):
+                time.sleep(PAUSE)
+            yield
+        finally:
+            self._moving = 0
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Held while pages are taken or shared."""
-        with self.calling(), self._lock:
+        """Held while pages are taken or shared; not by a thread that is `calling`."""
+        with self._lock:
             self._empty_queue()
             yield
 
@@ -162,41 +189,36 @@ class PagePool:
         return self.memory.part(self.buffers[name] if pool is None else pool, *[slice(None)] * axis, slice(begin, end))
 
     def _grow(self, window: int) -> None:
-        """Make room for more pages: address space for all of them, or twice as many."""
-        if not self.buffers and self._reserve():
-            return
-        old = self._capacity.get(window, 0)
-        self._capacity[window] = count = min(max(2 * old, 4), max(self._most(window), old + 1))
-        for name, shape in self._shapes({window: count}):
-            new = self.memory.zeros(shape, dtype(self.spec.dtype).numpy)
-            if old:
-                self.memory.copy(self.buffers[name], self._part(name, 0, old, new))
-            self.buffers[name] = new
-        self.version += 1
-
-    def _reserve(self) -> bool:
-        """Reserve address space; False if the device cannot."""
-        most, pools = {window: self._most(window) for window in self.pages}, {}
-        for name, shape in self._shapes(most):
-            pools[name] = self.memory.reserve(shape, dtype(self.spec.dtype).numpy)
-            if pools[name] is None:
-                return False
-        self.buffers, self._capacity, self._reserved = pools, most, True
-        self.version += 1
-        return True
-
-    def _most(self, window: int) -> int:
-        """Maximum pages of a window: what memory or the limit allows, and at least one sequence."""
+        """Make room for more pages: for the limit at once, otherwise for one sequence and then twice as many."""
         size, numbers = self.pages[window].page_bytes, self.spec.kv_heads * self.spec.head_dim * self.spec.layout.page
-        room = (_memory_bytes() if self.limit is None else self.limit) // max(size, 1)
-        return max(min(room, MAX_NUMBERS // max(numbers, 1)), self.table_blocks(window), 1)
+        most = MAX_NUMBERS // max(numbers, 1) if self.limit is None else self.limit // max(size, 1)
+        old, used = self._capacity.get(window, 0), len(self.pages[window].users)
+        count = most if self.limit is not None else min(max(2 * old, self._first(window)), most)
+        if count <= old:
+            raise PoolFull
+        require("KV cache", used * size, hint="a shorter context, a smaller batch, or cache='f16' or 'q8_0'")
+        pools, kind = dict[str, Any](), dtype(self.spec.dtype).numpy
+        for name, shape in self._shapes(window, count):
+            pool = self.memory.reserve(shape, kind)
+            self._reserved = pool is not None
+            pools[name] = self.memory.zeros(shape, kind) if pool is None else pool
+        with self._still():
+            for name, pool in pools.items() if used else ():
+                self.memory.copy(self._part(name, 0, used), self._part(name, 0, used, pool))
+            self.buffers = {**self.buffers, **pools}
+            self._capacity[window] = count
+            self.version += 1
 
-    def _shapes(self, counts: Mapping[int, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and storage shapes of the pools, for these numbers of pages by window."""
+    def _first(self, window: int) -> int:
+        """Pages at the beginning: address space is free, memory is not."""
+        return self.table_blocks(window) if self.memory.is_host else 4
+
+    def _shapes(self, window: int, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and storage shapes of the pools of a window, with this number of pages."""
         block_size = dtype(self.spec.dtype).block
-        for i, window in self.windows.items():
-            for kind in KINDS if window in counts else ():
-                *lead, last = concrete(self.spec.pool_shape(kind, counts[window]), {})
+        for i in (i for i, own in self.windows.items() if own == window):
+            for kind in KINDS:
+                *lead, last = concrete(self.spec.pool_shape(kind, count), {})
                 yield f"{kind}.{i}", (*lead, last // block_size)
 
     # -- the prefix cache --
@@ -285,11 +307,3 @@ class PagePool:
 def ring_blocks(window: int, layout: KvLayout) -> int:
     """Blocks of the ring of a layer with a window, if the context is long enough for one."""
     return layout.blocks(window + SPARE)
-
-
-def _memory_bytes() -> int:
-    """Memory of the machine."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return 64 << 30

@@ -62,7 +62,7 @@ class PageTable:
 
     @property
     def blocks(self) -> int:
-        return self.numbers.shape[1]
+        return int(self.numbers.shape[1])
 
     def grow(self, blocks: int) -> None:
         """Grow to `blocks` blocks per row."""
@@ -88,6 +88,6 @@ class PageTable:
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
-        for rows in (self.pages, self.own):
-            rows[a], rows[b] = rows[b], rows[a]  # type: ignore[index]
+        self.pages[a], self.pages[b] = self.pages[b], self.pages[a]
+        self.own[a], self.own[b] = self.own[b], self.own[a]
         self.numbers[[a, b]] = self.numbers[[b, a]]

@@ -28,7 +28,7 @@ from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.kv_cache import CHECKPOINT, CUT, KvCache
 from rlx.engine.page_pool import PagePool, PoolFull
 from rlx.engine.prefix_tree import common
-from rlx.engine.sampler import GREEDY, BatchSampling, Sampling
+from rlx.engine.sampler import GREEDY, BatchSampling, Sampler, Sampling
 from rlx.engine.statistics import Counters, Statistics
 from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
 from rlx.fork_safe_locks import Lock
@@ -76,6 +76,7 @@ class Ticket:
     ) -> None:  # fmt: skip
         self.sequence = sequence
         self.error: RlxError | None = None
+        self.exception: Exception | None = None  # `error`, or what it was before it became an RlxError
         self.done = False
         self.cancelled = False
         self.client, self.namespace, self.deadline = client, namespace, deadline
@@ -109,9 +110,9 @@ class Job:
         self.sequence = ticket.sequence
         self.number = number  # in order of arrival
         self.row = -1  # of the cache; -1: it waits
-        self.feed: Sequence[int] = ()  # tokens to prefill
+        self.prefix: Sequence[int] = ()  # tokens to prefill: the prompt, after a preemption also the text
         self.decodes = False  # prefill is complete
-        self.alone = False  # runs in calls of its own: a call with others failed
+        self.failed_at = 0  # tokens known when a call with others failed: until it is past them, its calls are its own
         self.started = False
         self.last_token = 0.0  # clock
 
@@ -119,6 +120,11 @@ class Job:
     def tokens(self) -> list[int]:
         """All tokens that are known: prompt and text."""
         return [*self.sequence.prompt, *self.sequence.tokens]
+
+    @property
+    def alone(self) -> bool:
+        """Whether it runs in calls of its own."""
+        return self.failed_at > 0
 
     @property
     def phase(self) -> str:
@@ -328,7 +334,7 @@ class Scheduler:
         """A decode step of consecutive rows; None skips a row."""
 
         def call() -> list[Pick]:
-            tokens, samplers = [], []
+            tokens, samplers = list[int](), list[Sampler | None]()
             for job in jobs:
                 if job is None or job.row < 0:
                     tokens.append(-1)
@@ -362,13 +368,14 @@ class Scheduler:
                     if len(live) == 1:
                         self._fail(job, error)
                     else:
-                        job.alone = True  # so that the next calls tell whose fault it is
+                        job.failed_at = len(job.tokens)  # so that the next calls tell whose fault it is
                         if self.pool.spec.states:  # they may have changed before the call failed
                             self._preempt(job)
                 return
         for job, pick in zip(jobs, picks, strict=bool(picks)):
             if job is not None and job.row >= 0:
-                job.alone = False
+                if len(self._cache.tokens[job.row]) >= job.failed_at:
+                    job.failed_at = 0
                 yield job, pick
 
     def _guarded(self, job: Job, function: Callable[[], object]) -> None:
@@ -488,7 +495,7 @@ class Scheduler:
     def _start(self, job: Job, row: int) -> bool:
         """Begin the prefill of a request in a row; False if there are too few pages."""
         prompt, running = job.sequence.prompt, [j.row for j in self._rows if j is not None]
-        feed = job.tokens if self._plain else list(prompt)
+        prefix = job.tokens if self._plain else list(prompt)
         limit = self.pool.limit
         if limit is not None and running:
             room = limit - self._cache.page_bytes(running) - WATERMARK * limit
@@ -497,13 +504,13 @@ class Scheduler:
         namespace, cached = self._namespace(job), 0
         if namespace is not None:
             try:
-                cached = self._cache.restore(row, feed, namespace)
+                cached = self._cache.restore(row, prefix, namespace)
             except PoolFull:
                 return False
         self._waiting.remove(job)
         with self._lock:
             self._queued, self._queued_tokens = self._queued - 1, self._queued_tokens - len(prompt)
-        self._rows[row], job.row, job.feed, job.decodes = job, row, feed, False
+        self._rows[row], job.row, job.prefix, job.decodes = job, row, prefix, False
         if not job.started:
             job.started = True
             job.sequence.begin(cached)
@@ -542,11 +549,11 @@ class Scheduler:
 
     def _slice_end(self, job: Job, budget: int) -> int:
         """The position at which a slice of a job ends. With recurrent states, cuts do not depend on the budget."""
-        begin, end = len(self._cache.tokens[job.row]), len(job.feed)
+        begin, end = len(self._cache.tokens[job.row]), len(job.prefix)
         if not self.pool.spec.states:
             return min(begin + budget, end)
         cuts = {begin + max(budget // CUT * CUT, CUT), (begin // CHECKPOINT + 1) * CHECKPOINT, end}
-        if (last := _last_cut(job.feed)) > begin:
+        if (last := _last_cut(job.prefix)) > begin:
             cuts.add(last)
         return min(cuts)
 
@@ -561,13 +568,15 @@ class Scheduler:
         started = time.perf_counter()
 
         def call() -> list[Pick]:
-            rows, offsets, lengths, samplers = [], [], [], []
+            rows, offsets, lengths, samplers = list[list[int]](), list[int](), list[int](), list[Sampler | None]()
             for job, end in zip(group, ends, strict=True):
                 begin = len(self._cache.tokens[job.row]) if job.row >= 0 else 0
-                rows.append(list(job.feed[begin:end]) if job.row >= 0 else [])
+                rows.append(list(job.prefix[begin:end]) if job.row >= 0 else [])
                 offsets.append(begin)
-                lengths.append(len(job.feed))
-                picks = end == len(job.feed) and len(job.feed) == len(job.sequence.prompt) + len(job.sequence.tokens)
+                lengths.append(len(job.prefix))
+                picks = end == len(job.prefix) and len(job.prefix) == len(job.sequence.prompt) + len(
+                    job.sequence.tokens
+                )
                 samplers.append(job.sequence.sampler if picks and job.row >= 0 else None)
             width = max(len(row) for row in rows)
             places = np.array([i * width + max(len(row) - 1, 0) for i, row in enumerate(rows)], np.int32)
@@ -586,9 +595,9 @@ class Scheduler:
     def _after_slice(self, job: Job, pick: Pick) -> None:
         """Keep what later prompts can reuse; a prompt that is complete gets its first token."""
         namespace, count = self._namespace(job), len(self._cache.tokens[job.row])
-        if namespace is not None and (count % CHECKPOINT == 0 or count == _last_cut(job.feed)):
+        if namespace is not None and (count % CHECKPOINT == 0 or count == _last_cut(job.prefix)):
             self._cache.keep_state(job.row)
-        if count < len(job.feed):
+        if count < len(job.prefix):
             return
         job.decodes = True
         if namespace is not None:
@@ -612,6 +621,7 @@ class Scheduler:
 
     def _fail(self, job: Job, error: Exception) -> None:
         """End a request with an error."""
+        job.ticket.exception = error
         if not isinstance(error, RlxError):
             cause = error
             error = KernelError(f"request: {type(cause).__name__}: {cause}")

@@ -41,6 +41,11 @@ def sum_name(weight: int) -> str:
     return f"acc{weight or ''}"
 
 
+def weight_name(weight: int) -> str:
+    """The word of a weight that is an operand of its own: b, b1, ..."""
+    return f"b{weight or ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class Epilogue:
     """The values a matmul stores at (row, column), one per written operand.
@@ -70,8 +75,8 @@ class MatmulKernel:
 
     Products are accumulated in the type `accumulator`, which is what the epilogue sees. Without an epilogue the only
     operand is C, of the same type. B has a backend's `layout`, which may hold several `weights`, or is any strided
-    matrix; with `stored`, its elements are floats of that narrower type. `transposed`: A is stored as [batch, k, m],
-    and `a_row` is the stride along k.
+    matrix, and further weights are operands with the same strides; with `stored`, its elements are floats of that
+    narrower type. `transposed`: A is stored as [batch, k, m], and `a_row` is the stride along k.
 
     `grouped` "rows": no batch; row i is multiplied by B[index[i]], and an index outside the `groups` is a fault.
     "depth": C[g] is the product over k in [index[g], index[g + 1]) of A[m, k] and B[k, n], which all groups share;
@@ -104,11 +109,15 @@ class MatmulKernel:
         groups = ("index", "groups") if self.grouped else ()
         steps = ("", "_row", "_batch0", "_batch1")
         tail = tuple(f"{operand.name}{step}" for operand in self.epilogue_operands for step in steps)
-        return head + strides + groups + tail
+        return head + strides + groups + self._further_weights() + tail
+
+    def _further_weights(self) -> tuple[str, ...]:
+        """The words of weights after the first, unless one operand holds all."""
+        return tuple(weight_name(i) for i in range(1, self.weights if self.layout is None else 1))
 
     def operands(self) -> dict[str, bool]:
         """The words that are operands, and whether the kernel writes them."""
-        read = ("a", "b", "index") if self.grouped else ("a", "b")
+        read = ("a", "b", *self._further_weights(), *(("index",) if self.grouped else ()))
         return dict.fromkeys(read, False) | {operand.name: operand.written for operand in self.epilogue_operands}
 
     @property
@@ -153,12 +162,12 @@ class AttentionKernel:
     aligned at the end (query i is at position k_len - q_len + i).
 
     With a `page`, k and v are pools of pages in any order of pages and heads, read in place: pages of k are
-    `[head_dim][page]`, pages of v `[page][value_dim]`. `table[b][block]`, an i32, is the page of a block of
-    positions. Query i of batch entry b is at `positions[b][i]`, an i32, and attends to the keys up to there: all of
-    them (causal) or the last `window` (sliding). A negative position is padding, whose result is zero; a position of
-    `capacity` or above is a fault, as is a page outside the pool. Quantised pages are `[page][dim]` for both k and v,
-    with strides in 16-bit units. In a `ring`, position p is stored at p modulo `capacity`, a multiple of the page
-    size. `ragged`: batch entry b is a single token of row `rows[b]` of the table.
+    `[head_dim][page]`, or `[page][head_dim]` with `key_axes` "sd", pages of v `[page][value_dim]`. `table[b][block]`,
+    an i32, is the page of a block of positions. Query i of batch entry b is at `positions[b][i]`, an i32, and attends
+    to the keys up to there: all of them (causal) or the last `window` (sliding). A negative position is padding, whose
+    result is zero; a position of `capacity` or above is a fault, as is a page outside the pool. Quantised pages are
+    `[page][dim]` for both k and v, with strides in 16-bit units. In a `ring`, position p is stored at p modulo
+    `capacity`, a multiple of the page size. `ragged`: batch entry b is a single token of row `rows[b]` of the table.
 
     `lse`: also returns the log-sum-exp of the scores of each query, `[batch][head][q_len]`.
 
@@ -183,6 +192,7 @@ class AttentionKernel:
     ahead: int = 0
     segments: bool = False
     ragged: bool = False
+    key_axes: str = "ds"  # of a page of k, s: slot, d: element; "sd" has the word `k_seq`
 
     kind = "attention"
 
@@ -195,7 +205,7 @@ class AttentionKernel:
         """Arguments of a launch: operands, sizes, and strides in elements."""
         strides = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "out") for axis in ("batch", "seq", "head"))
         if self.cached:
-            pools = ("k_page", "k_head", "v_page", "v_seq", "v_head")
+            pools = ("k_page", "k_head", *(["k_seq"] if self.key_axes == "sd" else []), "v_page", "v_seq", "v_head")
             sizes = ("batch", "q_len", "capacity", "kv_heads", "pages", "table_rows")
             own = tuple(s for s in strides if s[0] not in "kv")
             return (*self.operands(), *sizes, *own, *pools, "positions_batch", "table_row")
@@ -228,7 +238,8 @@ class AttentionKernel:
 
     @cached_property
     def fingerprint(self) -> str:
-        later = {"ahead": 0, "segments": False, "ragged": False}  # at these defaults, digests do not include them
+        # At these defaults, digests do not include them.
+        later = {"ahead": 0, "segments": False, "ragged": False, "key_axes": "ds"}
         fields = {f: getattr(self, f) for f in self.__dataclass_fields__} | {"page": self.page or False}
         values = (value for name, value in fields.items() if name not in later or value != later[name])
         text = "|".join(map(repr, ("attention", *values)))

@@ -2,8 +2,8 @@
 
 In: one MIR graph. Out: the main graph, in which derived weights are params named `@0`, `@1`, ..., and the bind graph
 that computes them. The bind graph also packs matmul weights into the layout that the target asks for; without one,
-matmuls read weights as stored, quantised ones as the blocks of the file. 16-bit weights stay 16-bit in both cases:
-the matmul kernel widens them as it loads.
+matmuls read weights as stored, quantised ones as the blocks of the file, 16-bit ones as rows along k if the target
+wants that (`Target.reads_rows`). 16-bit weights stay 16-bit in all cases: the matmul kernel widens them as it loads.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ class Hoisted:
         return len(self.main) + len(self.bind)
 
 
-def hoist_weights(graph: Graph, target: Target, *, certain: bool = True) -> Hoisted:
+def hoist_weights(graph: Graph, target: Target, *, certain: bool = True, exact: bool = False) -> Hoisted:
     """Split the graph into main and bind; matmuls by weights become `fused_matmul`s in the layout the target asks for.
 
-    If the body is not `certain` to run, nodes that can fail are not hoisted out of it.
+    If the body is not `certain` to run, nodes that can fail are not hoisted out of it. With `exact`, 16-bit weights are
+    widened if the target would round the other operand to their type.
     """
-    return _Hoister(graph, target, certain).run()
+    return _Hoister(graph, target, certain, exact).run()
 
 
 class _Hoister:
-    def __init__(self, graph: Graph, target: Target, certain: bool) -> None:
+    def __init__(self, graph: Graph, target: Target, certain: bool, exact: bool) -> None:
         self.graph = graph
+        self.exact = exact
         self.target = target
         self.weights = weight_nodes(graph, certain=certain)
         self.main = Rewriter(graph, "hoist_weights")
@@ -54,6 +56,7 @@ class _Hoister:
         self.outputs: list[Value] = []
         self.packed: dict[tuple[tuple[Value, ...], Layout], Value] = {}
         self.lefts: dict[tuple[Value, Layout], Value] = {}  # packed left operands
+        self.rows: dict[Value, Value] = {}  # weights as transposed views of derived ones
 
     def run(self) -> Hoisted:
         for node in self.graph.nodes:
@@ -69,7 +72,11 @@ class _Hoister:
     def _main(self, node: Node) -> None:
         results = self._matmul_by_weights(node)
         if results is None:
-            operands = tuple(None if o is None else self._operand(o) for o in node.operands)
+            matrices = _matrices(node)
+            operands = tuple(
+                None if o is None else self._rows(node, o) if i in matrices else self._operand(o)
+                for i, o in enumerate(node.operands)
+            )
             results = self.main.graph.append(node.op, operands, node.attrs, node.types, node.origin).results
         self.main.values.update(zip(node.results, results, strict=True))
 
@@ -92,6 +99,17 @@ class _Hoister:
             else:
                 self.main.values[value] = self._derive(node, self.bind.values[value])
         return self.main.values[value]
+
+    def _rows(self, like: Node, matrix: Value) -> Value:
+        """Return a right operand of a matmul, as a view of rows along k if it is a weight that the target wants so."""
+        is_weight = matrix.node in self.weights and matrix.dtype.is_float and matrix.dtype.size == 2
+        if not is_weight or not self.target.reads_rows or matrix.node.op == "transpose":
+            return self._operand(matrix)
+        if matrix not in self.rows:
+            axes = (*range(matrix.rank - 2), matrix.rank - 1, matrix.rank - 2)
+            stored = self._derive(like, self.bind.one(like, "transpose", self.bind.values[matrix], axes=axes))
+            self.rows[matrix] = self.main.one(like, "transpose", stored, axes=axes)
+        return self.rows[matrix]
 
     def _derive(self, like: Node, value: Value) -> Value:
         name = next(n for n in self.names if not self.graph.has(n))
@@ -118,7 +136,7 @@ class _Hoister:
         if layout is None and (read[0].dtype is x.dtype or read[0].dtype.is_integer):
             return None
         left = self._left(node, x, layout)
-        packed = [self._operand(r) for r in read] if layout is None else [self._prepack(node, tuple(read), layout)]
+        packed = [self._rows(node, r) for r in read] if layout is None else [self._prepack(node, tuple(read), layout)]
         others = [self._operand(o) for o in rest[weights:]]
         return self.main.make(
             node, "fused_grouped" if grouped else "fused_matmul", left, *packed, *others,
@@ -134,7 +152,8 @@ class _Hoister:
             if layout is not None or not self.target.prepacks:
                 return rows, layout
         narrow = [stored(m) for m in matrices]
-        if len({n.dtype for n in narrow}) == 1 and x.dtype is F32:
+        rounds = self.target.multiplied(narrow[0].dtype) is not F32  # the kernel rounds x to the type of the weights
+        if len({n.dtype for n in narrow}) == 1 and x.dtype is F32 and not (self.exact and rounds):
             matrices = narrow
         return matrices, self.target.layout(x.dtype, matrices[0].type)
 
@@ -153,3 +172,11 @@ class _Hoister:
             packed = self.bind.one(like, "prepack", *(self.bind.values[w] for w in weights), layout=layout)
             self.packed[weights, layout] = self._derive(like, packed)
         return self.packed[weights, layout]
+
+
+def _matrices(node: Node) -> range:
+    """Return the positions of the right operands of a matmul; empty for other ops."""
+    if node.op in ("matmul", "grouped_matmul"):
+        return range(1, 2)
+    plain = node.op in ("fused_matmul", "fused_grouped") and node.attrs["layout"] is None
+    return range(1, 1 + node.attrs["weights"]) if plain else range(0)

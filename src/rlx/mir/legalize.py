@@ -1,13 +1,14 @@
 """Legalisation: inserts casts so that kernels get operands of the types they support.
 
-Operands of matmuls are cast to the dtype in which the target multiplies, the one that is native for the result: f32
-where 16-bit floats are storage only, as on CPUs. Casts of weights are hoisted later. Operands of attention's gradient
+Operands of matmuls are cast to the dtype in which the target multiplies (`Target.multiplied`): f32 where 16-bit floats
+are storage only, as on CPUs. Casts of weights are hoisted later. Operands of attention's gradient
 are cast likewise, except masks, which are read unchanged. Norms and attention read scale vectors in the dtype of x.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rlx.dtypes import DType
 from rlx.ir.graph import Graph, Node, Value
@@ -21,13 +22,13 @@ def legalize(graph: Graph, *, target: Target | None = None) -> Graph:
     Includes grouped matmuls. The row sums that attention's gradient reads are wide (f32 or f64).
     Without a target, as on the reference device, 16-bit floats are widened for computation.
     """
-    native = _wide if target is None else target.native
-    if not any(_is_illegal(node, native) for node in graph.nodes):
+    types = Types() if target is None else Types(target.multiplied, target.native)
+    if not any(_is_illegal(node, types) for node in graph.nodes):
         return graph
     casts: dict[tuple[Value, DType], Value] = {}  # matmuls share the cast of a common operand, so they can merge
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
-        if not _is_illegal(node, native):
+        if not _is_illegal(node, types):
             return None
 
         def in_type(value: Value, dtype: DType) -> Value:
@@ -37,7 +38,7 @@ def legalize(graph: Graph, *, target: Target | None = None) -> Graph:
                 casts[value, dtype] = rewriter.one(node, "cast", value, dtype=dtype)
             return casts[value, dtype]
 
-        pairs = zip(rewriter.operands(node), operand_types(node, native), strict=True)
+        pairs = zip(rewriter.operands(node), operand_types(node, types), strict=True)
         operands = [o if o is None or wanted is None else in_type(o, wanted) for o, wanted in pairs]
         results = rewriter.make(node, node.op, *operands, **node.attrs)
         return tuple(in_type(value, type_.dtype) for value, type_ in zip(results, node.types, strict=True))
@@ -45,21 +46,30 @@ def legalize(graph: Graph, *, target: Target | None = None) -> Graph:
     return rebuild(graph, visit, made_by="legalize")
 
 
-def operand_types(node: Node, native: Callable[[DType], DType]) -> Sequence[DType | None]:
-    """Return the dtypes in which kernels read operands; None for those read unchanged."""
-    if node.op not in ("matmul", "grouped_matmul", "attention_grad"):
-        return [None] * len(node.operands)
-    computed = native(node.types[0].dtype)
-    if node.op == "attention_grad":  # q, k, v, dy; lse and delta (row sums); the mask
-        return [*[computed] * 4, computed.wide, computed.wide, None]
-    return [computed, computed, *[None] * (len(node.operands) - 2)]
-
-
-def _is_illegal(node: Node, native: Callable[[DType], DType]) -> bool:
-    """Whether it has operands of dtypes that its kernel does not support."""
-    pairs = zip(node.operands, operand_types(node, native), strict=True)
-    return any(o is not None and wanted is not None and o.dtype is not wanted for o, wanted in pairs)
-
-
 def _wide(dtype: DType) -> DType:
     return dtype.wide
+
+
+@dataclass(frozen=True, slots=True)
+class Types:
+    """The dtypes in which a target computes results: of matmuls, and of other ops."""
+
+    multiplied: Callable[[DType], DType] = _wide
+    native: Callable[[DType], DType] = _wide
+
+
+def operand_types(node: Node, types: Types) -> Sequence[DType | None]:
+    """Return the dtypes in which kernels read operands; None for those read unchanged."""
+    if node.op == "attention_grad":  # q, k, v, dy; lse and delta (row sums); the mask
+        computed = types.native(node.types[0].dtype)
+        return [*[computed] * 4, computed.wide, computed.wide, None]
+    if node.op in ("matmul", "grouped_matmul"):
+        computed = types.multiplied(node.types[0].dtype)
+        return [computed, computed, *[None] * (len(node.operands) - 2)]
+    return [None] * len(node.operands)
+
+
+def _is_illegal(node: Node, types: Types) -> bool:
+    """Whether it has operands of dtypes that its kernel does not support."""
+    pairs = zip(node.operands, operand_types(node, types), strict=True)
+    return any(o is not None and wanted is not None and o.dtype is not wanted for o, wanted in pairs)

@@ -31,8 +31,13 @@ class Member:
         return self.bias_add or self.matmul
 
 
-def merge_matmuls(graph: Graph, *, report: FusionReport | None = None, certain: bool = True) -> Graph:
-    """x @ a, x @ b, ... (each perhaps plus a bias) -> slices of x @ concatenate(a, b, ...)."""
+def merge_matmuls(
+    graph: Graph, *, report: FusionReport | None = None, certain: bool = True, by_rows: bool = False
+) -> Graph:
+    """x @ a, x @ b, ... (each perhaps plus a bias) -> slices of x @ concatenate(a, b, ...).
+
+    With `by_rows`, transposed weights are concatenated as they are stored: for targets that read them as strided views.
+    """
     graph = weights_to_front(graph)
     weights, users, outputs = weight_nodes(graph, certain=certain), graph.users(), set(graph.outputs)
     groups: dict[tuple[Value, DType], list[Member]] = {}
@@ -50,7 +55,7 @@ def merge_matmuls(graph: Graph, *, report: FusionReport | None = None, certain: 
 
     def visit(rewriter: Rewriter, node: Node) -> Any:
         if node in first:
-            parts.update(_merge(rewriter, first[node]))
+            parts.update(_merge(rewriter, first[node], by_rows))
             if report is not None:
                 report.add("matmuls that share an input", [n for m in first[node] for n in {m.matmul: 0, m.result: 0}])
         return parts.get(node)
@@ -69,10 +74,10 @@ def _member(matmul: Node, weights: set[Node], users: dict[Value, list[Node]], ou
     return Member(matmul, None, None)
 
 
-def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
+def _merge(rewriter: Rewriter, members: list[Member], by_rows: bool) -> dict[Node, Value]:
     like = members[0].matmul
     x = rewriter[sides(like)[0]]
-    wide = _concat_columns(rewriter, like, [rewriter[sides(m.matmul)[1]] for m in members])
+    wide = _concat_columns(rewriter, like, [rewriter[sides(m.matmul)[1]] for m in members], by_rows)
     result = rewriter.one([m.matmul for m in members], "matmul", x, wide)
     if any(m.bias is not None for m in members):
         biases = [rewriter[m.bias] if m.bias is not None else _neutral_bias(rewriter, m.matmul) for m in members]
@@ -90,11 +95,17 @@ def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
     return parts
 
 
-def _concat_columns(rewriter: Rewriter, like: Node, matrices: list[Value]) -> Value:
+def _concat_columns(rewriter: Rewriter, like: Node, matrices: list[Value], by_rows: bool) -> Value:
     """Concatenate the columns of matrices that share a storage type; packed rows and 16-bit floats stay as stored."""
     rows = [r for m in matrices if (r := packed_rows(m)) is not None]
     if len(rows) < len(matrices):
-        joined = rewriter.one(like, "concatenate", *map(stored, matrices), axis=1)
+        narrow = [stored(m) for m in matrices]
+        if by_rows and all(n.node.op == "transpose" for n in narrow):
+            sources = [source for n in narrow if (source := n.node.operands[0]) is not None]
+            joined = rewriter.one(like, "concatenate", *sources, axis=0)
+            joined = rewriter.one(like, "transpose", joined, axes=(1, 0))
+        else:
+            joined = rewriter.one(like, "concatenate", *narrow, axis=1)
         wide = matrices[0].dtype
         return joined if joined.dtype is wide else rewriter.one(like, "cast", joined, dtype=wide)
     joined = rewriter.one(like, "concatenate", *rows, axis=0)

@@ -144,6 +144,11 @@ def merge_options(r: Request) -> dict[str, Any]:
     return {"report": r.report, "certain": r.certain}
 
 
+def matrix_options(r: Request) -> dict[str, Any]:
+    assert r.target is not None
+    return merge_options(r) | {"by_rows": not r.target.prepacks}
+
+
 def region_options(r: Request) -> dict[str, Any]:
     """Options of `fuse_regions`: one op per region if fusion is skipped or the backend is set to `unfuse_regions`."""
     if not fuses(r):
@@ -230,7 +235,7 @@ PIPELINE = Pipeline(
         Step("merge", legalize, options=target_options),
         Step("merge", widen_late),
         Step("merge", merge_gate_up, merges_gates, merge_options),
-        Step("merge", merge_matmuls, fuses, merge_options),
+        Step("merge", merge_matmuls, fuses, matrix_options),
         Step("merge", canonicalize, fuses),
         Step("merge", merge_ropes, fuses, report_options),
         Step("merge", canonicalize, fuses),
@@ -276,7 +281,10 @@ def _optimise_and_hoist(request: Request, log: PassLog) -> Hoisted:
     if has_bodies(request):
         graph = timed(log, PIPELINE.number(optimise_bodies), optimise_bodies, graph, body)
     graph = run_passes(graph, PIPELINE.passes(request, "simplify", "merge"), log)
-    return timed(log, PIPELINE.number(hoist_weights), hoist_weights, graph, target, certain=request.certain)
+    exact = profile.precision.activations == "f32"
+    return timed(
+        log, PIPELINE.number(hoist_weights), hoist_weights, graph, target, certain=request.certain, exact=exact
+    )
 
 
 def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:

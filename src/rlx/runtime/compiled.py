@@ -279,24 +279,29 @@ class CompiledGraph:
         return buffers, key
 
     def _fast_prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...]] | None:
-        arrays, shapes = [], []
+        arrays, shapes, host, owns = [], [], self.allocator.is_host, self.allocator.owns
         try:
             if len(inputs) != len(self._inputs):
                 return None
             for name, wanted, written in self._inputs:
                 array = inputs[name]
-                # NumPy scalars look like arrays but own no memory.
-                if array.__class__ is not np.ndarray or array.dtype is not wanted:
+                if array.dtype is not wanted and array.dtype != wanted:
                     return None
-                flags = array.flags
-                if not flags.c_contiguous or (written and not flags.writeable):
+                # NumPy scalars look like arrays but own no memory.
+                if array.__class__ is np.ndarray and (host or not written):
+                    flags = array.flags
+                    if not flags.c_contiguous or (written and not flags.writeable):
+                        return None
+                elif host or not owns(array):
                     return None
                 arrays.append(array)
                 shapes.append(array.shape)
         except (LookupError, AttributeError, TypeError):
             return None
         key = self._known.get(tuple(shapes))
-        return None if key is None or not self.allocator.is_host else (arrays, key)
+        if key is None or host:
+            return None if key is None else (arrays, key)
+        return [array if owns(array) else self.allocator.upload(array) for array in arrays], key
 
     def _check_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
         check_names("input", inputs, list(self.input_types))

@@ -9,7 +9,7 @@ from rlx.errors import CapabilityError
 from rlx.target import KvLayout
 from rlx.types import Size
 
-CACHES = ("auto", "f32", "f16", "q8_0")  # types of keys and values that `load` accepts
+CACHES = ("auto", "f32", "f16", "bf16", "q8_0")  # types of keys and values that `load` accepts
 AUTO = ("f16", "f32")  # types that auto may select
 CACHE_HELP = "type of cached keys and values (auto: f16 for quantised weights, otherwise f32)"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlx.dtypes import BOOL, F16, F32, I8, I32, I64, DType
 from rlx.ir.graph import Node
@@ -15,9 +16,49 @@ from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
 from rlx.types import Size, dim_min, product
 
-# Parameters of the append kernel. They are followed by the rows of ragged tokens, then by the pool; a quantised pool is
-# passed twice, as f16 and as bytes.
-NEW, POSITIONS, TABLE = range(3)
+
+@dataclass(frozen=True)
+class AppendOperands:
+    """Operands of `kv_append` in rectangular form: ragged tokens become one batch entry."""
+
+    result: View  # the pool, or a copy of it
+    pool: View  # the result as [pages, kv_heads, page, dim]
+    new: View  # [batch, seq, kv_heads, dim]
+    positions: View  # [batch, seq]
+    table: View  # [rows, blocks]
+    rows: View | None  # [seq], if ragged
+    storage: DType
+
+    @classmethod
+    def of(cls, s: Scheduler, node: Node) -> AppendOperands:
+        pool, new, positions, table, *ragged = (s.view(o) for o in node.operands if o is not None)
+        if not may_write(s, node, pool):
+            pool = s.copied(pool)
+        if new.buffer == pool.buffer:
+            new = s.copied(new)
+        ordered = attention.pages_first(pool, node.attrs["axes"])
+        if ragged:
+            new, positions = (_with_axis(v, 0) for v in (new, positions))
+        rows = ragged[0] if ragged else None
+        return cls(pool, ordered, new, positions, table, rows, node.types[0].dtype)
+
+    @property
+    def page(self) -> int:
+        """Positions per page."""
+        size = self.pool.shape[2]
+        assert isinstance(size, int)
+        return size
+
+    @property
+    def some(self) -> Size:
+        """0 if there are no rows, blocks or pages, else 1."""
+        return dim_min(product(self.table.shape) * self.pool.shape[0], 1)
+
+    def written(self) -> tuple[View, ...]:
+        """The pool as kernels write it: quantised pools as f16 and as bytes."""
+        if self.storage.is_packed:
+            return _as_type(self.pool, F16), _as_type(self.pool, I8)
+        return (self.pool,)
 
 
 @loop_form("kv_append")
@@ -26,100 +67,118 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
     It appends tokens in order, so of two tokens at the same position the last one wins.
     """
-    pool, new, positions, table, *ragged = (s.view(o) for o in node.operands if o is not None)
-    if not may_write(s, node, pool):
-        pool = s.copied(pool)
-    if new.buffer == pool.buffer:
-        new = s.copied(new)
-    storage, ordered = node.types[0].dtype, attention.pages_first(pool, node.attrs["axes"])
-    pages, kv_heads, page = ordered.shape[:3]
-    assert isinstance(page, int)
-    if ragged:  # one batch entry
-        new, positions = (_with_axis(v, 0) for v in (new, positions))
+    operands = AppendOperands.of(s, node)
+    new = operands.new
+    kv_heads, tokens = operands.pool.shape[1], new.shape[1]
     builder = LoopBuilder("kv_append")
-    for view in (new, s.contiguous(positions), s.contiguous(table), *map(s.contiguous, ragged)):
-        builder.param(view)
-    first = len(builder.views)
-    for view in (_as_type(ordered, F16), _as_type(ordered, I8)) if storage.is_packed else (ordered,):
-        builder.param(view, written=True)
-    tokens, (row_count, blocks) = new.shape[1], table.shape
-    append = _Append(builder, first, page, ragged=bool(ragged))
-    capacity = builder.arg("capacity", blocks * page * dim_min(pages, 1))
-    # In a ring every position has a slot, unless there are no slots at all.
-    some = dim_min(row_count * blocks * pages, 1)
-    limit = builder.arg("positions", some * 2**62) if node.attrs["ring"] else capacity
-    checks: list[Stmt] = [Check(append.position("c") < limit, BEYOND_CAPACITY)]
-    if ragged:
-        row = append.row("c")
-        inside = (row >= 0) & (row < builder.arg("rows", row_count))
-        checks.append(Check((append.position("c") < 0) | inside, OUTSIDE_TABLE))
-    write = append.quantise(storage) if storage.is_packed else append.write()
+    builder.param(new)
+    append = Append(builder, operands, Index("t"))
+    append.read_places(s)
+    append.write_pool()
+    limit, capacity = append.limits(ring=node.attrs["ring"])
+    checks = append.checks(Index("c"), limit)
+    write = append.write()
     units = product((new.shape[0], kv_heads))
     body: tuple[Stmt, ...] = (
         *decode_unit(builder, (new.shape[0], kv_heads), ["b", "h"]),
-        For("c", builder.arg("tokens", tokens), tuple(checks), vector=True),
+        For("c", builder.arg("tokens", tokens), checks, vector=True),
         # With no rows, blocks or pages the loop must not run: even skipped tokens look up entry 0.
-        For("t", builder.arg("room_for", tokens * some), (*append.place(limit, capacity, row_count, pages), *write)),
+        For("t", builder.arg("room_for", tokens * operands.some), (*append.place(limit, capacity), *write)),
     )
     builder.launch(s, For("u", builder.arg("units", units), body), units, split="heads", flops=product(new.shape))
-    return [pool]
+    return [operands.result]
 
 
-class _Append:
-    """Statements of a `kv_append` unit: store head `h` of token `t` in slot `slot` of page `page`, if `ok`."""
+class Append:
+    """Statements that store head `h` of a token of batch entry `b` in slot `slot` of page `page`, if `ok`."""
 
-    def __init__(self, builder: LoopBuilder, pool: int, page: int, *, ragged: bool) -> None:
-        self.builder, self.pool, self.page, self.ragged = builder, pool, page, ragged
+    def __init__(self, builder: LoopBuilder, operands: AppendOperands, token: Expr, new: int = 0) -> None:
+        self.builder, self.operands, self.token, self.new = builder, operands, token, new
+        self.positions = self.table = self.rows = self.pool = -1  # parameters
 
-    def position(self, token: str) -> Expr:
-        return self._number(POSITIONS, Ref("b", I64), Index(token))
+    def read_places(self, s: Scheduler) -> None:
+        """Add the parameters that locate tokens."""
+        operands = self.operands
+        self.positions = self.builder.param(s.contiguous(operands.positions))
+        self.table = self.builder.param(s.contiguous(operands.table))
+        if operands.rows is not None:
+            self.rows = self.builder.param(s.contiguous(operands.rows))
 
-    def row(self, token: str) -> Expr:
+    def write_pool(self) -> None:
+        """Add the pool; a quantised one is two parameters."""
+        self.pool, *_ = [self.builder.param(view, written=True) for view in self.operands.written()]
+
+    def limits(self, *, ring: bool) -> tuple[Arg, Arg]:
+        """The first position that is a fault, and the capacity."""
+        blocks, pages = self.operands.table.shape[1], self.operands.pool.shape[0]
+        capacity = self.builder.arg("capacity", blocks * self.operands.page * dim_min(pages, 1))
+        # In a ring every position has a slot, unless there are no slots at all.
+        return self.builder.arg("positions", self.operands.some * 2**62) if ring else capacity, capacity
+
+    def position(self, token: Expr) -> Expr:
+        return self._number(self.positions, Ref("b", I64), token)
+
+    def row(self, token: Expr) -> Expr:
         """The table row of a token."""
-        return self._number(TABLE + 1, Index(token)) if self.ragged else Ref("b", I64)
+        return Ref("b", I64) if self.operands.rows is None else self._number(self.rows, token)
 
     def _number(self, param: int, *indices: Expr) -> Expr:
         return Load(param, _terms(self.builder, param, *indices), self.builder.views[param].dtype).cast(I64)
 
-    def place(self, limit: Arg, capacity: Arg, rows: Size, pages: Size) -> tuple[Stmt, ...]:
+    def checks(self, token: Expr, limit: Arg) -> tuple[Stmt, ...]:
+        """Faults of a token that has no place."""
+        checks: list[Stmt] = [Check(self.position(token) < limit, BEYOND_CAPACITY)]
+        if self.operands.rows is not None:
+            row = self.row(token)
+            inside = (row >= 0) & (row < self.builder.arg("rows", self.operands.table.shape[0]))
+            checks.append(Check((self.position(token) < 0) | inside, OUTSIDE_TABLE))
+        return tuple(checks)
+
+    def place(self, limit: Arg, capacity: Arg) -> tuple[Stmt, ...]:
         """Define `page` and `slot` of a token, and `ok`: false for a token that is skipped."""
+        rows, pages, size = self.operands.table.shape[0], self.operands.pool.shape[0], self.operands.page
         p, row, at, number = (Ref(name, I64) for name in ("p", "row", "at", "number"))
         known, ok = Ref("known", BOOL), Ref("ok", BOOL)
         in_table = (row >= 0) & (row < self.builder.arg("rows", rows))
         exists = (number >= 0) & (number < self.builder.arg("pages", pages))
         place = known.select(p, 0)
         return (
-            Let("p", self.position("t")),
-            Let("row", self.row("t")),
+            Let("p", self.position(self.token)),
+            Let("row", self.row(self.token)),
             Let("known", (p >= 0) & (p < limit) & in_table),
             Let("at", place if limit == capacity else place.rem(capacity)),
-            Let("number", self._number(TABLE, known.select(row, 0), at.quot(self.page))),
+            Let("number", self._number(self.table, known.select(row, 0), at.quot(size))),
             Let("ok", known & exists),
             Check(~known | exists, OUTSIDE_POOL),
             Let("page", ok.select(number, 0)),
-            Let("slot", at.rem(self.page)),
+            Let("slot", at.rem(size)),
         )
 
     def write(self) -> tuple[Stmt, ...]:
+        """Store the token, quantised if the pool is."""
+        return self._quantise() if self.operands.storage.is_packed else self._copy()
+
+    def _copy(self) -> tuple[Stmt, ...]:
         """Store one element after the other along `j`."""
         builder, page, h, slot, j = self.builder, Ref("page", I64), Ref("h", I64), Ref("slot", I64), Index("j")
         at = _terms(builder, self.pool, page, h, slot, j)
-        fresh = builder.load(NEW, _place_in_new(builder, j))
-        size = builder.views[NEW].shape[3]
+        fresh = builder.load(self.new, self._place_in_new(j))
+        size = builder.views[self.new].shape[3]
         assert isinstance(size, int)
         return (
             Let("size", Ref("ok", BOOL).select(Const(size, I64), 0)),
             For("j", Ref("size", I64), (Store(self.pool, at, fresh),), vector=True),
         )
 
-    def quantise(self, storage: DType) -> tuple[Stmt, ...]:
+    def _quantise(self) -> tuple[Stmt, ...]:
         """Quantise block by block: a scale, then one byte per value, rounded as ggml does."""
-        builder, new, size = self.builder, self.builder.views[NEW], storage.block
+        builder, storage = self.builder, self.operands.storage
+        new, size = builder.views[self.new], storage.block
         halves, codes, scale = self.pool, self.pool + 1, Ref("scale", F32)
 
         def number(index: str) -> Expr:
             term = (Index("k"), builder.arg("block", new.strides[3] * size))
-            return builder.load(NEW, (*_place_in_new(builder, Index(index)), term)).cast(F32)
+            return builder.load(self.new, (*self._place_in_new(Index(index)), term)).cast(F32)
 
         def store(param: int, value: Expr, *terms: tuple[Expr, int | Arg]) -> Store:
             row = _terms(builder, param, Ref("page", I64), Ref("h", I64), Ref("slot", I64))
@@ -146,6 +205,9 @@ class _Append:
             For("k", Ref("blocks", I64), block),
         )
 
+    def _place_in_new(self, j: Index) -> Place:
+        return _terms(self.builder, self.new, Ref("b", I64), self.token, Ref("h", I64), j)
+
 
 def _as_type(view: View, dtype: DType) -> View:
     """Reinterpret rows of 16-bit units as elements of another type."""
@@ -154,10 +216,6 @@ def _as_type(view: View, dtype: DType) -> View:
     parts = UNIT // dtype.size
     steps = (*(s * parts for s in view.strides[:-1]), 1)
     return View(view.buffer, dtype, (*view.shape[:-1], view.shape[-1] * parts), steps, view.offset * parts)
-
-
-def _place_in_new(builder: LoopBuilder, j: Index) -> Place:
-    return _terms(builder, NEW, Ref("b", I64), Index("t"), Ref("h", I64), j)
 
 
 def _terms(builder: LoopBuilder, param: int, *indices: Expr) -> Place:

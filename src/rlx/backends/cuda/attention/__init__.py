@@ -1,0 +1,1 @@
+"""Attention on NVIDIA GPUs: generators of CUDA C for `AttentionKernel` and `AttentionGradKernel`."""

@@ -1,0 +1,197 @@
+"""CUDA C of `AttentionKernel`: which kernels run a launch, with which grid, and their source.
+
+Tensor cores take keys and values of 16 bits: `rows_64` has many rows per block and walks their keys (`rows_128` and
+`rows_64_shared`, with queries in shared memory, are alternatives that plans do not take);
+`splits` has few rows and spreads the keys over blocks. Other types have `scalar`, which does both. All variants of a
+kernel give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlx.backends.cuda.attention import instructions, rows_code, scalar_code, tensor_code
+from rlx.backends.cuda.attention.code_constants import constants, on_tensor_cores, words
+from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
+from rlx.backends.cuda.targets import CudaTarget
+from rlx.dtypes import DType
+from rlx.lir.kernels import AttentionKernel, Kernel
+
+SPLIT, BLOCK = 128, 64  # keys, as in `rows_code`
+TILE = 16  # rows of a tile
+STATIC_SHARED = {
+    "rows": 2 << 10,
+    "splits": 8 << 10,
+    "splits_early": 8 << 10,
+    "scalar": 44 << 10,
+}  # bytes that kernels declare, at most
+FEW_TOKENS = 64  # ragged tokens up to which each is by itself
+MOST_SCRATCH = 256 << 20  # bytes of results of splits; a launch that would leave more takes its splits in order
+MOST_QUERIES = 48 << 10  # bytes of queries of a tile of `scalar`
+WIDEST_SLICE = 128  # columns of values per block
+
+
+def takes(dtype: DType, storage: DType, head_dim: int) -> bool:
+    """Whether kernels take queries of this type and size over keys of type `storage`."""
+    on_tensor_cores = storage.size == 2 and storage.is_float and head_dim <= 256
+    return on_tensor_cores or TILE * head_dim * max(4, dtype.size) <= MOST_QUERIES
+
+
+class AttentionGenerator:
+    """Writes CUDA C for `AttentionKernel`."""
+
+    def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+        assert isinstance(kernel, AttentionKernel)
+        rows, units = words["q_len"] * kernel.group, words["batch"] * words["kv_heads"]
+        if not rows * units:
+            return KernelPlan(())
+        if on_tensor_cores(kernel):
+            if kernel.ragged and words["batch"] > FEW_TOKENS and 4 * TILE % kernel.group == 0:
+                return _ragged(kernel, words, target)
+            blocks = units * -(-rows // (4 * TILE)) * slices(kernel)
+            shared = rows_shared(kernel, 4, target)
+            # Two blocks of 64 rows per processor are faster than one of 128. A few rows have their keys spread instead.
+            enough = rows > 2 * TILE and blocks >= target.processors // 2
+            if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
+                return KernelPlan((Pass("rows_64", (blocks, 1, 1), 128, shared),))
+            early = "splits_early" if kernel.cached and target.capability >= 90 else "splits"
+            return spread(kernel, early, words, target, 1, splits_shared(kernel, target))
+        return spread(kernel, "scalar", words, target, slices(kernel), scalar_shared(kernel))
+
+    def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
+        assert isinstance(kernel, AttentionKernel)
+        name = entry(kernel, variant)
+        common = [
+            instructions.SCALAR,
+            rows_code.ROWS,
+            rows_code.CACHED_ROWS if kernel.cached else rows_code.DENSE_ROWS,
+            rows_code.MASKS,
+        ]
+        if variant == "scalar":
+            more = {
+                "SLICE": min(kernel.value_dim, WIDEST_SLICE),
+                "SLICES": slices(kernel),
+                "HEAD_PITCH": _pitch(kernel),
+            }
+            parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
+        elif variant.startswith(("splits", "rest")):
+            more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
+            more["EARLY"] = variant == "splits_early"
+            more["REST"] = int(variant.removeprefix("rest_")) if variant.startswith("rest_") else 0
+            parts = [
+                *common,
+                rows_code.COMBINE,
+                rows_code.LOG_SUM,
+                instructions.TENSOR,
+                tensor_code.TILES,
+                tensor_code.SPLITS,
+            ]
+        else:
+            warps, shared = _tile(variant)
+            more = {"SLICE": slice_width(kernel), "SLICES": slices(kernel), "WARPS": warps}
+            more["QUERIES_IN_REGISTERS"] = kernel.head_dim <= 128 and not shared
+            more["STAGES"] = stages(kernel, warps, target, queries=shared)
+            parts = [*common, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES, tensor_code.ROW_TILES]
+        text = "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
+        return text.replace("ENTRY(", f"{name}(")
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+def _rounded(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def slice_width(kernel: AttentionKernel) -> int:
+    """Columns of values per block of `rows_*`."""
+    return min(_rounded(kernel.value_dim, 16), WIDEST_SLICE)
+
+
+def slices(kernel: AttentionKernel) -> int:
+    return -(-kernel.value_dim // WIDEST_SLICE)
+
+
+def _pitch(kernel: AttentionKernel) -> int:
+    """Elements per row of queries in `scalar`."""
+    return _rounded(kernel.head_dim, 4)
+
+
+def scalar_shared(kernel: AttentionKernel) -> int:
+    return TILE * _pitch(kernel) * max(4, kernel.dtype.size)
+
+
+def _row_bytes(elements: int) -> int:
+    """Bytes of a row of a tile: an odd number of chunks of 16 bytes."""
+    return (_rounded(elements, 16) // 8 | 1) * 16
+
+
+def separate(kernel: AttentionKernel, target: CudaTarget) -> bool:
+    """Whether `splits` has memory for keys and values at the same time."""
+    both = SPLIT * (_row_bytes(kernel.head_dim) + _row_bytes(kernel.value_dim)) + TILE * _row_bytes(SPLIT)
+    return both + STATIC_SHARED["splits"] <= target.shared_bytes
+
+
+def splits_shared(kernel: AttentionKernel, target: CudaTarget) -> int:
+    tiles = [SPLIT * _row_bytes(kernel.head_dim), SPLIT * _row_bytes(kernel.value_dim)]
+    return (sum(tiles) if separate(kernel, target) else max(tiles)) + TILE * _row_bytes(SPLIT)
+
+
+def _stage_bytes(kernel: AttentionKernel) -> int:
+    return BLOCK * (_row_bytes(kernel.head_dim) + _row_bytes(slice_width(kernel)))
+
+
+def _tile(variant: str) -> tuple[int, bool]:
+    """Warps of a variant `rows_64` or `rows_64_shared`, and whether its queries are in shared memory."""
+    _, rows, *shared = variant.split("_")
+    return int(rows) // TILE, bool(shared)
+
+
+def _query_bytes(kernel: AttentionKernel, warps: int, queries: bool) -> int:
+    """Bytes of queries that are in shared memory: if asked for, or if they do not fit into registers."""
+    return warps * TILE * _row_bytes(kernel.head_dim) if kernel.head_dim > 128 or queries else 0
+
+
+def stages(kernel: AttentionKernel, warps: int, target: CudaTarget, *, queries: bool = False) -> int:
+    """Blocks of keys and values in memory: the current one, and the next if there is space."""
+    total = _query_bytes(kernel, warps, queries) + 2 * _stage_bytes(kernel) + STATIC_SHARED["rows"]
+    return 2 if total <= target.shared_bytes else 1
+
+
+def rows_shared(kernel: AttentionKernel, warps: int, target: CudaTarget, *, queries: bool = False) -> int:
+    stage_bytes = stages(kernel, warps, target, queries=queries) * _stage_bytes(kernel)
+    return _query_bytes(kernel, warps, queries) + stage_bytes
+
+
+# -- ragged tokens ----------------------------------------------------------------------------------------------------
+def _ragged(kernel: AttentionKernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+    """Tiles for sequences with several tokens, then the other tokens one by one: which they are is data."""
+    tokens, heads = words["batch"], words["kv_heads"]
+    tiles = heads * -(-tokens * kernel.group // (4 * TILE)) * slices(kernel)
+    shared = splits_shared(kernel, target)
+    blocks = min(tokens * heads, target.processors * _resident("splits", shared, target))
+    rows = Pass("rows_64", (tiles, 1, 1), 128, rows_shared(kernel, 4, target))
+    return KernelPlan((rows, Pass("rest_64", (blocks, 1, 1), 128, shared)))
+
+
+def _resident(variant: str, shared: int, target: CudaTarget) -> int:
+    """Blocks per processor."""
+    return max(1, min(4, target.shared_bytes // (shared + STATIC_SHARED[variant])))
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+def spread(
+    kernel: AttentionKernel, variant: str, words: Mapping[str, int], target: CudaTarget, slices: int, shared: int
+) -> KernelPlan:
+    """Blocks of 16 rows, and as many workers for each as the GPU has space for."""
+    rows = words["q_len"] * kernel.group
+    units = words["batch"] * words["kv_heads"] * -(-rows // TILE) * slices
+    keys = words["capacity"] if kernel.cached else words["k_len"]
+    most = max(1, -(-keys // SPLIT) + kernel.ring)
+    workers = min(most, max(1, target.processors * _resident(variant, shared, target) // units), 65535)
+    real = 8 if kernel.dtype.size == 8 else 4
+    columns = _rounded(kernel.value_dim, 16) if on_tensor_cores(kernel) else min(_rounded(kernel.value_dim, 4), 128)
+    counts = _rounded(units * 4, 256)
+    states = _rounded(units * most * min(TILE, rows) * 2 * real, 256)
+    scratch = counts + states + units * most * min(TILE, rows) * columns * real
+    if workers == 1 or scratch > MOST_SCRATCH:
+        return KernelPlan((Pass(variant, (units, 1, 1), 128, shared),))
+    return KernelPlan((Pass(variant, (units, workers, 1), 128, shared),), scratch, zeroed=counts)

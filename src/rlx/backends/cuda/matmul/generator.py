@@ -1,0 +1,230 @@
+"""Plans launches of matmul kernels and writes their CUDA C.
+
+Names of variants: `rows16_e` and `tile128x64_as` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as`
+prepares an operand. Letters say: a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e,
+weights are read early, before earlier launches have ended; k, n, the axis along which weights are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
+from rlx.backends.cuda.matmul import rows, simt, tiles
+from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, on_tensor_cores
+from rlx.backends.cuda.matmul.tiles import TILES, Tile
+from rlx.backends.cuda.targets import CudaTarget
+from rlx.dtypes import F32
+from rlx.errors import LowerError
+from rlx.lir.kernels import Kernel, MatmulKernel, weight_name
+
+FEW_ROWS = 8  # rows of A up to which the `rows` variants run
+FEW_GROUPED = 64  # the same for grouped rows, each of which is a product of its own
+NARROW_THREADS = 256
+# The choice of tiles rests on these; measured on an H200, and only ratios matter.
+LATENCY = 2e-6  # seconds until a stage arrives, under load
+READ_RATE = 45e9  # bytes per second that a processor takes
+TILE_RATE = {  # products per second and processor
+    "256x128": 1.3e12, "128x128": 1.3e12, "128x64": 1.1e12, "64x128": 1.1e12, "64x64": 0.9e12,
+}  # fmt: skip
+SMALL_TILE_RATE = 0.7e12
+START = 2e-6  # filling the stages, the epilogue
+LAST_BLOCK = 1.5e-6  # until the last block of a tile that others share may add
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tile and the number of blocks that share its chunks of k."""
+
+    tile: Tile
+    splits: int
+    seconds: float
+
+
+class MatmulGenerator:
+    """Writes CUDA C for matmul kernels."""
+
+    def plan(self, kernel: Kernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+        kernel = _matmul(kernel)
+        if 0 in (words["m"], words["n"], words["batch0"], words["batch1"]):
+            return KernelPlan(())
+        if not on_tensor_cores(kernel):
+            return _plan_fma(kernel, words, target)
+        return plan_rows(kernel, words, target) or plan_tiles(kernel, words, target)
+
+    def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
+        text = _source(_matmul(kernel), variant, target)
+        return f"namespace {entry(kernel, variant)}_ {{\n{text}\n}}\n"  # variants of one unit define the same names
+
+
+def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
+    name, _, letters = variant.partition("_")
+    a, b, wide, split, early = (letter in letters for letter in "abwse")
+    if name.startswith("rows"):
+        return rows.source(kernel, variant, rows=int(name.removeprefix("rows")), early=early)
+    if name.startswith("tile"):
+        tile = TILES[name.removeprefix("tile")]
+        return tiles.tile_source(
+            kernel, variant, tile,
+            shared_bytes=target.shared_bytes, a=a, b=b, wide=wide, split=split, early=early,
+        )  # fmt: skip
+    if name.startswith("narrow"):
+        return tiles.narrow_source(kernel, variant, of_b=name == "narrowb", a=a, b=b, split=split)
+    k_first = letters == "k"
+    if name.startswith("fmarows"):
+        return simt.rows_source(kernel, variant, tokens=int(name.removeprefix("fmarows")), k_first=k_first)
+    return simt.tile_source(kernel, variant, size=int(name.removeprefix("fma")), k_first=k_first)
+
+
+def source_with_prologue(
+    kernel: MatmulKernel, variant: str, target: CudaTarget, name: str, struct: str, compute: str
+) -> str:
+    """CUDA C of a `rows` variant that computes its only row of A itself (`prologues.py`)."""
+    height, _, letters = variant.removeprefix("rows").partition("_")
+    prologue = rows.Prologue(name, struct, compute)
+    return rows.source(kernel, variant, rows=int(height), early="e" in letters, prologue=prologue)
+
+
+def _matmul(kernel: Kernel) -> MatmulKernel:
+    assert isinstance(kernel, MatmulKernel)
+    if kernel.layout is not None or kernel.weights > 2 or not kernel.dtype.is_float:
+        raise LowerError(
+            f"cuda: no matmul kernel for {kernel.text()}", hint="weights are floats, at most two, not packed"
+        )
+    return kernel
+
+
+def _are_early(kernel: MatmulKernel, words: Mapping[str, int]) -> bool:
+    """Whether weights may be read before earlier launches have ended."""
+    return not kernel.grouped and all(words[weight_name(i)] < 0 for i in range(kernel.weights))
+
+
+# -- tensor cores -----------------------------------------------------------------------------------------------------
+def plan_rows(
+    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, height: int = 0, teams: int = 0,
+    resident: int = 0,
+) -> KernelPlan | None:  # fmt: skip
+    """The variant for few rows of A; None if they are too many.
+
+    The rest is chosen unless given: rows of the weights per warp, teams of warps per block, blocks per processor.
+    """
+    m, n, k, batch = words["m"], words["n"], words["k"], words["batch0"] * words["batch1"]
+    grouped = kernel.grouped == "rows"
+    if kernel.grouped == "depth" or m > (FEW_GROUPED if grouped else FEW_ROWS):
+        return None
+    tokens, chunks = 1 if grouped else m, chunk_count(k)
+    pairs = m * batch if grouped else batch
+    height = height or _height(n, kernel.weights, k, pairs, target)
+    columns = height // kernel.weights
+    teams = teams or _teams(chunks, -(-n // columns) * pairs, target)
+    shared = rows.shared_bytes(k, tokens, height, teams, chunks)
+    if shared > target.shared_bytes:
+        return None
+    count = -(-n // (columns * teams))
+    resident = resident or (2 if teams * chunks <= CHUNKS and 2 * shared <= target.shared_bytes else 1)
+    blocks = min(count, max(1, -(-target.processors * resident // pairs)))
+    variant = f"rows{height}_{'e' if _are_early(kernel, words) else ''}"
+    grid = (blocks * batch, m if grouped else 1, 1)
+    return KernelPlan((Pass(variant, grid, 32 * chunks * teams, shared),))
+
+
+def _teams(chunks: int, tiles: int, target: CudaTarget) -> int:
+    """Teams of warps in a block, each with a tile of its own: 16 warps; fewer if processors would get none."""
+    return 2 if 2 * chunks > CHUNKS else max(1, min(CHUNKS, 2 * CHUNKS // chunks, tiles // target.processors))
+
+
+def _height(n: int, weights: int, k: int, pairs: int, target: CudaTarget) -> int:
+    """Rows of the weights per warp: as many as there are loads in flight for, or fewer where there are few rows."""
+    steps = chunk_size(k) // 32
+    few = n * pairs <= 8 * target.processors and rows.LOADS // 2 < steps <= rows.LOADS
+    return 32 if weights == 2 else 8 if few else 16
+
+
+def plan_tiles(
+    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, choice: Choice | None = None
+) -> KernelPlan:
+    """Tiles, after passes that prepare operands which are not 16-bit rows along k."""
+    choice = choice or choose_tile(kernel, words, target)
+    tile, splits = choice.tile, choice.splits
+    wide = kernel.dtype is F32 and not kernel.transposed and tile.takes_wide
+    a = (kernel.dtype.size != 2 or kernel.transposed) and not wide
+    b = words["b_k"] != 1 and words["k"] > 1
+    split = splits > 1
+    count = _tiles(kernel, words, tile)
+    letters = "a" * a + "b" * b + "w" * wide + "s" * split
+    early = "e" if _are_early(kernel, words) and not b else ""
+    passes = []
+    for operand in "a" * a + "b" * b:
+        rows_of = words["m"] if operand == "a" else words["n"] * kernel.weights
+        eights = tiles.matrices_in_scratch(kernel, words, operand) * rows_of * -(-words["k"] // 8)
+        blocks = min(-(-eights // NARROW_THREADS), 16 * target.processors)
+        passes.append(Pass(f"narrow{operand}_{letters}", (blocks, 1, 1), NARROW_THREADS))
+    variant = f"tile{tile.name}_{letters}{early}"
+    passes.append(Pass(variant, (count, splits, 1), tile.threads, tile.shared(target.shared_bytes, wide=wide)))
+    scratch = tiles.scratch_bytes(kernel, words, tile, count, a=a, b=b, split=split)
+    return KernelPlan(tuple(passes), scratch, tiles.COUNTERS if split else 0)
+
+
+def _tiles(kernel: MatmulKernel, words: Mapping[str, int], tile: Tile) -> int:
+    across = -(-words["n"] // (tile.columns // kernel.weights))
+    return -(-words["m"] // tile.rows) * across * words["batch0"] * words["batch1"]
+
+
+def choose_tile(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget) -> Choice:
+    """The tile and split of k with the least estimated time."""
+    return min(tile_choices(kernel, words, target), key=lambda c: c.seconds)
+
+
+def tile_choices(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget) -> list[Choice]:
+    """All tiles and splits that fit, with estimates."""
+    chunks = chunk_count(words["k"])
+    choices = []
+    for tile in TILES.values():
+        if tile.stages_in(target.shared_bytes) < 3 or tile.shared(target.shared_bytes) > target.shared_bytes:
+            continue
+        count = _tiles(kernel, words, tile)
+        may_split = not kernel.grouped and count < 2 * target.processors and 4 * count <= tiles.COUNTERS
+        for splits in (1, 2, 4, 8):
+            if splits > (chunks if may_split else 1):
+                continue
+            choices.append(Choice(tile, splits, _seconds(kernel, words, target, tile, splits)))
+    return choices
+
+
+def _seconds(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, tile: Tile, splits: int) -> float:
+    """Estimated time: a block waits for its stages, a processor for its memory and its tensor cores."""
+    blocks, chunks = _tiles(kernel, words, tile) * splits, chunk_count(words["k"])
+    share = -(-chunks // splits)
+    depth = min(share * chunk_size(words["k"]), words["k"])
+    copied, products = (tile.columns + tile.rows) * depth * 2, tile.columns * tile.rows * depth
+    shared = tile.shared(target.shared_bytes)
+    resident = min(2048 // tile.threads // 8, target.shared_bytes // shared)
+    rate = TILE_RATE.get(tile.name, SMALL_TILE_RATE)
+    ahead = tile.bytes_ahead(target.shared_bytes)
+    waits = -(-blocks // (target.processors * resident)) * copied / ahead * LATENCY
+    sums = 0 if splits == 1 else tile.columns * tile.rows * 4  # bytes of a chunk
+    works = -(-blocks // target.processors) * max((copied + share * sums) / READ_RATE, products / rate)
+    adds = 0 if splits == 1 else LAST_BLOCK + (chunks - share + 1) * sums / READ_RATE
+    return START + max(waits, works) + adds
+
+
+# -- f32 and f64 ------------------------------------------------------------------------------------------------------
+def _plan_fma(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+    m, n, k, batch = words["m"], words["n"], words["k"], words["batch0"] * words["batch1"]
+    grouped = kernel.grouped == "rows"
+    axis = "k" if words["b_k"] == 1 and k > 1 else "n"
+    if kernel.grouped != "depth" and m <= (FEW_GROUPED if grouped else FEW_ROWS):
+        tokens, chunks = 1 if grouped or m == 1 else FEW_ROWS, chunk_count(k)
+        teams = max(1, min(CHUNKS // chunks, -(-n // simt.ROW_COLUMNS) * batch // target.processors))
+        shared = simt.rows_shared(kernel, k, tokens, teams, chunks)
+        if shared <= target.shared_bytes:
+            blocks = min(-(-n // (simt.ROW_COLUMNS * teams)), max(1, 4 * target.processors // batch))
+            grid = (blocks * batch, m if grouped else 1, 1)
+            return KernelPlan((Pass(f"fmarows{tokens}_{axis}", grid, 32 * chunks * teams, shared),))
+    size = simt.side(kernel)
+    if size == 128 and -(-m // size) * -(-n // size) * batch < target.processors:
+        size = 64
+    count = -(-m // size) * -(-n // (size // kernel.weights)) * batch
+    threads = 256
+    return KernelPlan((Pass(f"fma{size}_{axis}", (count, 1, 1), threads, simt.tile_shared(kernel, size)),))

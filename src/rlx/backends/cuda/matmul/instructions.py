@@ -1,0 +1,53 @@
+"""PTX that the matmul kernels use, as CUDA C functions."""
+
+from __future__ import annotations
+
+from rlx.dtypes import BF16, DType
+
+COMMON = r"""
+INLINE void fetch_near(const void* at) { asm volatile("prefetch.global.L1 [%0];" :: "l"(at)); }
+INLINE void team_barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
+}
+"""
+
+TENSOR_CORES = r"""
+// sum += a b: 16 rows of a, 8 columns of b, 16 products deep.
+INLINE void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Two numbers, rounded; the first is in the low half.
+INLINE u32 pair(float first, float second) {
+  u32 v;
+  asm("cvt.rn.TYPEx2.f32 %0, %1, %2;" : "=r"(v) : "f"(second), "f"(first));
+  return v;
+}
+// 16 bytes that are read once.
+INLINE uint4 load_once(const void* at) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+  return v;
+}
+// Shared memory by address. `copy16` copies that many bytes in the background and sets the rest of 16 to zero.
+INLINE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+INLINE void copy16(u32 to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+}
+INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> INLINE void await() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+INLINE uint4 read16(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+INLINE void write16(u32 at, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+"""
+
+
+def instructions(kind: DType) -> str:
+    """Functions for factors of a type."""
+    return COMMON + (TENSOR_CORES.replace("TYPE", "bf16" if kind is BF16 else "f16") if kind.size == 2 else "")

@@ -1,0 +1,214 @@
+"""Few rows of A times 16-bit weights, limited by memory speed: weights go from memory straight into mma fragments.
+
+A block holds the rows of A in shared memory, rounded to the type of the weights. A warp multiplies one chunk of k by
+8, 16 or 32 rows of the weights (columns of B), which are the 16-row operand of mma; the rows of A are its 8 columns.
+A lane loads 16 bytes, eight consecutive k of one row, which are its fragments of two mma steps: within 32 consecutive
+k, step 0 multiplies k % 8 < 4 and step 1 the others, here and in the tiles. The sums of chunks meet in shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx.backends.cuda.kernel_plan import entry
+from rlx.backends.cuda.matmul.common import flag, preamble
+from rlx.backends.cuda.matmul.fragments import FRAGMENTS
+from rlx.lir.kernels import MatmulKernel
+
+ROW = "row_of(w, b0, b1, first_row)"  # where rows of A are
+ALL = "\n  const Words& w = all.product;"
+LOADS = 16  # of 16 bytes in flight per lane
+
+KERNEL = r"""
+constexpr int STEPS = LOADS / ROWS;         // of 32 k, per piece
+constexpr int TILE = 8 * ROWS / WEIGHTS;    // columns
+constexpr int SUMS = (ROWS + 1) / 2;        // mma accumulators
+
+// Columns from the start of a tile to row 0 of group `group`.
+INLINE int column_of(int group) { return 8 * (WEIGHTS == 2 ? group >> 1 : group); }
+
+// Adds 32 k to the sums.
+INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) {
+    const uint4 low = f[2 * i], high = 2 * i + 1 < ROWS ? f[2 * i + 1 < ROWS ? 2 * i + 1 : 0] : make_uint4(0, 0, 0, 0);
+    mma(sums[i], low.x, high.x, low.y, high.y, x.x, x.y);
+    mma(sums[i], low.z, high.z, low.w, high.w, x.z, x.w);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) NAME(PARAMETERS) {
+  extern __shared__ __align__(128) u8 shared[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
+  const int k = (int)w.k, chunk = chunk_size(k), chunks = k > 0 ? (k + chunk - 1) / chunk : 1;
+  const int part = warp % chunks, team = warp / chunks, teams = blockDim.x / (32 * chunks);
+  const u32 blocks = gridDim.x / (u32)(w.batch0 * w.batch1);        // per matrix
+  const u32 batch = blockIdx.x / blocks, b0 = batch / (u32)w.batch1, b1 = batch % (u32)w.batch1;
+  const i64 first_row = GROUPED ? blockIdx.y : 0;
+  const int m = GROUPED ? 1 : (int)w.m;
+  const int pitch = (k + 63) / 64 * 64 + 32;                       // of a row of x, in elements
+  T* xs = (T*)shared;
+  float* meeting = (float*)(shared + (i64)m * pitch * 2);          // [2][teams][chunks][ROWS][m][8]
+  const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
+  const int begin = part * chunk, depth = (int)least(chunk, k - begin), steps = (depth + 31) / 32;
+  const int tiles = (u32)(w.n + TILE - 1) / TILE, stride = blocks * teams;
+  int tile = blockIdx.x % blocks * teams + team;
+  i64 group_offset = b0 * w.b_batch0 + b1 * w.b_batch1;
+
+  const bool whole_rows = w.b_n % 8 == 0 && w.b_batch0 % 8 == 0 && w.b_batch1 % 8 == 0;
+  const bool direct = w.n >= TILE && w.b_k == 1 && k % 32 == 0 && whole_rows
+      && ((u64)weights_of(w, 0) & 15) == 0 && ((u64)weights_of(w, WEIGHTS - 1) & 15) == 0;
+  uint4 f[STEPS][ROWS];
+  const B* at[WEIGHTS] = {};
+  auto from = [&](int g, int s) { return at[WEIGHTS == 2 ? g & 1 : 0] + column_of(g) * w.b_n + s * 32; };
+  // The last tile begins early enough to be whole; it stores only what is its own.
+  auto locate = [&](int t) {
+#pragma unroll
+    for (int i = 0; i < WEIGHTS; i++)
+      at[i] = weights_of(w, i) + group_offset + (least((i64)t * TILE, w.n - TILE) + r) * w.b_n + begin + 8 * c;
+  };
+  auto fill = [&] {
+    if (direct && tile < tiles) {
+      locate(tile);
+#pragma unroll
+      for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int g = 0; g < ROWS; g++)
+          if (s < steps) f[s][g] = load_once(from(g, s));
+    }
+  };
+  if (EARLY) fill();
+  start_next();
+  wait_for_inputs();
+  if (GROUPED) group_offset = group_of(w, first_row) * w.b_batch0;
+  if (!EARLY) fill();
+PROLOGUE
+
+  // Rows of A to shared memory, rounded; several loads of a thread are in flight.
+  {
+    const int eights = (k + 31) / 32 * 4, count = m * eights;
+    const A* a = A_ROW;
+    const i64 along = step_of(w), row = TRANSPOSED ? 1 : w.a_row;
+    const bool whole = !TRANSPOSED && k % 32 == 0 && ((u64)a & 15) == 0 && row % 8 == 0;
+    auto place = [&](int i, int& token) { token = i / eights; return 8 * (i - token * eights); };
+    if (whole) {
+      for (int i = threadIdx.x; i < count; i += AT_ONCE * blockDim.x) {
+        uint4 v[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+          int token;
+          const int at8 = place(i + j * blockDim.x, token);
+          if (i + j * blockDim.x < count) v[j] = eight(a + token * row + at8, 1, 8, true);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+          int token;
+          const int at8 = place(i + j * blockDim.x, token);
+          if (i + j * blockDim.x < count) *(uint4*)(xs + token * pitch + at8) = v[j];
+        }
+      }
+    } else {
+      for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        int token;
+        const int at8 = place(i, token);
+        *(uint4*)(xs + token * pitch + at8) = eight(a + token * row + at8 * along, along, k - at8, false);
+      }
+    }
+  }
+  __syncthreads();
+
+  const T* own = xs + (r < m ? r : 0) * pitch + begin + 8 * c;
+  auto fragment = [&](int s) { return r < m ? *(const uint4*)(own + 32 * s) : make_uint4(0, 0, 0, 0); };
+  int turn = 0;
+  for (; tile < tiles; tile += stride) {
+    const int first = direct ? (int)least((i64)tile * TILE, w.n - TILE) : tile * TILE;
+    for (int i = part * 32 + lane; i < m * TILE; i += 32 * chunks) {
+      const int n = first + i % TILE;
+      if (n < w.n) expect(w, b0, b1, first_row + i / TILE, n);
+    }
+    float sums[SUMS][4] = {};
+    if (direct) {
+      const bool again = tile + stride < tiles;
+      for (int done = 0; done < steps; done += STEPS) {
+        const bool last = done + STEPS >= steps;
+        if (last && again) locate(tile + stride);
+        const int ahead = last ? 0 : done + STEPS, more = last ? (again ? steps : 0) : steps;
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+          if (done + s < steps) step(sums, f[s], fragment(done + s));
+#pragma unroll
+          for (int g = 0; g < ROWS; g++)
+            if (ahead + s < more) f[s][g] = load_once(from(g, ahead + s));
+        }
+      }
+    } else {
+      for (int s = 0; s < steps; s++) {
+        uint4 one[ROWS];
+#pragma unroll
+        for (int g = 0; g < ROWS; g++) {
+          const int depth_at = begin + 32 * s + 8 * c;
+          const i64 column = least((i64)first + column_of(g) + r, w.n - 1);
+          const B* row = weights_of(w, WEIGHTS == 2 ? g & 1 : 0) + group_offset + column * w.b_n;
+          one[g] = eight(row + depth_at * w.b_k, w.b_k, k - depth_at, false);
+        }
+        step(sums, one, fragment(s));
+      }
+    }
+    // Sums of chunks: two buffers in turn, so that one barrier per tile is enough.
+    float* here = meeting + (turn * teams + team) * per_team;
+    turn ^= 1;
+#pragma unroll
+    for (int g = 0; g < ROWS; g++)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (2 * c + j < m) here[part * per_chunk + (g * m + 2 * c + j) * 8 + r] = sums[g >> 1][2 * (g & 1) + j];
+    team_barrier(team + 1, 32 * chunks);
+    for (int i = part * 32 + lane; i < m * TILE; i += 32 * chunks) {
+      const int token = i / TILE, column = i % TILE;
+      const int g = WEIGHTS == 2 ? 2 * (column >> 3) : column >> 3;
+      const float* sum = here + (g * m + token) * 8 + (column & 7);
+      float acc = 0, acc1 = 0;
+      for (int p = 0; p < chunks; p++) {
+        acc += sum[p * per_chunk];
+        if (WEIGHTS == 2) acc1 += sum[p * per_chunk + m * 8];
+      }
+      const int n = first + column;
+      if (n < w.n && n >= tile * TILE) {
+        const i64 at = first_row + token;
+        finish(w, b0, b1, at, n, acc, acc1, read_at(w, b0, b1, at, n));
+      }
+    }
+  }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """Code that computes the only row of A: name of the kernel, parameter struct, statements (`prologues.py`)."""
+
+    name: str
+    struct: str
+    compute: str
+
+
+def source(kernel: MatmulKernel, variant: str, *, rows: int, early: bool, prologue: Prologue | None = None) -> str:
+    """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended."""
+    constants = f"""
+constexpr int ROWS = {rows // 8}, LOADS = {LOADS}, AT_ONCE = 2;
+constexpr bool EARLY = {flag(early)};
+"""
+    if prologue is None:
+        name, parameters, code, row = entry(kernel, variant), "const __grid_constant__ Words w", "", ROW
+    else:
+        name, parameters, code, row = prologue.name, "const __grid_constant__ All all", prologue.compute, "produced"
+        constants = f"{prologue.struct}\n{constants}"
+    text = KERNEL.replace("(PARAMETERS) {", f"({parameters}) {{" + ("" if prologue is None else ALL))
+    text = text.replace("NAME", name).replace("PROLOGUE\n", code).replace("A_ROW", row)
+    return preamble(kernel) + FRAGMENTS + constants + text
+
+
+def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int) -> int:
+    """Dynamic shared memory of a block."""
+    pitch = -(-k // 64) * 64 + 32
+    return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4
