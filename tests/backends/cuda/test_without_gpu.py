@@ -27,7 +27,7 @@ needs_none = pytest.mark.skipif(not no_gpu(), reason="this machine has a GPU")
 
 @needs_none
 def test_a_session_says_what_is_missing() -> None:
-    with pytest.raises(CapabilityError, match="cuda: .*(driver|GPU|package|NVRTC)") as caught:
+    with pytest.raises(CapabilityError, match=r"cuda: .*(driver|GPU|package|NVRTC)") as caught:
         rlx.Session("cuda")
     assert caught.value.hint
 
@@ -55,7 +55,7 @@ def test_missing_wheels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_targets_by_capability() -> None:
     assert nearest_target(90).arch == "sm_90a"
     assert nearest_target(87).arch == "sm_87" and nearest_target(121, processors=48).processors == 48
-    with pytest.raises(CapabilityError, match="compute capability 7.5, at least 8.0"):
+    with pytest.raises(CapabilityError, match=r"compute capability 7\.5, at least 8\.0"):
         nearest_target(75)
     assert set(BY_NAME) == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}
 
