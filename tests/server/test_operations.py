@@ -48,6 +48,19 @@ def statistics(server: Server) -> Any:
     return scheduler.statistics()
 
 
+def slow_down(server: Server) -> None:
+    """Steps of a small model take no time; let them take some."""
+    scheduler = server.state.engine.served["tiny"].scheduler
+    assert scheduler is not None
+    step = scheduler.step
+
+    def slow_step() -> bool:
+        time.sleep(0.005)
+        return step()
+
+    scheduler.step = slow_step  # type: ignore[method-assign]
+
+
 def test_health_and_readiness(http: Any) -> None:
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/ready").json() == {"status": "ready"}
@@ -132,6 +145,7 @@ def test_queued_requests_of_clients_that_left_do_not_run(loaders: Any, model: rl
     import httpx2 as httpx
 
     with running({"tiny": loaders["tiny"]}, rows=1) as server:
+        slow_down(server)
         clients = [connect(server.address) for _ in range(5)]
         for i, one in enumerate(clients):
             one.sendall(request_bytes(body=json_bytes(LONG | {"max_tokens": 300, "seed": i})))
@@ -150,10 +164,11 @@ def test_the_queue_is_bounded(loaders: Any) -> None:
     import httpx2 as httpx
 
     with running({"tiny": loaders["tiny"]}, rows=1, max_queued=2) as server:
+        slow_down(server)
         clients = [connect(server.address) for _ in range(3)]
         for one in clients:
             one.sendall(request_bytes(body=json_bytes(LONG)))
-        assert until(lambda: statistics(server).requests_waiting == 2)
+        assert until(lambda: (statistics(server).requests_running, statistics(server).requests_waiting) == (1, 2))
         with httpx.Client(base_url=server.address) as client:
             answer = client.post("/v1/chat/completions", json=BODY)
             assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
@@ -230,15 +245,7 @@ def test_a_running_stream_has_some_time_when_the_server_stops(loaders: Any, grac
     import httpx2 as httpx
 
     with running({"tiny": loaders["tiny"]}, ServerSettings(port=0, grace=grace)) as server:
-        scheduler = server.state.engine.served["tiny"].scheduler
-        assert scheduler is not None
-        step = scheduler.step
-
-        def slow_step() -> bool:
-            time.sleep(0.005)
-            return step()
-
-        scheduler.step = slow_step  # type: ignore[method-assign]
+        slow_down(server)
         with connect(server.address) as one:
             one.sendall(request_bytes(body=json_bytes(LONG | {"stream": True, "max_tokens": 200})))
             data = one.recv(1000)
