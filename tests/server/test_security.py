@@ -67,6 +67,8 @@ def test_hostile_numbers_are_answered_at_once(http: Any, name: str) -> None:
         {"logit_bias": {"-1": 1}}, {"top_logprobs": 5}, {"logprobs": True, "top_logprobs": 21}, {"messages": []},
         {"messages": "hi"}, {"messages": [{"role": "root", "content": "x"}]}, {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        {"messages": [{"role": "user", "tool_calls": True}, 1.5, "x"]}, {"messages": [3],
+        "tools": [{"function": {"name": "f"}}]},
         {"stream": "yes"}, {"stream_options": 3}, {"response_format": {"type": "xml"}}, {"response_format": {}},
         {"response_format": {"type": "json_schema"}}, {"tools": [{}]}, {"tools": "x"}, {"tool_choice": "often"},
         {"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"messages": []}},

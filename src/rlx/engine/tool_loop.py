@@ -29,12 +29,14 @@ def new_id(known: ToolFormat) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def for_template(messages: Messages, known: ToolFormat | None) -> list[dict[str, Any]]:
+def for_template(messages: Messages, known: ToolFormat | None) -> list[Mapping[str, Any]]:
     """Messages whose tool calls have arguments in the form that the template wants."""
     if known is None or known.as_text:
-        return [dict(message) for message in messages]
-    result = []
+        return list(messages)
+    result: list[Mapping[str, Any]] = []
     for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{i}]: expected an object, found {type(message).__name__}")
         calls = message.get("tool_calls")
         copy = dict(message)
         if isinstance(calls, Sequence) and not isinstance(calls, str):
