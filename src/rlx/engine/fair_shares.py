@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 QUANTUM = 256  # tokens of a turn
+DEBT = 4  # turns that a client can owe at most: decoding does not wait for its turn
 
 
 class FairShares:
@@ -29,7 +30,7 @@ class FairShares:
         """Count computed tokens; a client that has no rival pays nothing."""
         if len(self._credit) < 2 or client not in self._credit:
             return
-        self._credit[client] -= tokens
+        self._credit[client] = max(self._credit[client] - tokens, -DEBT * self._quantum)
         if self._credit[client] <= 0:
             self._credit[client] = self._credit.pop(client)  # to the end of the round
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.engine.page_pool import PagePool, Retired
+from rlx.engine.page_pool import SMALLER, PagePool, Retired
 from rlx.engine.page_table import NONE, PageTable
 from rlx.engine.prefix_tree import Key, State
 from rlx.free_memory import require
@@ -58,8 +58,7 @@ class KvCache:
             return
         blocks = min(max(needed, 2 * self.blocks, 4), self.pool.max_blocks)
         if self.pool.limit is None:
-            size = self.batch * self.pool.bytes_for(blocks * self.spec.layout.page)
-            require("KV cache", size, hint="a shorter context, a smaller batch, or cache='f16' or 'q8_0'")
+            require("KV cache", self.pool.bytes_for(blocks * self.spec.layout.page), hint=SMALLER)
         for window, table in self._tables.items():
             table.grow(min(blocks, self.pool.table_blocks(window)))
         self.blocks = blocks

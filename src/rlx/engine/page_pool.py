@@ -23,7 +23,7 @@ from rlx.dtypes import dtype
 from rlx.engine.page_table import Pages
 from rlx.engine.prefix_tree import Key, Node, PrefixTree, State
 from rlx.fork_safe_locks import Lock
-from rlx.free_memory import require
+from rlx.free_memory import fits, require
 from rlx.runtime.kv_spec import KvCacheSpec
 from rlx.target import KvLayout
 from rlx.types import concrete
@@ -35,6 +35,7 @@ KINDS = ("keys", "values")
 MAX_BYTES = 512 << 20  # of the prefix cache, unless the pool has a limit
 SPARE = 512  # positions of a ring beyond its window: the maximum tokens per call
 MAX_NUMBERS = 1 << 30  # of a pool: kernels address no more
+SMALLER = "a shorter context, a smaller batch, or cache='f16' or 'q8_0'"
 PAUSE = 0.0002  # seconds between looks at whether calls run
 NOTHING: Mapping[int, State] = {}
 
@@ -167,7 +168,7 @@ class PagePool:
         while self.limit is not None and self.used_bytes + pages.page_bytes > self.limit:
             if not self.tree.evict():
                 raise PoolFull
-        if pages.next_page() >= self._capacity.get(window, 0):
+        while pages.next_page() >= self._capacity.get(window, 0):
             self._grow(window)
         return pages.take()
 
@@ -192,11 +193,15 @@ class PagePool:
         """Make room for more pages: for the limit at once, otherwise for one sequence and then twice as many."""
         size, numbers = self.pages[window].page_bytes, self.spec.kv_heads * self.spec.head_dim * self.spec.layout.page
         most = MAX_NUMBERS // max(numbers, 1) if self.limit is None else self.limit // max(size, 1)
-        old, used = self._capacity.get(window, 0), len(self.pages[window].users)
+        old = self._capacity.get(window, 0)
+        used = min(len(self.pages[window].users), old)
         count = most if self.limit is not None else min(max(2 * old, self._first(window)), most)
+        if old and not fits(count * size):
+            count = min(old + old // 4 + 1, most)
         if count <= old:
             raise PoolFull
-        require("KV cache", used * size, hint="a shorter context, a smaller batch, or cache='f16' or 'q8_0'")
+        if old:  # both pools exist while pages are copied
+            require("KV cache", count * size, hint=SMALLER)
         pools, kind = dict[str, Any](), dtype(self.spec.dtype).numpy
         for name, shape in self._shapes(window, count):
             pool = self.memory.reserve(shape, kind)

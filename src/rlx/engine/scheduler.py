@@ -26,7 +26,7 @@ from rlx.engine.fair_shares import FairShares
 from rlx.engine.generate import Decoder, Pick
 from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.kv_cache import CHECKPOINT, CUT, KvCache
-from rlx.engine.page_pool import PagePool, PoolFull
+from rlx.engine.page_pool import SPARE, PagePool, PoolFull
 from rlx.engine.prefix_tree import common
 from rlx.engine.sampler import GREEDY, BatchSampling, Sampler, Sampling
 from rlx.engine.statistics import Counters, Statistics
@@ -206,6 +206,8 @@ class Scheduler:
             wake=self.wake,
         )  # fmt: skip
         self._inbox.append(Job(ticket, number))
+        if self._closed:  # meanwhile, by another thread
+            self.close()
         self.wake()
         return ticket
 
@@ -429,8 +431,6 @@ class Scheduler:
         """Give rows to waiting requests: by turns between clients, in order of arrival within a client."""
         if not self._waiting:
             return
-        clients = {job.ticket.client for job in (*self._waiting, *self._rows) if job is not None}
-        self._shares.keep(clients)
         while (job := self._next_waiting()) is not None:
             row = self._free_row(job)
             if row is None or not self._start(job, row):
@@ -457,7 +457,7 @@ class Scheduler:
                 continue
             if spec.rope_of_length(len(other.sequence.prompt)) != spec.rope_of_length(len(prompt)):
                 continue
-            shared = min(common(list(other.sequence.prompt), list(prompt)), len(prompt) - 1)
+            shared = min(common(other.sequence.prompt, prompt), len(prompt) - 1)
             if spec.states:
                 shared = min(shared, _last_cut(other.sequence.prompt)) // CUT * CUT
             if shared >= WORTH_WAITING and shared >= self._known(job) + WORTH_WAITING:
@@ -540,7 +540,7 @@ class Scheduler:
 
     def _slice_tokens(self) -> int:
         """Tokens of the next slice: full chunks while nobody decodes, otherwise what takes `stall` seconds."""
-        chunk = generation.CHUNK
+        chunk = min(generation.CHUNK, SPARE)
         if self._stall == math.inf or not any(job is not None and job.decodes for job in self._rows):
             return chunk
         count = int(self._speed * self._stall) if self._speed else 2 * SLICE
@@ -643,6 +643,7 @@ class Scheduler:
                 self._queued, self._queued_tokens = self._queued - 1, self._queued_tokens - len(job.sequence.prompt)
         job.sequence.close()
         ticket.done = True
+        self._shares.keep({job.ticket.client for job in (*self._waiting, *self._rows) if job is not None})
         self._counters.requests[reason] += 1
         self._counters.request.observe(time.perf_counter() - ticket.submitted)
         if ticket.on_piece is not None:
