@@ -27,7 +27,8 @@ GROUPS = {  # by the module that a function is defined in
 HEAD = """\
 # NumPy under a trace
 Inside `rlx.jit`, `rlx.grad` and `rlx.vmap`, NumPy's own functions work on traced arrays: they are recorded in the graph
-and compiled. `rlx.numpy` holds the same functions, and also computes on plain arrays, through compiled kernels.
+and compiled (not `np.take(constant, traced)` or `constant[traced]`: use `rlx.take`). `rlx.numpy` holds the same
+functions, and also computes on plain arrays, through compiled kernels.
 ```python
 import numpy as np
 import rlx
@@ -57,8 +58,8 @@ All of them have derivatives in both modes, wherever the function has one, and a
   `bincount(x, length=8)`.
 - **No exceptions at run time.** A singular matrix gives infinities, one that is not positive definite NaN.
 - **Symmetric matrices.** `cholesky`, `eigh` and `eigvalsh` average the matrix and its transpose, so that gradients are
-  symmetric. The components of an eigenvector add up to a number that is not negative; so do those of a right singular
-  vector (a left one, if the matrix is wide).
+  symmetric. The sign of an eigenvector is chosen so that the sum of its components is >= 0, and so is that of a right
+  singular vector (a left one, if the matrix is wide).
 - **`np.array([x, y])`** of traced values is impossible, since NumPy asks for their numbers: `rnp.array([x, y])` and
   `np.stack([x, y])` do it.
 - `out=`, in-place methods and strings are not supported. Errors name the function in full, and what to use instead.

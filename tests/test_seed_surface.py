@@ -1061,9 +1061,6 @@ ONE = graph(lambda a: a.exp(), a=(3,))
 WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
     "fwd inputs": ((graph(lambda a, b: a + b, a=(3,), b=(3,)),), "fwd_body: has 2 inputs, wanted 1"),
     "fwd outputs": ((graph(lambda a: [a, a], a=(3,)),), "fwd_body: has 2 outputs, wanted 1"),
-    "vjp without primal_output": (
-        (ONE, graph(lambda a, d: d, a=(3,), d_output=(3,))), "vjp_body: has no input called 'primal_output'",
-    ),
     "vjp without d_output": (
         (ONE, graph(lambda a, y: y, a=(3,), primal_output=(3,))), "vjp_body: has no input called 'd_output'",
     ),

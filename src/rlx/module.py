@@ -114,6 +114,9 @@ class WithWeights(Protocol):
     def params(self) -> Mapping[str, Any]: ...
 
     @property
+    def output_names(self) -> Sequence[str]: ...
+
+    @property
     def profile(self) -> CompileProfile: ...
 
 

@@ -140,6 +140,16 @@ def test_banned_tokens_are_never_picked() -> None:
         pick(Sampler(Sampling(logit_bias={0: -math.inf})), np.zeros(1, np.float32))
 
 
+def test_allowed_takes_sets_and_lists_of_token_ids() -> None:
+    logits, ids = np.random.default_rng(0).normal(size=70).astype(np.float32), [5, 33, 69]
+    wanted = ids[int(logits[ids].argmax())]
+    for allowed in (set(ids), ids, tuple(ids), frozenset(ids), lambda picked: set(ids), token_bits(ids, 70)):
+        assert pick(Sampler(Sampling(allowed=allowed), vocab=70), logits) == wanted
+    for wrong, shown in (({-1}, "-1"), ([70], "70"), (["a"], "'a'")):
+        with pytest.raises(RequestError, match=f"allowed has {shown}, expected token ids"):
+            Sampler(Sampling(allowed=wrong), vocab=70)  # type: ignore[arg-type]
+
+
 def test_only_allowed_tokens_are_picked() -> None:
     logits = np.random.default_rng(0).normal(0, 1, 70).astype(np.float32)
     keep = {0, 31, 32, 69}

@@ -262,7 +262,7 @@ def test_what_cannot_be_a_model_is_named(model: rlx.LanguageModel) -> None:
         (lambda: rlx.load("nothing", params={}), RequestError, "params and tokenizer are those of a flow"),
         (lambda: rlx.load(FLOW, params=PARAMS, tokenizer=3), RequestError, "load: tokenizer is a int"),
         (lambda: model.save("x"), CapabilityError, "save: 'mine' is a flow of your own"),
-        (lambda: model.export("x.rlxp"), CapabilityError, "export: 'mine' is a flow of your own"),
+        (lambda: model.export("x.rlxp"), CapabilityError, "the weights of flow 'mine' are in no file"),
     ):
         with pytest.raises(kind, match=message):
             call()
@@ -304,6 +304,54 @@ def test_a_flow_prints_as_a_short_tree() -> None:
     assert paths == ["norm", "attn", "dropout", "norm", "ffn"]
     assert "Dropout" in FLOW._repr_html_()
     assert repr(FLOW.build(PARAMS)) == "<built 'mine': tokens -> logits: f32[batch, seq, 61], 22 weights>"
+
+
+def test_a_tree_shows_what_was_edited_and_what_is_left_out() -> None:
+    def layer(i: int) -> LayerStack:
+        stack = LayerStack().rms_norm(f"l.{i}.norm", EPS).attention(f"l.{i}.attn", 2, rope=None)
+        return stack.swiglu(f"l.{i}.g", f"l.{i}.u", f"l.{i}.d", intermediate_size=2)
+
+    flow = (
+        ModelFlow("f").input("x", ("batch", "seq", 8)).repeat_layers(12, layer).layer("end", lambda s: s.dropout(0.1))
+    )
+    lines = str(flow).splitlines()
+    assert lines[1] == "  layers.0 to layers.11" and len(lines) == 8
+    assert lines[3] == "    attn: Attention(prefix='l.0.attn', num_heads=2, rope=None)"
+    lines = str(flow.edit("layers.2.ffn", lambda stage: None).edit("end", lambda stage: None)).splitlines()
+    heads = [line for line in lines if not line.startswith("    ")]
+    assert heads[1:-1] == ["  layers.0 to layers.1", "  layers.2", "  layers.3 to layers.11", "  end: removed"]
+    assert sum("ffn" in line for line in lines) == 2
+
+
+def test_a_class_stage_gets_the_ops_of_functions() -> None:
+    class Shifted(rlx.FlowStage):
+        def emit(self, ctx: Any, value: Any) -> Any:
+            return ctx.wrap(ctx.softmax(value, axis=-1) + ctx.zeros(value.shape) + 1)
+
+    x = np.array([[0.0, 1.0]], f32)
+    (y,) = ModelFlow("f").input("x", (1, 2)).stage(Shifted()).build().compile().run({"x": x})
+    np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum() + 1, rtol=1e-6)
+
+
+def test_patterns_of_weight_names_match_any_case_and_must_match() -> None:
+    flow = ModelFlow("f").input("x", ("n", 4)).linear("fc.weight", out=3).layer_norm("LayerNorm", EPS)
+    params = flow.initialised({"*norm*weight": 0.5}).init(rlx.random.key(0))
+    assert (params["LayerNorm.weight"] == 0.5).all() and params["fc.weight"].std() < 0.1
+    with pytest.raises(BindError, match=r"init: no weight matches '\*\.wght'"):
+        flow.initialised({"*.wght": 0.5}).init(rlx.random.key(0))
+    flow.initialised({"*.wght": 0.5}, strict=False).init(rlx.random.key(0))
+    with pytest.raises(GraphError, match="a str is not a weight source") as caught:
+        flow.build("weights.safetensors")  # type: ignore[arg-type]
+    assert "load_file('weights.safetensors')" in caught.value.notes[0]
+
+
+def test_encoder_layers_are_told_their_inner_size() -> None:
+    flow = ModelFlow("f").input("x", ("batch", "seq", 8)).gelu_ffn("a", "b", "c", "d", intermediate_size=6)
+    params = flow.repeat_bert_layers(1, "bert", 8, 2, EPS, intermediate_size=5).init(rlx.random.key(0))
+    assert params["a"].shape == (6, 8) and params["bert.0.intermediate.dense.weight"].shape == (5, 8)
+    flow = ModelFlow("f").input("x", ("batch", "seq", 8)).rope(4, 4)
+    params = flow.repeat_nomic_layers(1, "nomic", 8, 2, EPS, intermediate_size=7).init(rlx.random.key(0))
+    assert params["nomic.0.mlp.fc2.weight"].shape == (8, 7)
 
 
 def test_init_names_all_weights_of_unknown_shape_at_once() -> None:

@@ -224,6 +224,11 @@ def test_arrays_are_made_of_traced_values() -> None:
     with pytest.raises(GraphError, match="has no numbers") as caught:
         rlx.jit(lambda x: np.array([x, 2 * x]))(W)
     assert "rlx.numpy.array" in str(caught.value.hint)
+    for read in (lambda i: W[i], lambda i: np.take(W, i)):
+        with pytest.raises(GraphError) as caught:
+            rlx.jit(read)(1)
+        assert "rlx.take(array, i)" in str(caught.value.hint)
+    assert rlx.jit(lambda i: rlx.take(W, i))(1) == W[1]
 
 
 # -- what is absent ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rlx
-from rlx.errors import GraphError, RequestError
+from rlx.errors import BindError, GraphError, RequestError
 from rlx.flow import ModelFlow
 
 f32 = np.float32
@@ -191,3 +191,27 @@ def test_a_rate_of_dropout_is_checked() -> None:
         with pytest.raises(GraphError, match="stage Dropout: rate is"):
             dropped(rate)  # type: ignore[arg-type]
     assert not dropped(0.0).build().skips_dropout
+
+
+def test_a_pattern_that_matches_no_param_is_named_and_case_does_not_matter() -> None:
+    with pytest.raises(BindError, match=r"adamw: weight_decay: no weight matches '\*nrm\*'"):
+        rlx.train.step(loss_graph(), rlx.train.adamw(weight_decay={"*nrm*": 0, "*": 0.1}))
+    step = rlx.train.step(loss_graph(), rlx.train.sgd(0.1, weight_decay={"*NORM*": 0.5}))
+    step.set_params({n: np.ones_like(a) * (0 if n == "linear.weight" else 1) for n, a in weights().items()})
+    before = step.params["norm.weight"]
+    step.run({"x": np.zeros((2, 4), f32)})
+    gradient = (1 - math.tanh(1) ** 2) / 3  # of the mean of tanh(bias * norm), at 1
+    np.testing.assert_allclose(step.params["norm.weight"], before - 0.1 * (gradient + 0.5), rtol=1e-5)
+
+
+def test_the_rate_of_a_step_is_a_number() -> None:
+    schedule = rlx.train.linear(0.4, 4)
+    step = rlx.train.step(loss_graph(), rlx.train.sgd(schedule))
+    step.set_params(weights())
+    assert step.lr == schedule(0) and step.schedule is schedule
+    step.run({"x": batches(1)[0]})
+    assert step.lr == schedule(1) == pytest.approx(0.3)
+    step.lr = 0.25
+    assert step.lr == step.schedule == 0.25
+    with pytest.raises(RequestError, match="lr is -1"):
+        step.lr = -1

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from rlx.arrays import Array
 from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.flow_model import FlowModel, flow_family
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import class_of
 from rlx.engine.model import Model, Prepared
@@ -57,6 +58,7 @@ AnyModel = LanguageModel | EmbeddingModel | VisionModel
 # Settings of `load` that are fixed in an export, and their defaults.
 _DEFAULTS = {"device": "cpu", "precision": "auto", "cache": "auto", "context": None, "profile": None, "patch": None}
 _ROPE_FACTORS = "rope_freqs.weight"
+FLOW = "flow"  # in place of a family: a flow of one's own
 
 
 def export(what: CompiledGraph | Jitted | Model, path: PathLike, *, weights: bool = False) -> Path:
@@ -117,14 +119,14 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     text, arrays = record_json.encode(records, _classes(model.family))
     about = {
         "name": model.name,
-        "family": model.family.name,
+        "family": FLOW if isinstance(model, FlowModel) else model.family.name,
         "context": model.context,
         "cache": model.cache_dtype,
         "digest": model.digest,
         "patched": model._patch is not None,
         "outputs": built.output_names,
         "path": os.fsencode(checkpoint.path.absolute()).decode(errors="replace"),
-        "files": list(_files(checkpoint.file)),
+        "files": [] if isinstance(model, FlowModel) else list(_files(checkpoint.file)),
     }
     contents: dict[str, Content] = {
         "records": text.encode(),
@@ -171,7 +173,8 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Any
     profile = compiled.profile or CompileProfile()
     built = _Built(own, compiled, params, about["outputs"], records["cache"], profile)
     with as_format_errors(file):
-        model = class_of(family.kind)(
+        model_class = FlowModel if about["family"] == FLOW else class_of(family.kind)
+        model = model_class(
             checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
             patch=_lost_patch if about["patched"] else None,
             prepared=Prepared(session, built, compiled, known, about["digest"], records["cache"]),
@@ -184,7 +187,7 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Any
 def _read_records(file: ExportFile) -> tuple[Family, dict[str, Any]]:
     """The family and the records of a model, checked against the manifest."""
     manifest, about = file.manifest, file.manifest["model"]
-    known = [family.name for family in FAMILIES.values() if family.kind == manifest["kind"]]
+    known = [FLOW, *(family.name for family in FAMILIES.values() if family.kind == manifest["kind"])]
     if about["family"] not in known:
         raise broken(
             file.path, "manifest: model.family", expected=f"a {manifest['kind']}", actual=quoted(about["family"])
@@ -194,7 +197,7 @@ def _read_records(file: ExportFile) -> tuple[Family, dict[str, Any]]:
     if len(about["outputs"]) != len(manifest["outputs"]):
         outputs = f"{len(manifest['outputs'])} names"
         raise broken(file.path, "manifest: model.outputs", expected=outputs, actual=quoted(about["outputs"]))
-    family = FAMILIES[about["family"]]
+    family = flow_family(about["name"], None) if about["family"] == FLOW else FAMILIES[about["family"]]
     arrays = list(file.arrays("records.arrays").values())
     records = record_json.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
     wanted: dict[str, Any] = {

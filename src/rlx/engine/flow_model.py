@@ -13,6 +13,7 @@ from rlx.arrays import Array
 from rlx.dtypes import F64
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load_settings import CONTEXT, session_for
+from rlx.engine.tokens_apart import check_flow
 from rlx.errors import BindError, CapabilityError, GraphError, RequestError
 from rlx.flow.flow import BuiltModel, ModelFlow
 from rlx.flow.generation import INPUTS, for_generation, for_sequences
@@ -20,7 +21,6 @@ from rlx.flow.stages.embed import RopeTables
 from rlx.flow.weights import MapWeights
 from rlx.formats.tensor_file import TensorEntry, TensorFile
 from rlx.formats.tokenizer import Tokenizer
-from rlx.models.config import ModelConfig
 from rlx.models.family import Family, FileWeights
 from rlx.models.load import Checkpoint
 from rlx.types import concrete
@@ -76,8 +76,11 @@ class FlowModel(LanguageModel):
         self._no_files("save", "write its params: safetensors.numpy.save_file(dict(model.params), path)")
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
-        """Raise: an export refers to the files of a model."""
-        self._no_files("export", "rlx.export(flow.build(params).compile(), path) exports the compiled graph")
+        """Write the compiled model to a file, with its weights: it has no other files that an export could refer to."""
+        if not weights:
+            hint = "export(path, weights=True)"
+            raise CapabilityError(f"export: the weights of flow {self.name!r} are in no file", hint=hint)
+        return super().export(path, weights=True)
 
 
 def load_flow(
@@ -93,15 +96,29 @@ def load_flow(
         hint = "end it with lm_head(vocab, hidden, tied=...)"
         raise GraphError(f"load: flow {flow.name!r} ends in {logits.type}, expected {wanted}", hint=hint)
     flow = for_generation(flow, built)
-    _check_inputs(flow, weights)
+    generating = flow.build(weights, strict=False)
+    _check_inputs(generating)
+    check_flow(generating)
     file = ArrayFile(flow.name, weights)
     sizes = Sizes(logits.shape[-1], _positions(flow, settings["context"]))
-    family = Family(flow.name, KIND, (), (), ModelConfig, {}, lambda config, context, factors: flow)
+    family = flow_family(flow.name, flow)
     names = FileWeights(file, {name: name for name in weights}, 0)
     checkpoint = Checkpoint(file.path, file, family, sizes, names, _tokenizer(tokenizer, sizes.vocab))
     chosen = {**settings, "profile": settings["profile"] or flow.compile_profile}
     session = session_for(settings["device"], threads)
     return FlowModel(checkpoint, name=flow.name, session=session, **chosen)
+
+
+def flow_family(name: str, flow: ModelFlow | None) -> Family:
+    """The stand-in for a family: one flow for all settings. An export has no flow, only what was compiled from it."""
+
+    def assemble(config: Sizes, context: int, factors: Array | None) -> ModelFlow:
+        if flow is None:
+            hint = "rlx.load(flow, params=...) has it"
+            raise CapabilityError(f"{name}: the export does not have the flow that it was compiled from", hint=hint)
+        return flow
+
+    return Family(name, KIND, (), (), Sizes, {}, assemble)  # type: ignore[arg-type]
 
 
 def _parts(source: ModelFlow | BuiltModel, params: Mapping[str, Any] | None) -> tuple[ModelFlow, dict[str, Array]]:
@@ -142,13 +159,12 @@ def _tokenizer(source: Tokenizer | str | Path | None, vocab: int) -> Tokenizer |
     return source
 
 
-def _check_inputs(flow: ModelFlow, weights: Mapping[str, Array]) -> None:
+def _check_inputs(built: BuiltModel) -> None:
     """Raise if the flow has inputs that generation does not set."""
-    nodes = flow.build(weights, strict=False).module.inputs
-    names = [str(node.attrs["name"]) for node in nodes if node.op == "input"]
+    names = [str(node.attrs["name"]) for node in built.module.inputs if node.op == "input"]
     others = [name for name in names if name not in INPUTS and not name.startswith("table")]
     if others:
         raise GraphError(
-            f"load: flow {flow.name!r} has an input {others[0]!r}, which generation does not set",
+            f"load: flow {built.module.name!r} has an input {others[0]!r}, which generation does not set",
             hint="generation sets tokens and positions",
         )

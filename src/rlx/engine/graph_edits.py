@@ -16,6 +16,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.edits import Edit, edited_values
 from rlx.engine.sampler import short_repr
+from rlx.engine.tokens_apart import TOKENS, same_apart
 from rlx.errors import GraphError, RequestError, RlxError, ShapeError
 from rlx.flow.flow import BuiltModel
 from rlx.functional import tree
@@ -26,9 +27,6 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, inline, rebuild
 from rlx.types import TensorType, sym
 from rlx.types import evaluate as size_of
-
-TOKENS = 3  # of the check that an edit treats tokens one by one
-TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -190,13 +188,12 @@ def _check_tokens_apart(edit: TracedEdit) -> None:
     def run(count: int, values: Array) -> Array:
         sizes = {symbol: 1 for symbol in edit.graph.symbols()} | {"seq": count, "picked": count}
         (result,) = evaluate.run(edit.graph, {first.attrs["name"]: values, **edit.numbers}, sizes)
-        return np.asarray(result, np.float64)
+        return np.asarray(result)
 
     rest = [size_of(size, {}) for size in type_.shape[1:]]
     values = rng.standard_normal((TOKENS, *rest)).astype(type_.dtype.numpy)
     together = run(TOKENS, values)
-    apart = np.concatenate([run(1, values[i : i + 1]) for i in range(TOKENS)])
-    if not np.allclose(together, apart, TOLERANCE, TOLERANCE, equal_nan=True):
+    if not same_apart(together, [run(1, values[i : i + 1]) for i in range(TOKENS)]):
         raise RequestError(
             f"edit {edit.path!r}: its function mixes tokens, and a model generates one token at a time",
             hint="model.run(tokens, edit=...) has all tokens of a text at once",

@@ -144,6 +144,7 @@ class Model:
         self._builds: list[BuiltModel] = [] if prepared is None or prepared.built is None else [prepared.built]
         self._compiled: CompiledGraph | None = None if prepared is None else prepared.compiled
         if prepared is None:
+            self._check_patch()
             self._compiled = self._compile(self.built)
         spec = self.built.cache if prepared is None else prepared.cache
         self.caches = None if spec is None else PagePool(spec, self.context, self._session.device.backend.allocator)
@@ -166,6 +167,13 @@ class Model:
 
         recipe = ModelRecipe(self.name, lambda: flow.profile(self.profile))
         return (recipe if self._patch is None else recipe.patch(self._patch)).assemble()
+
+    def _check_patch(self) -> None:
+        """Raise if the patch of a decoder mixes tokens, which are computed in pieces."""
+        if self._patch is not None and self.facts.kind == "decoder":
+            from rlx.engine.tokens_apart import check_flow
+
+            check_flow(self.flow.build(self.checkpoint.weights))
 
     def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
         """Build the main graph, or one with captured values as outputs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -19,8 +19,9 @@ from rlx.arrays import Array
 from rlx.dtypes import dtype
 from rlx.engine.foreign_names import setting_hint
 from rlx.errors import KernelError, RequestError, shortened
-from rlx.sampling import NO_TOKEN, highest_places, mask_words
+from rlx.sampling import NO_TOKEN, highest_places, mask_words, token_bits
 
+ID_TYPES = (set, frozenset, list, tuple, range)  # of token ids; arrays are bitmasks
 MAX_BIAS = 1e30  # limit of bias and penalties: their sum does not overflow float32
 
 # setting -> minimum, maximum, and the range in words. No value in range overflows float32.
@@ -33,8 +34,9 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "frequency_penalty": (-MAX_BIAS, MAX_BIAS, f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
     "presence_penalty": (-MAX_BIAS, MAX_BIAS, f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
 }
-# A bitmask of tokens, or what returns one (None: all tokens) for the tokens that were picked so far.
-Allowed = Array | Callable[[Sequence[int]], Array | None]
+# Token ids or a bitmask of tokens, or what returns them (None: all tokens) for the tokens that were picked so far.
+Tokens = Collection[int] | Array
+Allowed = Tokens | Callable[[Sequence[int]], Tokens | None]
 
 # From the tokens that were picked so far, and logits, to other logits.
 LogitsProcessor = Callable[[Sequence[int], Array], Array]
@@ -48,9 +50,9 @@ class Sampling:
     what was picked, as in the OpenAI API. `logit_bias` is added first: -inf bans a token. Without a temperature,
     `top_k`, `top_p` and `min_p` are refused: the likeliest token is picked whatever they say.
 
-    `allowed` restricts the next token, as a grammar does: 32-bit words in which token t is bit t mod 32 of word t div
-    32 (`rlx.sampling.token_bits` makes them), or a function that gets the tokens picked so far before each step and
-    returns such words, or None where all tokens are allowed.
+    `allowed` restricts the next token, as a grammar does: a set or list of token ids, or 32-bit words in which token t
+    is bit t mod 32 of word t div 32 (`rlx.sampling.token_bits` makes them); or a function that gets the tokens picked
+    so far before each step and returns one of these, or None where all tokens are allowed.
 
     `logits_processor` is a function of the tokens picked so far and the logits `[vocab]`, a copy in f32, which returns
     other logits. Bias, penalties, `allowed` and the filters come after it, in NumPy: each step then costs a copy of the
@@ -87,7 +89,8 @@ class Sampling:
         if self.seed is not None and (not _is_index(self.seed) or not 0 <= self.seed < 2**128):
             raise RequestError(f"sampling: seed is {short_repr(self.seed)}, expected an integer from 0, below 2**128")
         if self.allowed is not None and not callable(self.allowed):
-            object.__setattr__(self, "allowed", _as_words(self.allowed))
+            ids = isinstance(self.allowed, ID_TYPES)
+            object.__setattr__(self, "allowed", _checked_ids(self.allowed) if ids else _as_words(self.allowed))
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise RequestError(
                 f"sampling: logits_processor is {short_repr(self.logits_processor)}, expected a function"
@@ -132,13 +135,23 @@ def _number(value: Any) -> float:
         return math.nan
 
 
+def _checked_ids(tokens: Any, vocab: int | None = None) -> frozenset[int]:
+    for token in tokens:
+        if not _is_index(token) or token < 0 or (vocab is not None and token >= vocab):
+            limit = "" if vocab is None else f" below {vocab}"
+            raise RequestError(f"sampling: allowed has {short_repr(token)}, expected token ids{limit}")
+    return frozenset(tokens)
+
+
 def _as_words(mask: Any, vocab: int | None = None) -> Array:
-    """A bitmask of tokens as i32 words, checked."""
+    """A bitmask of tokens, or token ids, as i32 words, checked."""
+    if isinstance(mask, ID_TYPES) and vocab is not None:
+        return token_bits(_checked_ids(mask, vocab), vocab)
     words = np.asarray(mask)
     if words.ndim != 1 or words.dtype not in (np.int32, np.uint32):
         raise RequestError(
             f"sampling: allowed is {words.dtype} {list(words.shape)}, expected 32-bit words [vocabulary / 32]",
-            hint="rlx.sampling.token_bits(tokens, vocabulary) makes them",
+            hint="a set of token ids, or rlx.sampling.token_bits(tokens, vocabulary)",
         )
     if vocab is not None and len(words) != mask_words(vocab):
         raise RequestError(

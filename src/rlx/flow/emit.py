@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.dtypes import DTypeLike
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
+from rlx.flow.positions import token_positions
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import FlowValue
@@ -33,6 +34,18 @@ class Emit(FlowCtx, EmitOps):
     def zeros(self, shape: ShapeLike, dtype: DTypeLike = "f32") -> FlowValue:
         """Return zeros of a shape, whose sizes may be symbolic: `emit.zeros((value.shape[0], 3, 16))`."""
         return self.wrap(self.hir().one("expand", self.hir().constant(0, dtype), shape=as_shape(shape)))
+
+    def positions(self, value: FlowValue | Value) -> FlowValue:
+        """Return the positions `[batch, seq]` of the tokens of a value; those of padding are negative."""
+        return self.wrap(token_positions(self, _unwrap(value)))
+
+    def carried(self, name: str, *shape: int) -> FlowValue | None:
+        """Return a state `[batch, *shape]`, zeros before the first token of a sequence; None in a flow without a cache.
+
+        An op that carries it on, such as `depthwise_conv1d_causal_carry`, updates it in place: the next call of the
+        sequence continues from there. Without a cache, flows are functions of entire sequences.
+        """
+        return None if self.state.cache is None else self.wrap(self.state.cache.state(name, shape))
 
     def stream(self, name: str) -> FlowValue:
         """Return the value of a stream."""

@@ -17,7 +17,7 @@ from rlx.flow.context import FlowCtx
 from rlx.flow.emit import Emit
 from rlx.flow.init import Initialiser, Rules, WantedWeights, as_initialiser, make
 from rlx.flow.layers import StageList
-from rlx.flow.patterns import matches
+from rlx.flow.patterns import check_names_matched, matches
 from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import LmHead
@@ -34,6 +34,7 @@ from rlx.module import GraphModule
 from rlx.notebook import box, preformatted, table
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.compiled import output_names as unnamed
 from rlx.runtime.kv_spec import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
 from rlx.target import KvLayout
@@ -123,7 +124,7 @@ class BuiltModel:
             actual = graph.level.upper() if isinstance(graph, Graph) else "another level"
             raise GraphError(f"{where}: the graph is at {actual}, expected {level.upper()}")
         count = len(graph.outputs)
-        names = ["output", *(f"output.{i}" for i in range(1, count))] if output_names is None else list(output_names)
+        names = unnamed(count) if output_names is None else list(output_names)
         if len(names) != count or not names:
             raise GraphError(f"{where}: {len(names)} names for {count} outputs")
         source = MapWeights(params)
@@ -235,6 +236,7 @@ class ModelFlow(StageList):
     side: tuple[SideOutputs, ...] = ()
     extensions: tuple[Extension, ...] = ()
     initialisers: Rules = ()
+    init_patterns: tuple[str, ...] = ()  # of initialisers that must match a weight
     compile_profile: CompileProfile = field(default_factory=CompileProfile)
     places: tuple[Origin, ...] = field(default=(), compare=False, repr=False)
 
@@ -380,7 +382,7 @@ class ModelFlow(StageList):
             raise GraphError(f"flow {self.name!r}: has no input")
         source = as_source(weights)
         graph = Graph(self.name, level=HIR)
-        ctx = FlowCtx(graph, weights=source, profile=self.compile_profile, state=FlowState(training=training))
+        ctx = Emit(graph, weights=source, profile=self.compile_profile, state=FlowState(training=training))
         for name, shape, kind in self.inputs:
             ctx.input(name, shape, kind)
         if self.cache is not None:
@@ -438,10 +440,15 @@ class ModelFlow(StageList):
         """Build with some weights replaced; arrays of blocks stay packed."""
         return self.build(LayeredWeights(MapWeights(packed), as_source(weights)), capture)
 
-    def initialised(self, rules: Mapping[str, Initialiser | float]) -> Self:
-        """Add rules for `init`, by patterns of weight names: the first match wins, later calls take precedence."""
+    def initialised(self, rules: Mapping[str, Initialiser | float], *, strict: bool = True) -> Self:
+        """Add rules for `init`, by patterns of weight names: the first match wins, later calls take precedence.
+
+        In patterns of weight names, `*` matches anything, dots included, in upper or lower case. A pattern that matches
+        no weight is an error in `init`, unless `strict=False`.
+        """
         new_rules = tuple((pattern, as_initialiser(rule)) for pattern, rule in rules.items())
-        return replace(self, initialisers=(*new_rules, *self.initialisers))
+        patterns = (*self.init_patterns, *(rules if strict else ()))
+        return replace(self, initialisers=(*new_rules, *self.initialisers), init_patterns=patterns)
 
     def init(self, key: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Array]:
         """Random f32 weights by name, for `build`: `flow.build(flow.init(rlx.random.key(0)))`.
@@ -459,6 +466,7 @@ class ModelFlow(StageList):
             raise
         wanted.check_shapes()
         wanted.check()
+        check_names_matched("init", self.init_patterns, wanted.asked)
         return make(wanted.asked, key, self.initialisers, wanted.declared)
 
     def as_function(self, params: Mapping[str, Any], *, training: bool = False) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlx.errors import GraphError
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import GatherLastToken, LmHead
+from rlx.flow.stages.parts import AttnMask
 from rlx.ops.attention import parse_mask
 from rlx.types import sym
 
@@ -31,7 +32,8 @@ def for_sequences(flow: ModelFlow) -> ModelFlow:
 def for_generation(flow: ModelFlow, built: BuiltModel) -> ModelFlow:
     """Return the flow that generates text: with a KV cache, and logits of selected tokens only.
 
-    `built` is a build of it, which shows its attention. What the flow has already is left as it is.
+    `built` is a build of it, which shows its attention. What the flow has already is left as it is, except padding
+    masks: with a cache, padding has negative positions.
     """
     if not flow.inputs or flow.inputs[0][0] != "tokens" or flow.inputs[0][1] != (sym.BATCH, sym.SEQ):
         shown = f"{flow.inputs[0][0]!r} of shape {flow.inputs[0][1]}" if flow.inputs else "absent"
@@ -39,6 +41,11 @@ def for_generation(flow: ModelFlow, built: BuiltModel) -> ModelFlow:
             f"load: the first input of flow {flow.name!r} is {shown}, expected tokens [batch, seq]",
             hint='ModelFlow(name).input("tokens", (rlx.sym.BATCH, rlx.sym.SEQ), "i32")',
         )
+    masks = [stage.input_name for stage in flow.stages if isinstance(stage, AttnMask) and stage.input_name]
+    if masks:
+        stages = [stage for stage in flow.stages if not isinstance(stage, AttnMask)]
+        inputs = tuple(declared for declared in flow.inputs if declared[0] not in masks)
+        flow = replace(flow.with_stages(stages), inputs=inputs)
     if flow.cache is None:
         flow = flow.kv_cache(*_cache_sizes(flow.name, built))
     if not any(map(_picks_tokens, flow.stages)):

@@ -5,7 +5,6 @@ An initialiser is a function of a random key and a shape in file layout (`[out, 
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import F32
 from rlx.errors import BindError, GraphError, nearest
+from rlx.flow.patterns import matches_name
 from rlx.types import TensorType, dim
 
 Initialiser = Callable[[Any, Sequence[int]], Array]
@@ -143,7 +143,7 @@ class WantedWeights:
         raise BindError(
             f"init: no stage says which {subject}",
             hint=f"init(key, shapes={{{first!r}: {example}}}), or tell the stage: linear(key, out=64),"
-            " swiglu(..., intermediate_size=64), load_param(key, shape=(64,))",
+            " swiglu(...) and gelu_ffn(..., intermediate_size=64), load_param(key, shape=(64,))",
         )
 
     def check(self) -> None:
@@ -178,7 +178,7 @@ def make(
         own_key = _random().fold_in(key, np.uint32(zlib.crc32(name.encode())))
         own_rule = ((name, declared[name]),) if name in declared else ()
         every = (*rules, *own_rule, *usual().items())
-        rule = next(rule for pattern, rule in every if pattern == name or fnmatch.fnmatchcase(name, pattern))
+        rule = next(rule for pattern, rule in every if pattern == name or matches_name(name, pattern))
         array = rule(own_key, shape)
         if np.shape(array) != shape:
             raise GraphError(

@@ -195,25 +195,32 @@ class StageList(ABC):
         """One BERT layer: attention and a GELU feed-forward, each followed by a layer norm."""
         return self.stage(encoder.BertEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
 
-    def repeat_bert_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
-        """Append BERT layers, with weights under `prefix.0` and so on.
+    def repeat_bert_layers(
+        self, count: int, prefix: str, hidden: int, heads: int, eps: float, *, intermediate_size: int | None = None
+    ) -> Self:
+        """Append BERT layers, with weights under `prefix.0` and so on. `init` needs `intermediate_size`.
 
-        `h = norm(x + attention(x))`, `y = norm(h + gelu_ffn(h))`.
+        `h = norm(x + attention(x))`, `y = norm(h + gelu_ffn(h))`. Padding is what the input `attention_mask` has 0 for.
         """
+        sizes = hidden, heads, hidden // heads, eps
 
         def layer(i: int) -> FlowStage:
-            return encoder.BertEncoderLayer(f"{prefix}.{i}", hidden, heads, hidden // heads, eps)
+            return encoder.BertEncoderLayer(f"{prefix}.{i}", *sizes, intermediate_size=intermediate_size)
 
         return self.repeat_layers(count, layer)
 
-    def repeat_nomic_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
+    def repeat_nomic_layers(
+        self, count: int, prefix: str, hidden: int, heads: int, eps: float, *, intermediate_size: int | None = None
+    ) -> Self:
         """Append NomicBERT layers, with weights under `prefix.0` and so on. They need RoPE tables.
 
-        `h = norm(x + attention(x))`, `y = norm(h + swiglu(h))`.
+        `h = norm(x + attention(x))`, `y = norm(h + swiglu(h))`. Padding is what the input `attention_mask` has 0 for.
+        `init` needs `intermediate_size`.
         """
+        sizes = hidden, heads, hidden // heads, eps
 
         def layer(i: int) -> FlowStage:
-            return encoder.NomicEncoderLayer(f"{prefix}.{i}", hidden, heads, hidden // heads, eps)
+            return encoder.NomicEncoderLayer(f"{prefix}.{i}", *sizes, intermediate_size=intermediate_size)
 
         return self.repeat_layers(count, layer)
 
@@ -304,7 +311,7 @@ class StageList(ABC):
         return self.stage(parts.ZeroBeta(name, len))
 
     def attn_mask(self, batch: Size | str, seq: Size | str, input_name: str) -> Self:
-        """A padding mask `[batch, seq]` that is read from a named input; the value passes through."""
+        """A padding mask `[batch, seq]` from a named input, 1 for tokens; attention after it does not see padding."""
         return self.stage(parts.AttnMask(batch, seq, input_name))
 
     def attn_mask_ones(self, batch: Size | str, seq: Size | str) -> Self:
@@ -343,7 +350,8 @@ class StageList(ABC):
         """Self-attention with its output projection, with weights `prefix.q_proj.weight`, `k`, `v` and `o`.
 
         `num_kv_heads` below `num_heads` is grouped-query attention. `rope` names the RoPE tables that `rope(...)` adds
-        before; None is for no RoPE. `mask="none"` is for encoders. `qk_norm` norms queries and keys per head.
+        before; None is for no RoPE. With `mask="none"`, tokens attend to all tokens, padding included, unless
+        `attn_mask` comes before. `qk_norm` norms queries and keys per head.
         """
         heads = num_heads, num_kv_heads, head_dim
         return self.stage(attention.Attention(prefix, *heads, mask=mask, rope=rope, bias=bias, qk_norm=qk_norm))
@@ -399,9 +407,13 @@ class StageList(ABC):
         """NomicVision's gated feed-forward, with a LayerNorm before the last projection."""
         return self.stage(vision.VisionSwiGluFfn(prefix, eps))
 
-    def gelu_ffn(self, intermediate_w: str, intermediate_b: str, output_w: str, output_b: str) -> Self:
-        """output(gelu(intermediate(x))), with biases."""
-        return self.stage(ffn.GeluFfn(intermediate_w, intermediate_b, output_w, output_b))
+    def gelu_ffn(
+        self, intermediate_w: str, intermediate_b: str, output_w: str, output_b: str, *,
+        intermediate_size: int | None = None,
+    ) -> Self:  # fmt: skip
+        """output(gelu(intermediate(x))), with biases. `init` needs `intermediate_size`."""
+        keys = intermediate_w, intermediate_b, output_w, output_b
+        return self.stage(ffn.GeluFfn(*keys, intermediate_size=intermediate_size))
 
     def layer_scale(self, key: str) -> Self:
         """Multiply each channel by a weight, as DINOv2 does."""

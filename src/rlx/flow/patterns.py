@@ -1,10 +1,13 @@
-"""Matches stage paths against patterns such as `layers.*.attn`, for captures and edits."""
+"""Patterns of stage paths, such as `layers.*.attn`, for captures and edits; and of weight names, such as `*norm*`."""
 
 from __future__ import annotations
 
 import fnmatch
 import functools
 import re
+from collections.abc import Iterable
+
+from rlx.errors import BindError, nearest
 
 _PARTS = re.compile(r"\*+|\[!?\]?[^\]]*\]|.", re.DOTALL)
 
@@ -15,6 +18,25 @@ def matches(path: str, pattern: str) -> bool:
     `*` matches anything but a dot, `**` anything; `?`, `[ab]` and `[!ab]` match one character.
     """
     return _compiled(pattern).fullmatch(path) is not None
+
+
+def matches_name(name: str, pattern: str) -> bool:
+    """Whether a pattern matches the name of a weight: `*` matches anything, dots included, in upper or lower case.
+
+    Names have many parts, and what rules are about is at their ends: `*bias`, `*norm*`.
+    """
+    return fnmatch.fnmatchcase(name.lower(), pattern.lower())
+
+
+def check_names_matched(where: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Raise if a pattern matches none of the weights."""
+    known = list(names)
+    for pattern in patterns:
+        if not any(matches_name(name, pattern) for name in known):
+            raise BindError(
+                f"{where}: no weight matches {pattern!r}", hint=nearest(pattern.replace("*", ""), known)
+                or f"weights have names such as {known[0]!r}" if known else None,
+            )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from os import PathLike
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -105,10 +107,10 @@ def as_source(weights: Any) -> WeightSource:
         return weights
     if callable(getattr(weights, "take", None)):
         return TakenWeights(weights)
-    raise GraphError(
-        f"weights: a {type(weights).__name__} is not a weight source",
-        hint="pass a dict of arrays, or an object with has, type, array and keys",
-    )
+    hint = "pass a dict of arrays, or an object with has, type, array and keys"
+    if isinstance(weights, str | PathLike):
+        hint = f"read the file first: safetensors.numpy.load_file({os.fspath(weights)!r})"
+    raise GraphError(f"weights: a {type(weights).__name__} is not a weight source", hint=hint)
 
 
 class LayeredWeights:

@@ -211,7 +211,8 @@ def _printing_while(
 def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
     """Run `carry = body_fun(i, carry)` for integers i in [lower, upper).
 
-    Static bounds become a scan, which has a gradient; traced bounds become a while_loop.
+    Static bounds become a scan, which has a gradient; traced bounds become a while_loop, which has none (a while_loop
+    of your own with `max_steps=` has).
     """
     for name, bound in (("lower", lower), ("upper", upper)):
         if not isinstance(bound, Dim) and (isinstance(bound, bool) or not type_of(bound).dtype.is_integer):

@@ -188,7 +188,8 @@ def _sliced_by_data(value: Any, axis: int, k: slice) -> Any:
     start = 0 if k.start is None else k.start
     stop = value.shape[axis] if k.stop is None else k.stop
     length = _static_distance(start, stop)
-    shown = ":".join("" if b is None else "i" if isinstance(b, Traced) else str(b) for b in (k.start, k.stop))
+    named = ((k.start, "i"), (k.stop, "j" if length is None else f"i{length:+}"))
+    shown = ":".join("" if b is None else name if isinstance(b, Traced) else str(b) for b, name in named)
     if length is None or k.step not in (None, 1):
         hint = "x[i:i + n] with a static n, or rlx.dynamic_slice(x, starts, sizes); rlx.where masks by data"
         raise ShapeError(f"index: the length of [{shown}] is not known while it is traced", hint=hint)

@@ -220,7 +220,10 @@ class Traced(Operators):
         self._unknown("float", "rlx and NumPy functions accept it as it is")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self._unknown("numbers", "np.stack([x, y]) and rlx.numpy.array([x, y]) accept it, np.array([x, y]) does not")
+        hint = "np.stack([x, y]) and rlx.numpy.array([x, y]) accept it, np.array([x, y]) does not"
+        if self.value.dtype.is_integer:
+            hint = f"rlx.take(array, i) is what array[i] and np.take(array, i) are for a NumPy array; {hint}"
+        self._unknown("numbers", hint)
 
     def __format__(self, spec: str) -> str:
         if spec:

@@ -73,7 +73,7 @@ def family(
 
     def declare(flow: Callable[..., ModelFlow]) -> Family:
         def assembled(c: Any, *arguments: Any) -> ModelFlow:
-            return flow(c, *arguments).initialised(initialisers(name, c))
+            return flow(c, *arguments).initialised(initialisers(name, c), strict=False)
 
         shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
         declared = Family(name, kind, *shape, settings, weight_views, changes, reads, reads_gguf, saved_as)

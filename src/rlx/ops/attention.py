@@ -86,7 +86,8 @@ def parse_mask(kind: str) -> Mask:
         if name == "causal" or (name in ("none", "custom", "bias") and not segments):
             return Mask(name, segments=segments)
     hint = (
-        'masks are "none" (all keys), "causal", "sliding(64)", "near(8)", "custom", "bias" and "segments"; see MaskKind'
+        'masks are "none" (all keys), "causal", "sliding(64)", "near(8)", "custom", "bias" and "segments" (MaskKind);'
+        " attn_mask(...) of a flow hides padding"
     )
     raise GraphError(f"attention: mask kind {kind!r} is not known", hint=hint)
 

@@ -34,7 +34,9 @@ def _check_graph(where: str, body: Any) -> None:
 def _same(where: str, actual: TensorType, label: str, wanted: TensorType) -> None:
     """Check for equal types. The derivative of a non-float only needs the same shape; nothing else is known of it."""
     if actual.shape != wanted.shape:
-        raise ShapeError(f"{where} is {actual}, {label} is {wanted}")
+        symbolic = not all(isinstance(size, int) for size in (*actual.shape, *wanted.shape))
+        hint = "in a body, a symbolic size has the name that it has outside" if symbolic else None
+        raise ShapeError(f"{where} is {actual}, {label} is {wanted}", hint=hint)
     if actual.dtype is not wanted.dtype:
         raise DTypeError(f"{where} is {actual}, {label} is {wanted}")
 
@@ -117,7 +119,7 @@ def _name(stem: str, i: int, types: Types) -> str:
 
 def _check_vjp(body: Graph, operands: Types, results: Types) -> None:
     where = "custom_fn: vjp_body"
-    _check_derivative(where, body, operands, {"primal_output": results, "d_output": results}, {})
+    _check_derivative(where, body, operands, {"d_output": results}, {"primal_output": results})
     _check_count(where, "outputs", len(body.outputs), len(operands), "one gradient for each operand")
     for i, (output, operand) in enumerate(zip(body.outputs, operands, strict=True)):
         _like(f"{where}: output {i}", output.type, f"operand {i}", operand)
@@ -144,11 +146,13 @@ def _inline(*operands: Value, fwd_body: Graph, **_: Graph | None) -> tuple[Value
 def custom_fn(
     *operands: TensorType, fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
 ) -> TensorType | tuple[TensorType, ...]:
-    """A graph as one op. Its bodies read the operands in the order in which they declare inputs.
+    """A graph as one op: `g.custom_fn([x, y], fwd_body, vjp_body, jvp_body)`, or `custom_fn_multi` for several results.
 
-    `fwd_body` computes the results. `vjp_body` also has inputs called `primal_output` and `d_output`
-    (`primal_output_0`, `d_output_0`, ... for several results) and returns one gradient per operand. `jvp_body` also has
-    inputs called `tangent_0`, `tangent_1`, ..., may have `primal_output`, and returns one tangent per result.
+    Bodies read the operands in the order in which they declare inputs, and with the same types: a symbolic size has the
+    name that it has outside. `fwd_body` computes the results. `vjp_body` also has an input `d_output` (`d_output_0`,
+    `d_output_1`, ... for several results), the cotangent, and returns one gradient per operand. `jvp_body` also has
+    inputs `tangent_0`, `tangent_1`, ..., and returns one tangent per result. Both may read the results as
+    `primal_output` (`primal_output_0`, ...).
     """
     results = _check_forward(fwd_body, operands)
     if vjp_body is not None:

@@ -73,6 +73,7 @@ class CompiledGraph:
         self.profile = profile
         self.input_types: dict[str, TensorType] = dict(signature.inputs)
         self.param_types: dict[str, TensorType] = dict(signature.params)
+        self.output_names = output_names(len(signature.outputs))  # those of a built flow are its own
         self._states = list(signature.states)
         self._load = parts if callable(parts) else (lambda: parts)
         self.allocator = device.backend.allocator  # for the memory that runs read and write
@@ -158,6 +159,13 @@ class CompiledGraph:
     def known_params(self) -> Mapping[str, Any]:
         """The weights as they were set, or as the model's files have them; empty if neither is available."""
         return self._params or (self._sources_of() if self._sources_of is not None else {})
+
+    def fixed_params(self) -> dict[str, Array]:
+        """The params that a flow computed itself, such as RoPE tables, as far as they are set, in host memory."""
+        known = self.known_params()
+        return {
+            name: np.asarray(self.allocator.download(known[name])) for name in sorted(self.graph.fixed & set(known))
+        }
 
     def host_weights(self) -> dict[str, Array]:
         """All weights that the program reads, in host memory. Weights set as NumPy arrays are not copied."""
@@ -411,8 +419,14 @@ class CompiledGraph:
 
         kinds = {"input": self.input_types, "param": self.param_types}
         rows = [(kind, name, str(type_)) for kind, types in kinds.items() for name, type_ in types.items()]
-        rows += [("output", str(i), str(type_)) for i, type_ in enumerate(self.signature.outputs)]
+        named = zip(self.output_names, self.signature.outputs, strict=True)
+        rows += [("output", name, str(type_)) for name, type_ in named]
         return box(repr(self)[1:-1], table(("kind", "name", "type"), rows))
+
+
+def output_names(count: int) -> list[str]:
+    """The names of outputs that nobody has named."""
+    return ["output", *(f"output.{i}" for i in range(1, count))][:count]
 
 
 def input_specs(signature: Signature) -> list[InputSpec]:

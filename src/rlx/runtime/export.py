@@ -41,6 +41,7 @@ from rlx.target import Target
 from rlx.types import parse_type
 
 WEIGHTS = "weights"  # section of weights in the kernels' layout
+FIXED = "fixed"  # section of params that a flow computed itself, such as RoPE tables, if weights are not embedded
 ORIGIN_RECORDS = record_json.records_of(provenance)
 
 
@@ -74,6 +75,8 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
     }
     if embed:
         contents[WEIGHTS] = _weights_to_embed(compiled)
+    elif extras.kind == "graph":  # a model computes its tables again
+        contents[FIXED] = {name: array for name, array in compiled.fixed_params().items()}
     manifest = {
         "kind": extras.kind,
         "name": graph.name,
@@ -87,6 +90,7 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
         "inputs": [[n.op, n.attrs["name"], str(n.types[0])] for n in graph.inputs],
         "params": {n.attrs["name"]: str(n.types[0]) for n in graph.params},
         "outputs": [str(v.type) for v in graph.outputs],
+        "output_names": compiled.output_names,
         "kernels": sorted({k for p in programs for k in p.kernels()}),
         "routines": code.symbols,
         "code": list(code.sections),
@@ -186,9 +190,14 @@ def from_export(file: ExportFile, *, threads: int | None = None, store: WeightSt
         parts.executable.bind({n: device_backend.allocator.upload(weights[n]) for n in loaded.main.weights})
     params = {n: weights[n] for n in signature.params if n in weights} if weights is not None else None
     shared = store or WeightStore(device_backend.allocator)
-    return CompiledGraph(
+    compiled = CompiledGraph(
         signature, parts, Device(device_backend.name), shared, profile, bound=weights is not None, params=params
     )
+    compiled.output_names = list(manifest["output_names"])
+    if FIXED in manifest["sections"]:
+        with as_format_errors(file):
+            compiled.set_params(file.arrays(FIXED))
+    return compiled
 
 
 def _graph(file: ExportFile) -> Graph:

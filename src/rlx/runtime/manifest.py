@@ -83,6 +83,7 @@ EXPORT = {
     "inputs": [({"input", "state"}, str, tensor_type)],
     "params": Named(tensor_type),
     "outputs": [tensor_type],
+    "output_names": [str],
     "kernels": [str],
     "routines": [str],
     "code": [str],

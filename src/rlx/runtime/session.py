@@ -151,6 +151,7 @@ class Session:
 
 def with_weights(compiled: CompiledGraph, built: WithWeights) -> CompiledGraph:
     """Set the weights of a graph that come with it; others stay to be set."""
+    compiled.output_names = list(built.output_names)
     compiled.set_params({name: built.params[name] for name in compiled.param_types if name in built.params})
     return compiled
 

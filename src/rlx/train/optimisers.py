@@ -6,13 +6,13 @@ ops and ends in `assign`, or in a custom op.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlx.errors import RequestError
+from rlx.flow.patterns import matches_name
 from rlx.ir.graph import Value
 from rlx.train.schedules import Schedule
 
@@ -28,7 +28,7 @@ class Optimiser:
     scalars of step t = 1, 2, ..., which all parameters share; they are run-time inputs, so a learning rate schedule
     does not recompile. `update(param, moments, grad, numbers, scale)` builds the update of one parameter and returns
     the new parameter and then its new moments; each is a state, updated in place. `scale` multiplies a clipped
-    gradient; None without clipping.
+    gradient; None without clipping. `patterns` are those of its settings; each must match a trained parameter.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Optimiser:
     moments: tuple[str, ...]
     numbers: Numbers
     update: Update
+    patterns: tuple[str, ...] = ()
 
 
 def adamw(
@@ -46,7 +47,8 @@ def adamw(
 
     `lr` is a number or a schedule, such as `rlx.train.cosine(3e-4, steps=1000, warmup=100)`. `weight_decay` is a number
     for all params, or numbers by patterns of their names, of which the first that matches counts and 0 is for the
-    others: `{"*norm*": 0, "*bias": 0, "*": 0.1}` decays neither norms nor biases.
+    others: `{"*norm*": 0, "*bias": 0, "*": 0.1}` decays neither norms nor biases. `*` matches anything, dots included,
+    in upper or lower case.
     """
     _check_rate("adamw", lr)
     _check_non_negative("adamw", eps=eps)
@@ -67,7 +69,7 @@ def adamw(
         operands = (p, moments["m"], moments["v"], grad, n["rate"], decay, n["root"], scale)
         return p.graph.build("adamw_update", operands, {"beta1": beta1, "beta2": beta2, "eps": eps}).results
 
-    return Optimiser("adamw", lr, ("m", "v"), numbers, update)
+    return Optimiser("adamw", lr, ("m", "v"), numbers, update, decays.patterns)
 
 
 def sgd(
@@ -87,7 +89,8 @@ def sgd(
         attrs = {"momentum": momentum, "nesterov": nesterov, "weight_decay": decays.of_param(p)}
         return p.graph.build("sgd_update", (p, grad, n["rate"], moments.get("velocity"), scale), attrs).results
 
-    return Optimiser("sgd", lr, ("velocity",) if momentum else (), lambda t, rate: {"rate": rate}, update)
+    moments = ("velocity",) if momentum else ()
+    return Optimiser("sgd", lr, moments, lambda t, rate: {"rate": rate}, update, decays.patterns)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,11 @@ class Decays:
         return list(dict.fromkeys([*(decay for _, decay in self.rules), *([] if self.covers_all else [0.0])]))
 
     @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns of names."""
+        return tuple(pattern for pattern, _ in self.rules)
+
+    @property
     def covers_all(self) -> bool:
         return any(pattern == "*" for pattern, _ in self.rules)
 
@@ -121,7 +129,7 @@ class Decays:
     def of_param(self, param: Value) -> float:
         """The weight decay of a param of a step."""
         name = str(param.node.attrs["name"])
-        return next((decay for pattern, decay in self.rules if fnmatch.fnmatchcase(name, pattern)), 0.0)
+        return next((decay for pattern, decay in self.rules if matches_name(name, pattern)), 0.0)
 
 
 def _check_rate(where: str, lr: Any) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
 from rlx.flow.flow import BuiltModel
+from rlx.flow.patterns import check_names_matched
 from rlx.flow.stages.parts import DROPOUT_KEY
 from rlx.fork_safe_locks import Lock, Waits
 from rlx.free_memory import writable
@@ -72,6 +73,7 @@ def step_graph(
             raise GraphError(f"step: {name!r} is an input, only params are trained", hint="declare it with g.param")
         if not all(isinstance(size, int) for size in type_.shape):
             raise ShapeError(f"step: {name!r} is {type_}, a trained param has fixed sizes")
+    check_names_matched(f"{optimiser.name}: weight_decay", optimiser.patterns, trained)
     both = value_and_grad(source, list(trained), has_aux=has_aux, keep=keep)
     graph = Graph(f"{source.name}_{optimiser.name}")
     graph.limits = dict(both.limits)
@@ -170,7 +172,7 @@ class TrainStep:
     ) -> None:  # fmt: skip
         self.compiled = compiled
         self.optimiser = optimiser
-        self.lr = optimiser.lr  # default of the next step: a number or a schedule
+        self.schedule = optimiser.lr  # a number, or a function of the steps made
         self.seed = seed  # of dropout
         self.steps = 0  # number of steps so far
         self.norm: float | None = None  # gradient norm of the last step, if gradients are clipped
@@ -216,6 +218,16 @@ class TrainStep:
                 self._memory.copy(array, self._states[name])
                 self._set.add(name)
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step. Set it to a number or to a schedule, a function of the steps made."""
+        return rate_of(self.schedule, self.steps)
+
+    @lr.setter
+    def lr(self, lr: float | Schedule) -> None:
+        rate_of(lr, self.steps)
+        self.schedule = lr
+
     # -- steps --------------------------------------------------------------------------------------------------------
     def run(self, inputs: Mapping[str, Any] | None = None, *, lr: float | Schedule | None = None) -> Any:
         """Run one step; returns the loss before the update as a number and, with `has_aux`, the auxiliary outputs.
@@ -223,7 +235,7 @@ class TrainStep:
         A KernelError, such as for a label out of range, is raised after the update: go back to a checkpoint.
         """
         with self._lock:
-            arrays = self._all_inputs({} if inputs is None else inputs, self.lr if lr is None else lr)
+            arrays = self._all_inputs({} if inputs is None else inputs, self.schedule if lr is None else lr)
             outputs = self.compiled.run(arrays)
             if not self._in_place:
                 for name, array in zip(self._spec.states, outputs[-len(self._spec.states) :], strict=True):
@@ -260,7 +272,7 @@ class TrainStep:
         with self._lock:
             before = {name: self._copy(name) for name in self._states}
             try:
-                return self.compiled.report(self._all_inputs(inputs, self.lr))
+                return self.compiled.report(self._all_inputs(inputs, self.schedule))
             finally:
                 for name, array in before.items():
                     self._memory.copy(array, self._states[name])

@@ -11,6 +11,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from rlx.dtypes import BOOL, I32
 from rlx.errors import GraphError, ShapeError
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
@@ -61,14 +62,21 @@ class SelfAttention:
 
     def attend_heads(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
         """Like `emit`, from queries, keys and values `[batch, seq, heads, head_dim]` before RoPE."""
-        if self.bindings(ctx) is None and self.kv_sink is None and self.kv_out is None:
+        simple = self.bindings(ctx) is None and self.kv_sink is None and self.kv_out is None
+        if simple and ctx.state.padding is None:
             return self.block(ctx, q, k, v)
-        q, k = self.apply_rope(ctx, q), self.apply_rope(ctx, k)  # side outputs want rotated keys
+        # side outputs want rotated keys; a mask of padding and positions has no room for RoPE in the block
+        q, k = self.apply_rope(ctx, q), self.apply_rope(ctx, k)
         self.push(self.kv_sink, k, v)
         return self.attend_rotated(ctx, q, k, v)
 
     def block(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
         """Emit RoPE, the runtime's cache if there is one, and attention as one block."""
+        if parse_mask(self.mask).takes_operand:
+            raise GraphError(
+                f"stage {self.stage}: mask kind {self.mask!r} reads a mask, and none flows here",
+                hint='flow.attn_mask("batch", "seq", "attention_mask") before it hides padding, with any mask kind',
+            )
         attrs: dict[str, Any] = {"mask_kind": self.mask, "scale": self.score_scale, "softcap": self.attn_logit_softcap}
         tables: dict[str, Any] = {}
         positions = None
@@ -164,6 +172,8 @@ class SelfAttention:
             k, v = (self.append_past(ctx, before, new) for before, new in ((past.past_k, k), (past.past_v, v)))
         self.check_past(ctx)
         self.push(self.kv_out, k, v)
+        if ctx.state.padding is not None:
+            mask, kind = self.padding_mask(ctx.state.padding, past)
         if self.use_custom_mask and past is not None:
             if past.mask is None:
                 hint = "BindDecodeInputs(..., use_custom_mask=True)"
@@ -176,6 +186,18 @@ class SelfAttention:
             else:
                 mask, kind = _combined_mask(q, k, self.mask, keep), MaskKind.BIAS
         return ctx.hir().one("self_attention", q, k, v, mask, mask_kind=kind, **attrs)
+
+    def padding_mask(self, padding: Value, past: DecodeBindings | None) -> tuple[Value, str]:
+        """Return the mask operand and the mask kind that also hide padding."""
+        if past is not None:
+            raise GraphError(
+                f"stage {self.stage}: attn_mask is a mask of new tokens, but earlier keys are attended to as well",
+                hint="BindDecodeInputs(..., use_custom_mask=True), with a mask of all keys",
+            )
+        if self.mask in (MaskKind.NONE, MaskKind.CUSTOM):
+            return padding, MaskKind.CUSTOM
+        keep = padding if padding.dtype is BOOL else padding >= 0.5
+        return keep.astype(I32) - 1, MaskKind.segments(self.mask)  # segment 0, and -1 for padding
 
     def check_cache(self) -> None:
         """Raise if a field is set that needs a cache kept by the caller."""
@@ -312,7 +334,7 @@ class Attention(FlowStage):
     num_kv_heads: int | None = None  # as many as heads unless given
     head_dim: int | None = None  # the width divided by the heads unless given
     _: KW_ONLY
-    mask: str = MaskKind.CAUSAL  # "none": every token attends to all
+    mask: str = MaskKind.CAUSAL  # "none": every token attends to all, except padding that `AttnMask` marks
     rope: str | None = MAIN_ROPE  # name of the RoPE tables; None for no RoPE
     bias: bool = False
     qk_norm: bool = False  # by `prefix.q_norm.weight` and `prefix.k_norm.weight`

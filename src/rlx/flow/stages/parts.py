@@ -193,7 +193,12 @@ class ZeroBeta(FlowStage):
 
 @dataclass(frozen=True)
 class AttnMask(FlowStage):
-    """Binds the padding mask `attn_mask`, 1 for tokens and 0 for padding: a named input, or all ones; `y = x`."""
+    """Binds the padding mask `attn_mask`, 1 for tokens and 0 for padding: a named input, or all ones; `y = x`.
+
+    Attention after it does not see padding: `Attention`, `SelfAttnPrefill`, the decoder layers and `VitSelfAttn`. The
+    layers of BERT and NomicBERT read the input `attention_mask` themselves. With a KV cache, padding is what has a
+    negative position; `rlx.load` leaves the mask out.
+    """
 
     batch: Size | str
     seq: Size | str
@@ -202,7 +207,12 @@ class AttnMask(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         shape = as_shape((self.batch, self.seq))
         if self.input_name is not None:
-            mask = ctx.mask_input(self.input_name, shape)
+            if ctx.state.cache is not None:
+                raise GraphError(
+                    "stage AttnMask: the flow has a KV cache, where padding is what has a negative position",
+                    hint="leave out attn_mask, or kv_cache",
+                )
+            mask = ctx.state.padding = ctx.mask_input(self.input_name, shape)
         elif all(isinstance(size, int) for size in shape):
             mask = ctx.synth_param(MASK, np.ones([int(size) for size in shape], np.float32))
         else:  # symbolic sizes

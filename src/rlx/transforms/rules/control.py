@@ -143,7 +143,7 @@ def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> 
     if steps is None:
         raise GraphError(
             "while_loop: its gradient needs a maximum number of steps",
-            hint="give max_steps=, or use scan; forward mode (jvp) needs neither",
+            hint="give max_steps=, or use scan (fori_loop with static bounds is one); jvp needs neither",
             notes=[f"at: {node.origin}"],
         )
     outputs = linearise(into, _as_scan(node, [v.type for v in values], steps), values, wanted)
