@@ -196,7 +196,7 @@ def test_settings_of_loading_reach_the_loader(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(run.hub, "resolve", lambda name: None)
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "-m", "m", "-p", "x", "--threads", "3", "--context", "77", "--cache", "f16"]) == 1
-    assert asked == {"name": "m", "threads": 3, "context": 77, "cache": "f16"}
+    assert asked == {"name": "m", "device": "cpu", "threads": 3, "context": 77, "cache": "f16"}
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is absent")

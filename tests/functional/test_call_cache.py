@@ -292,6 +292,7 @@ def test_custom_rules_that_change() -> None:
         assert float(rlx.grad(lambda x: clipped(x) * 100.0)(2.0)) == limit
 
 
+@pytest.mark.usefixtures("own_ops")
 def test_an_op_that_is_declared_again() -> None:
     for factor in (2.0, 3.0):
         rlx.op(

@@ -85,7 +85,7 @@ def test_an_unknown_type_hears_of_all(packed: Path) -> None:
     for wrong in ("f8", ["f16"]):
         with pytest.raises(CapabilityError, match=r"cache .* is not supported") as caught:
             load(packed, cache=wrong)
-        assert caught.value.hint == "there is: auto, f32, f16, q8_0"
+        assert caught.value.hint == "there is: auto, f32, f16, bf16, q8_0"
 
 
 def test_an_export_keeps_what_auto_has_become(packed: Path, tmp_path: Path) -> None:

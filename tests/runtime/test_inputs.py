@@ -314,7 +314,7 @@ def test_a_number_of_threads_with_too_many_digits() -> None:
 def test_devices_and_targets_that_are_not_there() -> None:
     with pytest.raises(CapabilityError, match="'cpuu'") as caught:
         rlx.Session("cpuu")
-    assert caught.value.hint == "did you mean 'cpu'?"
+    assert caught.value.hint == "did you mean 'cpu' or 'cuda'?"
     with pytest.raises(CapabilityError, match="'avx51'") as caught:
         rlx.Session(target="avx51")
     assert "avx512" in str(caught.value.hint)

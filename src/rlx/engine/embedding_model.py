@@ -278,7 +278,7 @@ class EmbeddingModel(Model):
         advance(len(rows) - len(first))
         return vectors[same]
 
-    def _run_batch(self, rows: Sequence[Sequence[int]], recorder: CallRecorder | None) -> Array:
+    def _run_batch(self, rows: Sequence[Sequence[int]], recorder: CallRecorder | None = None) -> Array:
         shape = len(rows), max(map(len, rows))
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for i, row in enumerate(rows):

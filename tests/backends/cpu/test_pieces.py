@@ -105,7 +105,7 @@ def test_a_fault_in_a_later_piece_is_told() -> None:
     f.set_params({"t": np.ones((9, 64), np.float32), "w": np.ones((64, 64), np.float32)})
     data = np.zeros((40, 4), np.int32)
     data[33, 1] = 9
-    with pytest.raises(KernelError, match=r"index 9 \(input 'at'\) lies outside the 9 entries of 't'"):
+    with pytest.raises(KernelError, match=r"index 9 \(input 'at'.*\) lies outside the 9 entries of 't'"):
         f.run({"at": data})
     data[33, 1] = 8
     assert (f.run({"at": data})[0] == 64).all()
