@@ -218,6 +218,10 @@ def test_cached_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.release(0, SPACE)
     assert pool.used_bytes == 2 * PAGE_BYTES
     assert [cache.restore(0, [i] * 11, SPACE) for i in range(5)] == [0, 0, 0, 10, 10]
+    fill(cache, 0, [9] * 300)
+    cache.release(0, SPACE)
+    assert pool.used_bytes == 5 * PAGE_BYTES, "the newest sequence stays, however long it is"
+    assert cache.restore(0, [9] * 301, SPACE) == 300 and cache.restore(0, [4] * 11, SPACE) == 0
 
 
 def test_retiring_never_waits_for_the_lock() -> None:

@@ -258,11 +258,12 @@ class PagePool:
 
     def publish(self, key: Key, tokens: Sequence[int], pages: Mapping[int, Mapping[int, int]],
                 states: Mapping[int, State] = NOTHING) -> None:  # fmt: skip
-        """Add a sequence to the prefix cache, which is then cut to its budget; under `changing`."""
+        """Add a sequence to the prefix cache, which is then cut to it and a budget of older ones; under `changing`."""
         if self._closed:
             return
         self.tree.insert(key, tokens, pages, states)
-        while self.tree.nbytes > (MAX_BYTES if self.limit is None else self.limit) and len(self.tree) > 1:
+        budget, newest = MAX_BYTES if self.limit is None else self.limit, self.spec.layout.blocks(len(tokens))
+        while self.tree.nbytes > budget and len(self.tree) > newest:
             self.tree.evict()
 
     def retire(self, retired: Retired) -> None:
