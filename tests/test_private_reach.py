@@ -34,7 +34,7 @@ def defined(path: Path) -> set[str]:
     result: set[str] = set()
     for node in ast.walk(tree(path)):
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 result.add(name)
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
                 result.add(name)

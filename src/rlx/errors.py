@@ -17,7 +17,8 @@
     ├── KernelError           machine code reported a fault, such as an index out of range
     ├── NonFiniteError        a run produced NaN or infinity under rlx.debug.nans (also a FloatingPointError)
     └── RequestError          an invalid request to a model: a setting, a prompt, a number out of range
-        ├── OverloadedError   the queue of a scheduler is full: try again later
+        ├── ContextError      a prompt that is longer than the context
+        ├── OverloadedError   too many requests wait already; `retry_after` says for how long
         └── UsageError        an invalid command line (rlx.cli.console)
 
 A message says `where: what, with both values`. Outer layers add context with `add_note`. Messages and note lines are
@@ -112,10 +113,18 @@ class RequestError(RlxError):
     """An invalid request to a model: a setting, a prompt, a number out of range."""
 
 
-class OverloadedError(RequestError):
-    """The queue of a scheduler is full. `retry_after` is an estimate of the seconds until there is room."""
+class ContextError(RequestError):
+    """A prompt that is longer than the model's context: `tokens` (None: not counted) and `context` are their sizes."""
 
-    def __init__(self, message: str, *, retry_after: float, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, context: int, tokens: int | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.context, self.tokens = context, tokens
+
+
+class OverloadedError(RequestError):
+    """Too many requests wait already. After `retry_after` seconds there may be room."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.retry_after = retry_after
 

@@ -33,9 +33,10 @@ OWN = {field.name for field in fields(Sampling)} | {
 @pytest.mark.parametrize(
     ("setting", "hint"),
     [
-        ("json", "there are no grammars or JSON schemas"), ("response_format", "there are no grammars"),
+        ("json", "schema= takes a JSON schema"), ("response_format", "schema= takes"),
         ("history", "chat takes the conversation as a list of messages"), ("stream", "model.stream"),
-        ("tools", "there are no tool calls"), ("n", r"generate\(\[prompt\] \* 3"), ("echo", "model.score"),
+        ("tools", r"chat\(messages, tools=\[function\]\)"), ("n", r"generate\(\[prompt\] \* 3"), ("echo",
+        "model.score"),
         ("max_new_tokens", "here it is called max_tokens"), ("hooks", "here it is called edit"),
         ("system", r"chat\(messages, system=...\)"), ("temprature", "did you mean 'temperature'"),
     ],

@@ -171,6 +171,15 @@ class EmbeddingModel(Model):
         pooled = self._embed_rows(listed, batch_size, _ignore)
         return _unit(pooled) if unit else pooled
 
+    def text_rows(self, texts: Sequence[str], *, truncate: bool = True) -> list[list[int]]:
+        """The token ids that `embed` computes for texts, which `embed_tokens` takes."""
+        rows = self._encode(_checked(texts), 0, self._prompt(None), truncate)
+        return [self._truncate(row, i, truncate) if len(row) > self.limit else row for i, row in enumerate(rows)]
+
+    def checked_row(self, row: Iterable[int], i: int) -> list[int]:
+        """Token ids of a text as a list; raises if they are not ids of the vocabulary, or too many."""
+        return self._checked_row(row, i)
+
     def similarity(self, a: str | Iterable[str] | Array, b: str | Iterable[str] | Array) -> Any:
         """Similarity of texts or vectors: a number for two, a vector or matrix if a side has several."""
         first, second = (side if _are_vectors(side) else self.embed(side) for side in (a, b))

@@ -22,19 +22,16 @@ SETTINGS = {
     "n_ctx": "context in rlx.load", "num_ctx": "context in rlx.load", "n_threads": "threads in rlx.load",
     "num_threads": "threads in rlx.load",
 }  # fmt: skip
-_CONSTRAINED = (
-    "there are no grammars or JSON schemas; allowed= restricts each token, and an answer can be begun for the model: "
-    "generate(model.chat_tokens(messages) + model.token_ids('{'), stop='}')"
-)
+_CONSTRAINED = "schema= takes a JSON schema; regex=, choice= and grammar= are the other forms"
 _HISTORY = 'chat takes the conversation as a list of messages: [{"role": "user", "content": "..."}, ...]'
 _STREAM = "model.stream(...) returns the text piece by piece"
-_TOOLS = "there are no tool calls: describe the tools in the system message, and parse the answer"
+_TOOLS = "chat(messages, tools=[function]) runs functions that the model calls"
 _SEVERAL = "give a list of prompts: generate([prompt] * 3, temperature=1.0)"
 _BEAMS = "there is no beam search: model.score compares texts"
 # settings that mean something else here, or that do not exist
 ADVICE = {
-    "json": _CONSTRAINED, "json_schema": _CONSTRAINED, "schema": _CONSTRAINED, "grammar": _CONSTRAINED,
-    "format": _CONSTRAINED, "response_format": _CONSTRAINED, "guided_json": _CONSTRAINED, "regex": _CONSTRAINED,
+    "json": _CONSTRAINED, "json_schema": _CONSTRAINED, "format": _CONSTRAINED, "response_format": _CONSTRAINED,
+    "guided_json": _CONSTRAINED,
     "history": _HISTORY, "messages": _HISTORY, "memory": _HISTORY, "session": _HISTORY, "conversation": _HISTORY,
     "stream": _STREAM, "streamer": _STREAM, "callback": _STREAM, "on_token": _STREAM, "token_callback": _STREAM,
     "tools": _TOOLS, "functions": _TOOLS, "tool_choice": _TOOLS, "function_call": _TOOLS,
@@ -44,7 +41,6 @@ ADVICE = {
     "chat": "chat(messages) answers a conversation; stream(text, chat=True) streams the answer",
     "echo": "model.score(text) returns the log-probabilities of a given text",
     "prompt_logprobs": "model.score(text) returns the log-probabilities of a given text",
-    "logits_processor": "allowed= is a function that says which tokens may follow, logit_bias= adds to logits",
     "bad_words_ids": "logit_bias={token: -math.inf} bans a token",
     "stop_token_ids": "stop= takes texts; logit_bias={token: -math.inf} bans a token",
     "eos_token_id": "the model's files say which tokens end a text; stop= takes texts",

@@ -293,12 +293,17 @@ class Sequence:
             if self.limit == 0:
                 return self._end("length")
         token = pick.token
+        if self.sampler.settings.logits_processor is not None:
+            token = self.sampler.pick_processed(pick.logits[: self.vocab])
         if token < 0:
             raise no_token(pick.logits[: self.vocab])
         self.sampler.accept(token)
         self.tokens.append(token)
         if self.logprobs is not None:
-            self.logprobs.append(logprob_of(pick.logits[: self.vocab], token, pick.logprob, self._top, self._bytes))
+            logits, logprob = pick.logits[: self.vocab], pick.logprob
+            if token != pick.token:  # of processed logits; log-probabilities are the model's
+                logprob += float(logits[token]) - float(logits[pick.token])
+            self.logprobs.append(logprob_of(logits, token, logprob, self._top, self._bytes))
         self._last_token = perf_counter()
         if token in self._stop_ids:
             return self._end("stop")

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -27,7 +27,7 @@ from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import Sampler, Sampling, short_repr
 from rlx.engine.scheduler import Request, Scheduler, Ticket
 from rlx.engine.scoring import scores_of, text_after
-from rlx.errors import CapabilityError, FormatError, RequestError, RlxError, shortened
+from rlx.errors import CapabilityError, ContextError, FormatError, RequestError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require
@@ -35,7 +35,10 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:
+    from rlx.engine.async_stream import AsyncTextStream
     from rlx.engine.edits import Edit
+    from rlx.engine.structured import GrammarCompiler, Structure
+    from rlx.engine.tools import ToolCall, ToolFormat
     from rlx.flow.flow import BuiltModel
     from rlx.formats.chat import ChatTemplate
     from rlx.inspect.call_report import CallRecorder, CallReport
@@ -59,6 +62,7 @@ class Completion:
     fingerprint: str
     logprobs: list[Logprob] | None = None
     captured: dict[str, Array] | None = None  # values by stage: a row per token of prompt and text but the last
+    tool_calls: tuple[ToolCall, ...] = ()  # of `chat(..., tools=...)`, with results where `chat` has called them
 
     def __str__(self) -> str:
         return self.text
@@ -189,20 +193,62 @@ class LanguageModel(Model):
         tokenizer = self.checkpoint.tokenizer
         return logits if tokenizer is None else min(logits, tokenizer.vocab_size)
 
-    def chat_tokens(self, messages: str | Messages, *, system: str | None = None) -> list[int]:
-        """Token ids of a message or conversation, rendered by the chat template; `system` is its system message."""
+    @cached_property
+    def thinking(self) -> tuple[str, str] | None:
+        """The markers around the model's thoughts, by its chat template; None if it does not think."""
+        from rlx.engine.thinking import learn_thinking
+
+        source = None if self.checkpoint.tokenizer is None else self.tokenizer.chat_template
+        return None if source is None or self.template is None else learn_thinking(self.template, source)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls, learnt from its chat template; raises CapabilityError if it writes none."""
+        from rlx.engine.tools import learn_format
+
+        if self.template is None:
+            raise CapabilityError(f"tools: {self.name} has no chat template")
+        return learn_format(self.template)
+
+    @cached_property
+    def marker_ids(self) -> frozenset[int]:
+        """Special tokens that are part of answers: markers of thoughts and of tool calls."""
+        source = self.tokenizer.chat_template or ""
+        texts = list(self.thinking or ())
+        if "tool_calls" in source:
+            with suppress(CapabilityError):
+                texts += self.tool_format.markers
+        spans = (span for text in texts for span in self.tokenizer.special_spans(text))
+        return frozenset(token for _, _, token in spans) - frozenset(self.tokenizer.stop_ids)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars for structured output; needs llguidance (`pip install 'rlx[serve]'`)."""
+        from rlx.engine.structured import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.vocab_size, thinking=self.thinking)
+
+    def chat_tokens(
+        self, messages: str | Messages, *, system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
+    ) -> list[int]:  # fmt: skip
+        """Token ids of a message or conversation, rendered by the chat template; `system` is its system message.
+
+        `tools` are descriptions of functions in OpenAI's form. `variables` are those of the template, such as
+        `enable_thinking=False`.
+        """
         if self.template is None:
             raise CapabilityError(f"chat: {self.name} has no chat template", hint="use generate(...)")
         messages = _conversation(messages, system)
-        size = _characters(messages)
+        size = _characters(messages) + _characters(tools or ())
         if size > MAX_CHARS * self.context:
             raise self._too_long("chat", f"{size:,} characters have")
         try:
             if size > CHARS_PER_ID * self.context:
-                prompt = self.template.render(messages)
+                prompt = self.template.render(messages, tools=tools, **variables)
                 if len(self.tokenizer.clip_text(prompt, self.context, parse_special=True)) < len(prompt):
                     raise self._too_long("chat", f"the conversation of {size:,} characters has")
-            return self.template.encode(self.tokenizer, messages)
+            return self.template.encode(self.tokenizer, messages, tools=tools, **variables)
         except FormatError as error:
             if size <= SHORT or not self._renders(_shorten(messages)):
                 raise
@@ -246,7 +292,11 @@ class LanguageModel(Model):
         the text is cut there and a warning is logged. The text ends before the first `stop` string. `logprobs=n`
         returns the log-probability of each token and of the n likeliest ones. The other keywords are those of
         `Sampling`: temperature (default 0: the likeliest token), top_k, top_p, min_p, repetition_penalty,
-        frequency_penalty, presence_penalty, logit_bias, allowed, seed.
+        frequency_penalty, presence_penalty, logit_bias, allowed, logits_processor, seed.
+
+        One of `schema` (a JSON schema or a pydantic class), `regex`, `choice` (a list of texts) and `grammar` (Lark or
+        GBNF) makes the text follow it; what cannot be enforced is an error. Such a text is complete unless its
+        `finish_reason` is "length".
 
         `edit={"layers.3": f}` replaces the value of a stage by `f(value)`, for every token of prompt and text. `f` is
         traced and compiled: it gets `[tokens, ...]` and treats tokens one by one, as in `lambda x: x + 4.0 * vector`.
@@ -265,33 +315,61 @@ class LanguageModel(Model):
             with _tokenizing(recorder):
                 rows = zip(prompt if many else [prompt], places, strict=True)
                 tokens = [self.prompt_ids(p, where) for p, where in rows]
-            sequences = [self.new_sequence(settings.request(t), w) for t, w in zip(tokens, places, strict=True)]
+            sequences = [self.new_sequence(settings.request(self, t), w) for t, w in zip(tokens, places, strict=True)]
             return self._complete(_watched(sequences, recorder), start)
 
         completions = self._recorded(trace, "generate", call)
         return completions if many else completions[0]
 
     def chat(
-        self, messages: str | Messages, *, system: str | None = None, max_tokens: int | None = 256,
-        stop: str | Sequence[str] = (), logprobs: int = 0, edit: Mapping[str, Edit] | None = None,
-        capture: str | Iterable[str] | None = None, trace: str | Path | None = None, **sampling: Any,
+        self, messages: str | Messages, *, system: str | None = None, tools: Sequence[Any] | None = None,
+        tool_choice: Any = None, max_tokens: int | None = 256, stop: str | Sequence[str] = (), logprobs: int = 0,
+        edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None,
+        trace: str | Path | None = None, **sampling: Any,
     ) -> Completion:  # fmt: skip
         """Answer a message or a conversation through the model's chat template; the keywords are those of `generate`.
 
         A conversation is a list of messages such as `{"role": "user", "content": "Hello"}`; append each answer with the
         role `assistant` to continue it. Earlier turns come from the prefix cache. `system` is the system message.
+
+        `tools` are Python functions with typed arguments: the model may call them, `chat` runs them and gives it the
+        results until it answers with text. Tools in OpenAI's form are not run: the calls are in
+        `completion.tool_calls`. `tool_choice` is "auto", "none", "required" or one function in OpenAI's form.
         """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
+        if tools is not None:
+            from rlx.engine.tool_loop import answer_with_tools
+
+            if edit is not None or capture is not None or trace is not None:
+                raise RequestError("chat: tools exclude edit, capture and trace")
+            conversation = _conversation(messages, system)
+            return answer_with_tools(self, conversation, tools, tool_choice, lambda t, s: self._answer(t, settings, s))
 
         def call(recorder: CallRecorder | None) -> Completion:
             start = execution(self, edit, capture, recorder)
             with _tokenizing(recorder):
                 tokens = self.chat_tokens(messages, system=system)
-            sequence = self.new_sequence(settings.request(tokens, answer=True), "chat")
+            sequence = self.new_sequence(settings.request(self, tokens, answer=True), "chat")
             return self._complete(_watched([sequence], recorder), start)[0]
 
         return self._recorded(trace, "chat", call)
+
+    def _answer(self, tokens: list[int], settings: _Settings, more: Mapping[str, Any]) -> Completion:
+        """The completion of a rendered conversation, with more settings of its sampling."""
+        settings = replace(settings, sampling=replace(settings.sampling, **more))
+        sequence = self.new_sequence(settings.request(self, tokens, answer=True), "chat")
+        return self._complete([sequence], execution(self, None, None))[0]
+
+    def astream(self, prompt: str | Sequence[int] | Messages, **settings: Any) -> AsyncTextStream:
+        """`stream` for asyncio: `async for piece in model.astream(...)`. The keywords are those of `stream`.
+
+        The model runs in a thread of its own. Leaving the loop, or cancelling the task, stops it within a step; `async
+        with` makes sure of it.
+        """
+        from rlx.engine.async_stream import AsyncTextStream
+
+        return AsyncTextStream(self.stream(prompt, **settings))
 
     def stream(
         self, prompt: str | Sequence[int] | Messages, *, chat: bool = False, system: str | None = None,
@@ -314,7 +392,7 @@ class LanguageModel(Model):
         tokens = (
             self.chat_tokens(prompt, system=system) if is_chat else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
         )
-        return TextStream(self, self.new_sequence(settings.request(tokens, chat or is_chat), "stream"), start())
+        return TextStream(self, self.new_sequence(settings.request(self, tokens, chat or is_chat), "stream"), start())
 
     @overload
     def score(  # type: ignore[overload-overlap]  # a str is also a sequence of strings
@@ -355,7 +433,7 @@ class LanguageModel(Model):
             start = execution(self, None, None, recorder)
             with _tokenizing(recorder):
                 tokens = random if prompt is None else self.prompt_ids(prompt, "report")
-            sequence = self.new_sequence(checked.request(tokens), "report", ends=prompt is not None)
+            sequence = self.new_sequence(checked.request(self, tokens), "report", ends=prompt is not None)
             self._complete(_watched([sequence], recorder), start)
 
         return self._measured("generate", call)
@@ -399,9 +477,11 @@ class LanguageModel(Model):
         context = self.context if context is None else context
         size, room = len(tokens), context - len(tokens)
         if room < 0 or (room == 0 and max_tokens != 0):
-            raise RequestError(
+            raise ContextError(
                 f"{where}: the prompt has {size} token{'s' * (size != 1)}, the context holds {context}"
                 + (" and an answer needs room too" if room == 0 else ""),
+                context=context,
+                tokens=size,
                 hint="shorten the prompt or load the model with a larger context=",
             )
         return tokens
@@ -418,7 +498,8 @@ class LanguageModel(Model):
         if tokenizer is not None:
             # An answer is a new text; a continuation keeps the space before its first word.
             continues = not request.answer and not tokenizer.special_ids.issuperset(tokens)
-            text = tokenizer.stream(skip_special=True, continues=continues)
+            keep = self.marker_ids if request.answer else frozenset[int]()
+            text = tokenizer.stream(skip_special=True, continues=continues, keep=keep)
             stop_ids = frozenset(tokenizer.stop_ids if ends else ())
         sampler = Sampler(request.sampling, tokens, self.vocab_size, scored=request.logprobs > 0)
         return TokenSequence(
@@ -479,6 +560,7 @@ class _Settings:
     stop: tuple[str, ...]
     logprobs: int
     sampling: Sampling
+    structure: Structure | None = None
 
     @classmethod
     def of(cls, max_tokens: Any, stop: Any, logprobs: Any, sampling: Mapping[str, Any]) -> _Settings:
@@ -487,10 +569,27 @@ class _Settings:
         if not all(isinstance(s, str) and s for s in strings):
             raise RequestError(f"stop: expected texts that are not empty, found {short_repr(stop)}")
         limit = None if max_tokens is None else _count("max_tokens", max_tokens)
-        return cls(limit, strings, _count("logprobs", logprobs), Sampling.of(sampling))
+        structure, plain = _structure(sampling)
+        return cls(limit, strings, _count("logprobs", logprobs), Sampling.of(plain), structure)
 
-    def request(self, tokens: list[int], answer: bool = False) -> Request:
-        return Request(tokens, self.max_tokens, self.stop, self.logprobs, self.sampling, answer)
+    def request(self, model: LanguageModel, tokens: list[int], answer: bool = False) -> Request:
+        """A request; each one follows the structure by itself."""
+        sampling = self.sampling
+        if self.structure is not None:
+            sampling = replace(sampling, allowed=model.grammars.follow(self.structure, tokens, answer))
+        return Request(tokens, self.max_tokens, self.stop, self.logprobs, sampling, answer)
+
+
+def _structure(settings: Mapping[str, Any]) -> tuple[Structure | None, Mapping[str, Any]]:
+    """The structure that settings ask for, and the other settings."""
+    if not any(name in settings for name in ("schema", "regex", "choice", "grammar")):
+        return None, settings
+    from rlx.engine.structured import KINDS, Structure
+
+    structure = Structure.of(settings)
+    if structure is not None and settings.get("allowed") is not None:
+        raise RequestError(f"sampling: allowed and {structure.kind} exclude each other")
+    return structure, {name: value for name, value in settings.items() if name not in KINDS}
 
 
 def _conversation(messages: str | Messages, system: str | None) -> Messages:

@@ -18,7 +18,7 @@ from rlx.engine.load_settings import auto_cache, checked_context, choose, profil
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import short_repr
-from rlx.errors import CapabilityError, RequestError
+from rlx.errors import CapabilityError, ContextError, RequestError
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
 from rlx.free_memory import writable
@@ -302,8 +302,9 @@ class Model:
         return self.token_ids(prompt, where)
 
     def _too_long(self, where: str, subject: str) -> RequestError:
-        return RequestError(
+        return ContextError(
             f"{where}: {subject} more tokens than the context, which holds {self.context}",
+            context=self.context,
             hint="shorten it, or load the model with a larger context (context=..., --context)",
         )
 

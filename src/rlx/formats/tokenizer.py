@@ -298,9 +298,14 @@ class Tokenizer:
         stream = Stream(self, skip_special=skip_special)
         return b"".join(map(stream.take, ids)).decode("utf-8", "replace")
 
-    def stream(self, *, skip_special: bool = False, continues: bool = False) -> Stream:
-        """Start a streaming decoder; set `continues` if the ids follow text that was already emitted."""
-        return Stream(self, skip_special=skip_special, continues=continues)
+    def stream(
+        self, *, skip_special: bool = False, continues: bool = False, keep: frozenset[int] = frozenset()
+    ) -> Stream:
+        """Start a streaming decoder; set `continues` if the ids follow text that was already emitted.
+
+        `keep` are special tokens that `skip_special` does not omit.
+        """
+        return Stream(self, skip_special=skip_special, continues=continues, keep=keep)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, including a leading space: b" the"."""
@@ -381,9 +386,12 @@ class Tokenizer:
 class Stream:
     """Streaming decoder: never emits half a character, and its pieces join to the output of `decode`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False, continues: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = False, continues: bool = False,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer._pieces.rule.strip and not continues
 

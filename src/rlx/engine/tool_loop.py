@@ -1,0 +1,134 @@
+"""Answers with tools: the model calls functions, gets their results, and answers."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rlx.engine.answer_parser import AnswerParser, Event
+from rlx.engine.thinking import is_thinking, tail_of
+from rlx.engine.tools import ROUNDS, Tool, ToolCall, ToolFormat, call_rules, choose_tools, tools_of
+from rlx.errors import RequestError
+
+if TYPE_CHECKING:
+    from rlx.engine.language_model import Completion, LanguageModel
+    from rlx.engine.structured import Constraint
+
+Messages = Sequence[Mapping[str, Any]]
+_ID_SYMBOLS = string.ascii_letters + string.digits
+
+
+def new_id(known: ToolFormat) -> str:
+    """The id of a call: as long as the template wants it, if it says so."""
+    if known.id_length:
+        return "".join(secrets.choice(_ID_SYMBOLS) for _ in range(known.id_length))
+    return f"call_{secrets.token_hex(12)}"
+
+
+def for_template(messages: Messages, known: ToolFormat | None) -> list[Mapping[str, Any]]:
+    """Messages whose tool calls have arguments in the form that the template wants."""
+    if known is None or known.as_text:
+        return list(messages)
+    result: list[Mapping[str, Any]] = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{i}]: expected an object, found {type(message).__name__}")
+        calls = message.get("tool_calls")
+        copy = dict(message)
+        if isinstance(calls, Sequence) and not isinstance(calls, str):
+            copy["tool_calls"] = [_with_object(call, f"messages[{i}].tool_calls[{j}]") for j, call in enumerate(calls)]
+        result.append(copy)
+    return result
+
+
+def _with_object(call: Any, where: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}.function: expected an object")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where}.function.arguments: expected JSON") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def call_constraint(
+    model: LanguageModel, tools: Sequence[Tool], mode: str, tokens: Sequence[int], *, parallel: bool = True
+) -> Constraint | None:
+    """The grammar of an answer: calls if they are required, valid calls in a text if all tools are strict."""
+    strict = bool(tools) and all(tool.strict for tool in tools)
+    if mode == "none" or not tools or (mode == "auto" and not strict and parallel):
+        return None
+    if mode == "auto" and not model.tool_format.trigger:
+        return None
+    rules = call_rules(model.tool_format, tools, model.grammars, parallel=parallel, text=mode == "auto")
+    return model.grammars.constraint(rules, "tools", tokens, answer=True)
+
+
+def answer_parser(model: LanguageModel, tokens: Sequence[int], tools: Sequence[Tool] = ()) -> AnswerParser:
+    """The parser of an answer to a rendered conversation."""
+    thinks = is_thinking(model.tokenizer.decode(tail_of(tokens)), model.thinking)
+    thinking = None if thinks is False else model.thinking
+    return AnswerParser(
+        thinking=thinking, thinks=bool(thinks), calls=model.tool_format if tools else None, tools=tools
+    )  # fmt: skip
+
+
+def calls_of(events: Sequence[Event], known: ToolFormat) -> tuple[str, list[ToolCall]]:
+    """The text of an answer, and its calls."""
+    text, calls = "", list[ToolCall]()
+    for event in events:
+        if event.kind == "text":
+            text += event.text
+        elif event.kind == "name":
+            calls.append(ToolCall(event.text, "", new_id(known)))
+        elif event.kind == "arguments":
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + event.text)
+    return text, calls
+
+
+def answer_with_tools(
+    model: LanguageModel, messages: Messages, tools: Sequence[Any], choice: Any,
+    answer: Callable[[list[int], Mapping[str, Any]], Completion],
+) -> Completion:  # fmt: skip
+    """Answer a conversation; functions among the tools are called, at most `ROUNDS` times in a row."""
+    listed = [replace(tool, strict=True) if tool.function else tool for tool in tools_of(tools)]
+    callable_tools, mode = choose_tools(listed, choice)
+    known = model.tool_format
+    conversation, history = list(messages), list[ToolCall]()
+    descriptions = [tool.described() for tool in listed]
+    for number in range(ROUNDS + 1):
+        mode = "none" if number == ROUNDS else mode
+        tokens = model.chat_tokens(for_template(conversation, known), tools=descriptions)
+        constraint = call_constraint(model, callable_tools, mode, tokens)
+        completion = answer(tokens, {} if constraint is None else {"allowed": constraint})
+        parser = answer_parser(model, tokens, listed if mode != "none" else ())
+        text, calls = calls_of(parser.push(completion.text) + parser.end(), known)
+        functions = {tool.name: tool.function for tool in listed if tool.function is not None}
+        unfinished = completion.finish_reason == "length"  # the last call may be cut
+        if not calls or unfinished or any(call.name not in functions for call in calls):
+            return replace(completion, text=text, tool_calls=(*history, *calls))
+        calls = [replace(call, result=_result(functions[call.name], call)) for call in calls]
+        history += calls
+        conversation.append({"role": "assistant", "content": text, "tool_calls": [call.message() for call in calls]})
+        conversation += [{"role": "tool", "tool_call_id": c.id, "name": c.name, "content": c.result} for c in calls]
+        mode = "auto" if mode == "required" else mode
+    raise AssertionError  # the last round has no calls
+
+
+def _result(function: Callable[..., Any], call: ToolCall) -> str:
+    """What a function returns, as text for the model. Its own errors are the caller's; wrong arguments the model's."""
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        return json.dumps({"error": "the arguments are not a JSON object"})
+    value = function(**arguments)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

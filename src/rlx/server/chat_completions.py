@@ -1,0 +1,281 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.engine.answer_parser import AnswerParser, Event
+from rlx.engine.logprobs import Logprob
+from rlx.engine.sampler import Allowed
+from rlx.engine.scheduler import Request
+from rlx.engine.tool_loop import answer_parser, call_constraint, for_template, new_id
+from rlx.engine.tools import Tool, choose_tools, tools_of
+from rlx.server.api_errors import invalid
+from rlx.server.engine_thread import Served
+from rlx.server.exchange import Exchange
+from rlx.server.fields import Fields
+from rlx.server.generation import Generation, Row
+from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
+from rlx.server.state import State
+
+TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")  # that requests may set
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+UNSUPPORTED = {
+    "audio": "rlx writes text", "modalities": "rlx writes text", "prediction": "there are no predicted outputs",
+    "web_search_options": "rlx fetches nothing", "functions": "use tools", "function_call": "use tool_choice",
+    "chat_template": "the template is the model's own",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A checked request."""
+
+    common: Common
+    messages: list[Any]
+    tools: list[Tool]  # that the model sees
+    choice: Any
+    parallel: bool
+    logprobs: int  # 0: none; else the likeliest tokens per place, plus one
+    variables: dict[str, Any]  # of the template
+
+    @classmethod
+    def read(cls, fields: Fields, state: State) -> ChatRequest:
+        messages = fields.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise fields.wrong("messages", "a list of messages")
+        common = read_common(fields, state.settings)
+        wanted = fields.flag("logprobs")
+        top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+        if top and not wanted:
+            raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
+        tools = tools_of(fields.get("tools") or [])
+        choice = fields.get("tool_choice")
+        choose_tools(tools, choice)
+        parallel = fields.flag("parallel_tool_calls", True)
+        variables = _template_variables(fields)
+        fields.refuse(UNSUPPORTED, lambda value: value in (["text"], [], "none", {}))
+        if tools and common.structure is not None and choice not in (None, "none", "auto"):
+            raise invalid("response_format: excludes a required tool call", "response_format")
+        logprobs = (top or 0) + 1 if wanted else 0
+        return cls(
+            common, [_message(m, i) for i, m in enumerate(messages)], tools, choice, parallel, logprobs, variables
+        )
+
+
+def _message(message: Any, i: int) -> Any:
+    """A message whose null members are left out, as templates test for absence."""
+    if not isinstance(message, dict):
+        return message  # the template's checks name it
+    kept_null = message.get("content") is None and message.get("tool_calls")
+    copy = {name: value for name, value in message.items() if value is not None}
+    if kept_null:
+        copy["content"] = ""
+    return copy
+
+
+def _template_variables(fields: Fields) -> dict[str, Any]:
+    """Variables of the template: a fixed list of names, so that no request replaces what the server passes."""
+    variables: dict[str, Any] = {}
+    inner = fields.inner("chat_template_kwargs")
+    if inner is not None:
+        for name in TEMPLATE_VARIABLES:
+            value = inner.get(name)
+            if value is not None:
+                if not isinstance(value, (bool, str)) or len(str(value)) > 32:
+                    raise inner.wrong(name, "true, false or a word")
+                variables[name] = value
+        for name in inner.unread():
+            known = ", ".join(TEMPLATE_VARIABLES)
+            raise invalid(f"chat_template_kwargs.{name[:40]}: known are {known}", "chat_template_kwargs")
+    effort = fields.choice("reasoning_effort", EFFORTS)
+    if effort is not None:
+        variables |= {"reasoning_effort": effort}
+        variables.setdefault("enable_thinking", effort not in ("none", "minimal"))
+    return variables
+
+
+class _Prepared:
+    """A request in tokens, with the parser of each answer."""
+
+    def __init__(self, request: ChatRequest, served: Served, exchange: Exchange) -> None:
+        model = served.language
+        callable_tools, self.mode = choose_tools(request.tools, request.choice)
+        uses_calls = bool(request.tools) or any(isinstance(m, dict) and m.get("tool_calls") for m in request.messages)
+        known = model.tool_format if uses_calls else None
+        descriptions = [tool.described() for tool in request.tools] if request.tools and self.mode != "none" else None
+        messages = for_template(request.messages, known) if known is not None else request.messages
+        tokens = model.chat_tokens(messages, tools=descriptions, **request.variables)
+        model.check_fits(tokens, request.common.max_tokens, "messages")
+        self.known = known
+        self._tools = request.tools if self.mode != "none" else []
+        self._model, self.tokens = model, tokens
+
+        def allowed(prompt: Sequence[int]) -> Allowed | None:
+            calls = call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel)
+            return calls if calls is not None else request.common.structured(model, prompt, True)
+
+        self.requests: list[Request] = request.common.requests(
+            [tokens], exchange, logprobs=request.logprobs, answer=True, allowed=allowed
+        )
+
+    def parser(self) -> AnswerParser:
+        return answer_parser(self._model, self.tokens, self._tools)
+
+
+class _Choice:
+    """What a choice has produced: its message, and deltas of it."""
+
+    def __init__(self, prepared: _Prepared) -> None:
+        self._parser, self._prepared = prepared.parser(), prepared
+        self.text, self.thought = "", ""
+        self.calls: list[dict[str, Any]] = []
+
+    def deltas(self, piece: str, final: bool) -> list[dict[str, Any]]:
+        events = self._parser.push(piece) + (self._parser.end() if final else [])
+        return [self._delta(event) for event in _joined(events)]
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event.kind:
+            case "thought":
+                self.thought += event.text
+                return {"reasoning_content": event.text}
+            case "text":
+                self.text += event.text
+                return {"content": event.text}
+            case "name":
+                function = {"name": event.text, "arguments": ""}
+                assert self._prepared.known is not None
+                call = {"id": new_id(self._prepared.known), "type": "function", "function": function}
+                self.calls.append(call)
+                return {"tool_calls": [{"index": len(self.calls) - 1, **call, "function": dict(function)}]}
+        self.calls[-1]["function"]["arguments"] += event.text
+        return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": event.text}}]}
+
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.thought:
+            message["reasoning_content"] = self.thought.strip()
+        if self.calls:
+            message |= {"tool_calls": self.calls, "content": self.text or None}
+        return message
+
+    def finish_reason(self, row: Row) -> str:
+        reason = row.sequence.finish_reason
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """Events with neighbours of one kind as one; each call begins a new one."""
+    result: list[Event] = []
+    for event in events:
+        if result and event.kind == result[-1].kind != "name":
+            result[-1] = Event(event.kind, result[-1].text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
+async def chat_completions(exchange: Exchange, state: State) -> None:
+    fields = Fields(await exchange.json())
+    served = state.find(fields)
+    state.check_room(served)
+
+    def prepare() -> tuple[ChatRequest, _Prepared]:
+        request = ChatRequest.read(fields, state)
+        state.check_unread(fields, exchange)
+        return request, _Prepared(request, served, exchange)
+
+    request, prepared = await asyncio.to_thread(prepare)  # templates and grammars take time
+    generation = Generation(state.engine, served)
+    with state.running(exchange):
+        try:
+            await exchange.until_disconnect(_answer(exchange, request, prepared, served, generation))
+        finally:
+            generation.close()
+
+
+async def _answer(
+    exchange: Exchange, request: ChatRequest, prepared: _Prepared, served: Served, generation: Generation
+) -> None:
+    await generation.start(prepared.requests)
+    head = {
+        "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()),
+        "model": served.name, "system_fingerprint": system_fingerprint(served.language),
+    }  # fmt: skip
+    choices = [_Choice(prepared) for _ in prepared.requests]
+    hidden = served.language.tokenizer.special_ids - served.language.marker_ids
+    if request.common.stream:
+        await exchange.events(_chunks(head, request, choices, generation, hidden))
+        exchange.record |= {"finish": choices[0].finish_reason(generation.rows[0]), **_tokens(generation)}
+        return
+    async for batch in generation.pieces():
+        for row, piece in batch:
+            choices[row.index].deltas(piece, row.finished)
+    listed = []
+    for row, choice in zip(generation.rows, choices, strict=True):
+        entries = generation.fresh_logprobs(row, hidden) if request.logprobs else None
+        listed.append(
+            {"index": row.index, "message": choice.message(), "logprobs": _logprobs(entries, request.logprobs - 1),
+             "finish_reason": choice.finish_reason(row), "seed": row.sequence.sampler.seed}
+        )  # fmt: skip
+    exchange.record |= {"finish": listed[0]["finish_reason"], **_tokens(generation)}
+    await exchange.answer(
+        head | {"choices": listed, "usage": generation.usage(), "service_tier": None, "timings": generation.timings()}
+    )
+
+
+async def _chunks(
+    head: dict[str, Any], request: ChatRequest, choices: Sequence[_Choice], generation: Generation,
+    hidden: frozenset[int],
+) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
+    """Chunks of a streamed answer, in OpenAI's order: the role, deltas, the reason of the end, usage."""
+    head = head | {"object": "chat.completion.chunk"}
+    usage = {"usage": None} if request.common.include_usage else {}
+
+    def chunk(index: int, delta: dict[str, Any], entries: Any = None, finish: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": entries, "finish_reason": finish}
+        return head | {"choices": [choice]} | usage
+
+    yield [chunk(i, {"role": "assistant", "content": ""}) for i in range(len(choices))]
+    async for batch in generation.pieces():
+        chunks = []
+        for row, piece in batch:
+            choice = choices[row.index]
+            deltas = choice.deltas(piece, row.finished)
+            if request.logprobs and (deltas or row.finished):
+                entries = _logprobs(generation.fresh_logprobs(row, hidden), request.logprobs - 1)
+                deltas = deltas or [{"content": ""}]
+                chunks += [chunk(row.index, delta, entries if i == 0 else None) for i, delta in enumerate(deltas)]
+            else:
+                chunks += [chunk(row.index, delta) for delta in deltas]
+            if row.finished:
+                last = chunk(row.index, {}, None, choice.finish_reason(row))
+                last["choices"][0]["seed"] = row.sequence.sampler.seed
+                if all(r.finished for r in generation.rows) and not request.common.include_usage:
+                    last["timings"] = generation.timings()
+                chunks.append(last)
+        if chunks:
+            yield chunks
+    if request.common.include_usage:
+        yield [head | {"choices": [], "usage": generation.usage(), "timings": generation.timings()}]
+
+
+def _logprobs(entries: Sequence[Logprob] | None, top: int) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    content = [_entry(e) | {"top_logprobs": [_entry(t) for t in e.top[:top]]} for e in entries]
+    return {"content": content, "refusal": None}
+
+
+def _entry(entry: Logprob) -> dict[str, Any]:
+    return {"token": entry.text, "logprob": max(entry.logprob, -9999.0), "bytes": list(entry.bytes)}
+
+
+def _tokens(generation: Generation) -> dict[str, int]:
+    usage = generation.usage()
+    return {"prompt_tokens": usage["prompt_tokens"], "completion_tokens": usage["completion_tokens"]}

@@ -1,0 +1,191 @@
+"""`POST /v1/completions`: continues texts or token ids, without a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.engine.language_model import LanguageModel
+from rlx.engine.logprobs import Logprob
+from rlx.engine.scheduler import Request
+from rlx.server.api_errors import ApiError
+from rlx.server.engine_thread import Served
+from rlx.server.exchange import Exchange
+from rlx.server.fields import Fields
+from rlx.server.generation import Generation, Row
+from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
+from rlx.server.state import State
+
+MAX_PROMPTS = 128
+DEFAULT_TOKENS = 16  # of OpenAI's API
+UNSUPPORTED = {"suffix": "rlx does not fill in the middle"}
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A checked request."""
+
+    common: Common
+    prompts: list[Any]
+    echo: bool
+    logprobs: int | None
+
+    @classmethod
+    def read(cls, fields: Fields, state: State) -> CompletionRequest:
+        prompt = fields.get("prompt")
+        ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+        prompts = [prompt] if isinstance(prompt, str) or ids else prompt
+        if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
+            raise fields.wrong("prompt", f"a text, token ids, or a list of 1 to {MAX_PROMPTS} of them")
+        for one in prompts:
+            if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+                raise fields.wrong("prompt", "texts or lists of token ids")
+        common = read_common(fields, state.settings)
+        logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+        echo = fields.flag("echo")
+        fields.refuse(UNSUPPORTED, lambda value: value == "")
+        return cls(common, prompts, echo, logprobs)
+
+
+class _Prepared:
+    """A request in tokens."""
+
+    def __init__(self, request: CompletionRequest, served: Served, exchange: Exchange) -> None:
+        model = served.language
+        common = request.common
+        if common.max_tokens is None:
+            common = Common(**{**vars(common), "max_tokens": DEFAULT_TOKENS})
+        self.prompts = [model.prompt_ids(prompt, "prompt") for prompt in request.prompts]
+        for tokens in self.prompts:
+            model.check_fits(tokens, common.max_tokens, "prompt")
+        self.requests: list[Request] = common.requests(
+            self.prompts, exchange, logprobs=0 if request.logprobs is None else max(request.logprobs, 1), answer=False,
+            allowed=lambda prompt: common.structured(model, prompt, False),
+        )  # fmt: skip
+
+
+class _Choice:
+    """The text of a choice so far, and the places of its tokens."""
+
+    def __init__(self, before: str, entries: Sequence[Logprob | None]) -> None:
+        self.before, self.entries = before, list(entries)
+        self.offset = 0  # characters reported
+
+    def logprobs(self, entries: Sequence[Logprob | None], tokens: Sequence[str], top: int) -> dict[str, Any]:
+        offsets = []
+        for text in tokens:
+            offsets.append(self.offset)
+            self.offset += len(text)
+        return {
+            "tokens": list(tokens),
+            "token_logprobs": [None if e is None else max(e.logprob, -9999.0) for e in entries],
+            "top_logprobs": [
+                None if e is None else {t.text: max(t.logprob, -9999.0) for t in e.top[:top]} for e in entries
+            ]
+            if top
+            else None,
+            "text_offset": offsets,
+        }
+
+
+async def completions(exchange: Exchange, state: State) -> None:
+    fields = Fields(await exchange.json())
+    served = state.find(fields)
+    state.check_room(served)
+
+    def prepare() -> tuple[CompletionRequest, _Prepared]:
+        request = CompletionRequest.read(fields, state)
+        state.check_unread(fields, exchange)
+        return request, _Prepared(request, served, exchange)
+
+    request, prepared = await asyncio.to_thread(prepare)
+    generation = Generation(state.engine, served)
+    with state.running(exchange):
+        try:
+            await exchange.until_disconnect(_answer(exchange, state, request, prepared, served, generation))
+        finally:
+            generation.close()
+
+
+async def _answer(
+    exchange: Exchange, state: State, request: CompletionRequest, prepared: _Prepared, served: Served,
+    generation: Generation,
+) -> None:  # fmt: skip
+    model = served.language
+    scores: list[list[Logprob | None]] = [[] for _ in prepared.prompts]
+    if request.echo and request.logprobs is not None:
+        for i, tokens in enumerate(prepared.prompts):
+            scores[i] = await state.engine.call(functools.partial(_prompt_logprobs, model, tokens, request.logprobs))
+    await generation.start(prepared.requests)
+    head = {
+        "id": f"cmpl-{exchange.id}", "object": "text_completion", "created": int(time.time()), "model": served.name,
+        "system_fingerprint": system_fingerprint(model),
+    }  # fmt: skip
+    count = request.common.count
+    befores = [model.tokenizer.decode(tokens, skip_special=True) if request.echo else "" for tokens in prepared.prompts]
+    choices = [_Choice(befores[i // count], scores[i // count]) for i in range(len(prepared.requests))]
+    if request.common.stream:
+        await exchange.events(_chunks(head, request, prepared, model, choices, generation))
+    else:
+        await generation.finish()
+        listed = [
+            _described(request, prepared, model, choices[row.index], generation, row, row.sequence.text, True)
+            for row in generation.rows
+        ]
+        usage = generation.usage(len(prepared.prompts))
+        await exchange.answer(head | {"choices": listed, "usage": usage, "timings": generation.timings()})
+    exchange.record |= {"finish": generation.rows[0].sequence.finish_reason}
+
+
+def _described(
+    request: CompletionRequest, prepared: _Prepared, model: LanguageModel, choice: _Choice, generation: Generation,
+    row: Row, text: str, first: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """A choice, or a chunk of it; its first one has the prompt if that is echoed."""
+    logprobs = None
+    if request.logprobs is not None:
+        hidden = model.tokenizer.special_ids
+        entries: list[Logprob | None] = list(generation.fresh_logprobs(row, hidden))
+        texts = [entry.text for entry in entries if entry is not None]
+        if first and request.echo:
+            prompt = prepared.prompts[row.index // request.common.count]
+            entries = [*choice.entries, *entries]
+            texts = [model.tokenizer.token_bytes(t).decode("utf-8", "replace") for t in prompt] + texts
+        logprobs = choice.logprobs(entries, texts, request.logprobs)
+    return {
+        "index": row.index, "text": (choice.before if first else "") + text, "logprobs": logprobs,
+        "finish_reason": row.sequence.finish_reason if row.finished else None,
+        **({"seed": row.sequence.sampler.seed} if row.finished else {}),
+    }  # fmt: skip
+
+
+async def _chunks(
+    head: dict[str, Any], request: CompletionRequest, prepared: _Prepared, model: LanguageModel,
+    choices: Sequence[_Choice], generation: Generation,
+) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
+    begun: set[int] = set()
+    usage = {"usage": None} if request.common.include_usage else {}
+    async for batch in generation.pieces():
+        chunks = []
+        for row, piece in batch:
+            first = row.index not in begun
+            begun.add(row.index)
+            choice = _described(request, prepared, model, choices[row.index], generation, row, piece, first)
+            chunks.append(head | {"choices": [choice]} | usage)
+        yield chunks
+    if request.common.include_usage:
+        yield [head | {"choices": [], "usage": generation.usage(len(prepared.prompts))}]
+
+
+def _prompt_logprobs(model: LanguageModel, tokens: list[int], top: int | None) -> list[Logprob | None]:
+    """Log-probabilities of a prompt's tokens; the first has none."""
+    if len(tokens) < 2:
+        return [None] * len(tokens)
+    scores = model.score(tokens[1:], prompt=tokens[:1], logprobs=max(top or 0, 0))
+    if len(scores.tokens) != len(tokens) - 1:
+        raise ApiError(500, "the scores of a prompt are incomplete")
+    return [None, *scores.tokens]

@@ -1,0 +1,248 @@
+"""The engine thread: loads the models, runs their schedulers in turns, and embeds what waits in one call.
+
+Requests come from any thread; what they produce goes to the event loop once per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.arrays import Array
+from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.language_model import LanguageModel
+from rlx.engine.scheduler import Request, Scheduler, Ticket
+from rlx.errors import OverloadedError, RequestError, RlxError
+
+LOG = logging.getLogger("rlx.server")
+EMBED_TOKENS = 16384  # per call, so that decode steps of other models wait no longer
+MAX_EMBEDDINGS = 512  # requests that wait
+IDLE_S = 0.5
+STUCK_S = 60.0  # a step that takes longer is stuck: the server is not ready
+
+Loader = Callable[[], Any]
+Deliver = Callable[[Any], None]  # on the event loop
+
+
+@dataclass
+class EmbeddingJob:
+    """Rows of token ids of one request."""
+
+    rows: Sequence[Sequence[int]]
+    done: Callable[[Array | BaseException], None]  # called on the event loop
+
+
+class EmbeddingQueue:
+    """Embeds the rows of all requests that wait in one call."""
+
+    def __init__(self, model: EmbeddingModel) -> None:
+        self._model = model
+        self._waiting: deque[EmbeddingJob] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, job: EmbeddingJob) -> None:
+        with self._lock:
+            if len(self._waiting) >= MAX_EMBEDDINGS:
+                raise OverloadedError(f"{MAX_EMBEDDINGS} requests wait already", retry_after=1.0)
+            self._waiting.append(job)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def step(self, deliver: Callable[[Deliver, Any], None]) -> bool:
+        """Embed what waits, up to a number of tokens; whether there was anything."""
+        jobs, size = list[EmbeddingJob](), 0
+        with self._lock:
+            while self._waiting and (not jobs or size + sum(map(len, self._waiting[0].rows)) <= EMBED_TOKENS):
+                jobs.append(self._waiting.popleft())
+                size += sum(map(len, jobs[-1].rows))
+        if not jobs:
+            return False
+        try:
+            vectors = self._model.embed_tokens([row for job in jobs for row in job.rows])
+        except Exception as error:
+            for job in jobs:
+                deliver(job.done, error)
+            return True
+        at = 0
+        for job in jobs:
+            deliver(job.done, vectors[at : at + len(job.rows)])
+            at += len(job.rows)
+        return True
+
+
+@dataclass
+class Served:
+    """A model, and what runs its requests."""
+
+    name: str
+    model: Any
+    scheduler: Scheduler | None = None
+    embeddings: EmbeddingQueue | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def language(self) -> LanguageModel:
+        if not isinstance(self.model, LanguageModel):
+            raise RequestError(f"model: {self.name} gives vectors, not text", hint="use /v1/embeddings")
+        return self.model
+
+    @property
+    def embedding(self) -> EmbeddingModel:
+        if not isinstance(self.model, EmbeddingModel):
+            raise RequestError(f"model: {self.name} generates text and has no embeddings", hint="serve an encoder")
+        return self.model
+
+
+class EngineThread:
+    """Owns the models. `start` returns at once; `loaded` is set when requests are taken."""
+
+    def __init__(
+        self, loaders: Mapping[str, Loader], *, rows: int | None = None, cache_bytes: int | None = None,
+        max_queued: int = 512, max_queued_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        self._loaders = loaders
+        self._options: dict[str, Any] = {
+            "rows": rows, "cache_bytes": cache_bytes, "max_queued": max_queued, "max_queued_tokens": max_queued_tokens,
+        }  # fmt: skip
+        self.served: dict[str, Served] = {}
+        self.loaded = threading.Event()
+        self.failure: BaseException | None = None  # of loading
+        self.active = 0  # requests, counted on the event loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outbox: list[tuple[Deliver, Any]] = []
+        self._jobs: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._step_began = 0.0  # clock; 0: no step runs
+        self._thread = threading.Thread(target=self._run, name="rlx-engine", daemon=True)
+
+    # -- event loop --
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its step, and close the models."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken, and the engine is alive."""
+        began = self._step_began
+        stuck = bool(began) and time.monotonic() - began > STUCK_S
+        return self.loaded.is_set() and self._thread.is_alive() and not stuck and not self._stopping
+
+    def is_full(self, served: Served) -> bool:
+        """Whether as many requests of a model wait as may."""
+        scheduler = served.scheduler
+        return scheduler is not None and scheduler.statistics().requests_waiting >= self._options["max_queued"]
+
+    def submit(self, served: Served, request: Request, deliver: Callable[[tuple[Ticket, str]], None]) -> Ticket:
+        """Run a request; its pieces are delivered on the event loop, an empty one at the end. From any thread."""
+        assert served.scheduler is not None
+        ticket = served.scheduler.submit(request, lambda ticket, piece: self._post(deliver, (ticket, piece)))
+        self._wake.set()
+        return ticket
+
+    def embed(self, served: Served, job: EmbeddingJob) -> None:
+        assert served.embeddings is not None
+        served.embeddings.submit(job)
+        self._wake.set()
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function between steps of the engine; awaits its result."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def done(result: Any) -> None:
+            if not future.done():
+                if isinstance(result, BaseException):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+
+        self._jobs.append((function, done))
+        self._wake.set()
+        return await future
+
+    # -- engine thread --
+    def _post(self, deliver: Deliver, item: Any) -> None:
+        self._outbox.append((deliver, item))
+
+    def _run(self) -> None:
+        try:
+            for name, loader in self._loaders.items():
+                self._add(name, loader())
+        except BaseException as error:
+            self.failure = error
+            self.loaded.set()
+            return
+        self.loaded.set()
+        try:
+            while not self._stopping:
+                if not self._turn():
+                    self._wake.wait(IDLE_S)
+                    self._wake.clear()
+        finally:
+            for served in self.served.values():
+                if served.scheduler is not None:
+                    served.scheduler.close()
+                self._flush()
+                served.model.close()
+
+    def _add(self, name: str, model: Any) -> None:
+        if isinstance(model, LanguageModel):
+            self.served[name] = Served(name, model, scheduler=Scheduler(model, **self._options))
+        elif isinstance(model, EmbeddingModel):
+            self.served[name] = Served(name, model, embeddings=EmbeddingQueue(model))
+        else:
+            raise RequestError(f"serve: {name} is a {model.facts.kind}, expected a decoder or an encoder")
+
+    def _turn(self) -> bool:
+        """One step of every model, then one job; whether there was any work."""
+        busy = False
+        self._step_began = time.monotonic()
+        for served in self.served.values():
+            try:
+                if served.scheduler is not None:
+                    busy |= served.scheduler.step()
+                elif served.embeddings is not None:
+                    busy |= served.embeddings.step(self._post)
+            except Exception as error:  # a defect: requests that it belongs to time out, the others go on
+                LOG.error("%s: a step failed: %s", served.name, type(error).__name__, exc_info=not_private(error))
+        if self._jobs:
+            function, done = self._jobs.popleft()
+            try:
+                result = function()
+            except Exception as error:
+                result = error
+            self._post(done, result)
+            busy = True
+        self._step_began = 0.0
+        self._flush()
+        return busy
+
+    def _flush(self) -> None:
+        if self._outbox and self._loop is not None and not self._loop.is_closed():
+            items, self._outbox = self._outbox, []
+            self._loop.call_soon_threadsafe(_deliver, items)
+
+
+def _deliver(items: Sequence[tuple[Deliver, Any]]) -> None:
+    for deliver, item in items:
+        deliver(item)
+
+
+def not_private(error: BaseException) -> BaseException | bool:
+    """The error for a log, unless its message may quote a request."""
+    return False if isinstance(error, RlxError) else error

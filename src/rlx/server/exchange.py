@@ -1,0 +1,130 @@
+"""One request and its answer over ASGI: the body with its limits, JSON answers, event streams, and disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+from rlx.server.api_errors import ApiError, invalid
+from rlx.server.fields import read_json
+from rlx.server.settings import MAX_BODY
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Result = TypeVar("Result")
+BODY_S = 30.0  # seconds to send a body
+PING_S = 15.0  # silence after which a stream sends a comment: proxies cut silent connections
+LARGE = 1 << 16  # bytes: larger bodies are parsed in a thread
+
+
+class Disconnected(Exception):
+    """The client has left."""
+
+
+class Exchange:
+    """A request, and what is sent back."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope, self._receive, self._send = scope, receive, send
+        self.id: str = scope["rlx.id"]
+        self.client: str = scope["rlx.client"]  # for fair shares: the owner of a key, or an address
+        self.namespace: str = scope["rlx.namespace"]  # of the prefix cache
+        self.record: dict[str, Any] = scope["rlx.record"]  # for the log
+        self.headers: dict[str, str] = {}  # of the answer
+
+    async def body(self) -> bytes:
+        """The body; raises ApiError if it is too long or too slow."""
+        parts, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Disconnected
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > MAX_BODY:
+                        raise ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB", code="body_too_large")
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError as error:
+            raise ApiError(408, f"the body took more than {BODY_S:g} seconds", code="timeout") from error
+
+    async def json(self) -> Any:
+        data = await self.body()
+        if not data.strip():
+            raise invalid("the body is empty, expected a JSON object", code="invalid_json")
+        return await asyncio.to_thread(read_json, data) if len(data) > LARGE else read_json(data)
+
+    # -- answers --
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.record["status"] = status
+        pairs = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in {**headers, **self.headers}.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer(self, value: Any, status: int = 200) -> None:
+        """An answer in JSON."""
+        data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        await self.start(status, {"content-type": "application/json", "content-length": str(len(data))})
+        await self.write(data, more=False)
+
+    async def text(self, text: str, kind: str, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        data = text.encode()
+        await self.start(status, {"content-type": kind, "content-length": str(len(data)), **(headers or {})})
+        await self.write(data, more=False)
+
+    async def events(self, items: AsyncIterator[Any]) -> None:
+        """A stream of server-sent events, with a comment whenever it is silent for long; then `[DONE]`."""
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        await self.start(200, headers | {"x-accel-buffering": "no"})
+        try:
+            pending: asyncio.Task[Any] = asyncio.ensure_future(anext(items))
+            try:
+                while True:
+                    done, _ = await asyncio.wait({pending}, timeout=PING_S)
+                    if not done:
+                        await self.write(b": ping\n\n")
+                        continue
+                    try:
+                        batch = pending.result()
+                    except StopAsyncIteration:
+                        break
+                    pending = asyncio.ensure_future(anext(items))
+                    await self.write(b"".join(map(event, batch)))
+            finally:
+                pending.cancel()
+            await self.write(b"data: [DONE]\n\n", more=False)
+        except ApiError as error:  # the status is sent already: an event is all that is left
+            self.record["error"] = error.code or error.status
+            await self.write(event(error.body()), more=False)
+
+    async def until_disconnect(self, work: Awaitable[Result]) -> Result:
+        """Await work; raises Disconnected, with the work cancelled, as soon as the client leaves."""
+        task = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(self._disconnect())
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Disconnected
+        finally:
+            leaving.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event with JSON data."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"

@@ -1,0 +1,138 @@
+"""Sequences that the engine generates for one request, seen from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.engine.generate import Sequence as TokenSequence
+from rlx.engine.logprobs import Logprob
+from rlx.engine.scheduler import Request, Ticket
+from rlx.server.api_errors import ApiError, of_rlx
+from rlx.server.engine_thread import EngineThread, Served
+
+
+@dataclass
+class Row:
+    """One sequence of a request: its text, and how much of it was read."""
+
+    index: int
+    ticket: Ticket | None = None
+    waiting: list[str] = field(default_factory=list)  # pieces that nobody has read
+    ended: bool = False  # the engine has sent all
+    finished: bool = False  # the reader has got all
+    logprobs_read: int = 0
+    text_bytes: int = 0
+
+    @property
+    def sequence(self) -> TokenSequence:
+        assert self.ticket is not None
+        return self.ticket.sequence
+
+
+class Generation:
+    """Runs requests, and gives their pieces as they come. Close it to cancel what still runs."""
+
+    def __init__(self, engine: EngineThread, served: Served) -> None:
+        self._engine, self._served = engine, served
+        self.rows: list[Row] = []
+        self._news = asyncio.Event()
+
+    async def start(self, requests: Sequence[Request]) -> None:
+        """Submit the requests; raises ApiError if they are refused."""
+        self.rows = [Row(i) for i in range(len(requests))]
+
+        def submit() -> None:
+            for row, request in zip(self.rows, requests, strict=True):
+                row.ticket = self._engine.submit(self._served, request, self._receiver(row))
+
+        try:
+            await asyncio.to_thread(submit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _receiver(self, row: Row) -> Any:
+        def receive(item: tuple[Ticket, str]) -> None:
+            ticket, piece = item
+            if piece:
+                row.waiting.append(piece)
+            row.ended = row.ended or ticket.done
+            self._news.set()
+
+        return receive
+
+    async def pieces(self) -> AsyncIterator[list[tuple[Row, str]]]:
+        """New text of rows, as much as there is; a row that has ended comes once more, with `finished` set."""
+        while not all(row.finished for row in self.rows):
+            await self._news.wait()
+            self._news.clear()
+            batch: list[tuple[Row, str]] = []
+            for row in self.rows:
+                if row.finished or not (row.waiting or row.ended):
+                    continue
+                text, row.waiting = "".join(row.waiting), []
+                row.finished = row.ended
+                if row.ended:
+                    self._check(row)
+                batch.append((row, text))
+            if batch:
+                yield batch
+
+    async def finish(self) -> None:
+        """Wait for the end of all rows."""
+        async for _ in self.pieces():
+            pass
+
+    def _check(self, row: Row) -> None:
+        assert row.ticket is not None
+        error = row.ticket.error
+        if error is not None:
+            raise of_rlx(error)
+        if row.sequence.finish_reason not in ("stop", "length"):
+            raise ApiError(503, "the server is stopping", code="stopping")
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        for row in self.rows:
+            if row.ticket is not None and not row.ticket.done:
+                row.ticket.cancel()
+
+    # -- facts for answers --
+    def usage(self, prompts: int = 1) -> dict[str, Any]:
+        """Token counts; the rows of one prompt count it once."""
+        per_prompt = max(len(self.rows) // prompts, 1)
+        firsts = [row.sequence.usage for row in self.rows[::per_prompt]]
+        prompt = sum(usage.prompt_tokens for usage in firsts)
+        completion = sum(row.sequence.usage.completion_tokens for row in self.rows)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
+        }  # fmt: skip
+
+    def timings(self) -> dict[str, float]:
+        """Speeds of the first row."""
+        times = self.rows[0].sequence.timings
+        return {
+            "prompt_ms": round(1000 * times.prompt_seconds, 3), "predicted_ms": round(1000 * times.answer_seconds, 3),
+            "prompt_per_second": round(times.prompt_per_second, 3),
+            "predicted_per_second": round(times.answer_per_second, 3),
+        }  # fmt: skip
+
+    def fresh_logprobs(self, row: Row, hidden: frozenset[int]) -> list[Logprob]:
+        """Log-probabilities of tokens whose text was not reported yet; none of tokens that are not in the text."""
+        known = row.sequence.logprobs or []
+        fresh = known[row.logprobs_read : len(known)]
+        row.logprobs_read += len(fresh)
+        result = []
+        limit = len(row.sequence.text.encode()) if row.sequence.finish_reason else None
+        for entry in fresh:
+            if entry.token in hidden:
+                continue
+            if limit is not None and row.text_bytes >= limit:
+                break  # of a stop string
+            row.text_bytes += len(entry.bytes)
+            result.append(entry)
+        return result

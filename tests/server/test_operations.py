@@ -1,0 +1,325 @@
+"""Operating a server: health, metrics, ids, logs, cancelling, overload, stopping, units and containers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlx
+from rlx.cli.main import main
+from rlx.errors import OverloadedError
+from rlx.server import engine_thread
+from rlx.server.serve import Server, running
+from rlx.server.settings import ServerSettings
+
+from .raw_http import connect, json_bytes, request_bytes
+
+pytestmark = pytest.mark.serve
+ROOT = Path(__file__).parents[2]
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+LONG = BODY | {"max_tokens": 900, "logit_bias": {"0": -100, "2": -100}}  # bans the ends of texts
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
+
+
+def statistics(server: Server) -> Any:
+    scheduler = server.state.engine.served["tiny"].scheduler
+    assert scheduler is not None
+    return scheduler.statistics()
+
+
+def slow_down(server: Server) -> None:
+    """Steps of a small model take no time; let them take some."""
+    scheduler = server.state.engine.served["tiny"].scheduler
+    assert scheduler is not None
+    step = scheduler.step
+
+    def slow_step() -> bool:
+        time.sleep(0.005)
+        return step()
+
+    scheduler.step = slow_step  # type: ignore[method-assign]
+
+
+def test_health_and_readiness(http: Any) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/ready").json() == {"status": "ready"}
+
+
+def test_a_stuck_step_is_not_ready(server: Server, http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "STUCK_S", 0.05)
+    assert http.get("/ready").status_code == 200
+    blocked = threading.Event()
+
+    async def block() -> None:
+        await server.state.engine.call(lambda: blocked.wait(5))
+
+    loop = server.state.engine._loop
+    assert loop is not None
+    waiting = asyncio.run_coroutine_threadsafe(block(), loop)
+    try:
+        assert until(lambda: http.get("/ready").status_code == 503)
+        assert http.get("/health").status_code == 200
+    finally:
+        blocked.set()
+    waiting.result(10)
+    assert until(lambda: http.get("/ready").status_code == 200)
+
+
+def test_metrics_are_prometheus(http: Any) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    http.post("/v1/chat/completions", json=BODY)
+    http.post("/v1/embeddings", json={"model": "encoder", "input": "the cat"})
+    answer = http.get("/metrics")
+    families = {f.name: f for f in parser.text_string_to_metric_families(answer.text)}
+    for name in ("rlx_requests", "rlx_prompt_tokens", "rlx_prompt_tokens_cached", "rlx_generation_tokens",
+                 "rlx_step_rows",
+                 "rlx_time_to_first_token_seconds", "rlx_inter_token_latency_seconds", "rlx_request_queue_seconds",
+                 "rlx_requests_running", "rlx_requests_waiting", "rlx_kv_used_ratio", "rlx_preemptions", "rlx_rejected",
+                 "rlx_embedding_texts", "rlx_process_resident_bytes"):  # fmt: skip
+        assert name in families, name
+    labels = {label for f in families.values() for sample in f.samples for label in sample.labels}
+    assert labels <= {"model", "endpoint", "status", "finish", "reason", "phase", "le"}
+    texts = [sample for sample in families["rlx_embedding_texts"].samples if sample.name.endswith("_total")]
+    assert texts[0].value >= 1
+    assert families["rlx_process_resident_bytes"].samples[0].value > 1e6
+
+
+def test_every_answer_has_an_id(http: Any) -> None:
+    assert http.get("/health", headers={"x-request-id": "my-id_7"}).headers["x-request-id"] == "my-id_7"
+    for wrong in ("x" * 200, "a b", "<script>"):
+        assert re.fullmatch(
+            "[0-9a-f]{32}", http.get("/nothing", headers={"x-request-id": wrong}).headers["x-request-id"]
+        )
+
+
+def test_the_log_has_lines_and_no_texts(loaders: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    import httpx2 as httpx
+
+    settings = ServerSettings(port=0, log_requests=True)
+    with running({"tiny": loaders["tiny"]}, settings) as server, httpx.Client(base_url=server.address) as client:
+        secret = "my bank is open"
+        body = BODY | {"messages": [{"role": "user", "content": secret}]}
+        client.post("/v1/chat/completions", json=body, headers={"x-request-id": "one", "authorization": "Bearer tok"})
+        client.post("/v1/chat/completions", json=body | {"n": -1}, headers={"x-request-id": "two"})
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert [line["id"] for line in lines] == ["one", "two"] and [line["status"] for line in lines] == [200, 400]
+    assert lines[0]["completion_tokens"] >= 1 and lines[0]["seconds"] > 0
+    assert "bank" not in str(lines) and "tok" not in {str(v) for line in lines for v in line.values()}
+
+
+# -- clients that leave -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(server: Server, http: Any, stream: bool) -> None:
+    before = sum(statistics(server).cancelled_total.values())
+    with connect(server.address) as one:
+        one.sendall(request_bytes(body=json_bytes(LONG | {"stream": stream})))
+        assert until(lambda: statistics(server).requests_running >= 1)
+        if stream:
+            assert one.recv(100)
+    assert until(lambda: statistics(server).requests_running == 0, 2.0)
+    assert sum(statistics(server).cancelled_total.values()) == before + 1
+
+
+def test_queued_requests_of_clients_that_left_do_not_run(loaders: Any, model: rlx.LanguageModel) -> None:
+    import httpx2 as httpx
+
+    with running({"tiny": loaders["tiny"]}, rows=1) as server:
+        slow_down(server)
+        clients = [connect(server.address) for _ in range(5)]
+        for i, one in enumerate(clients):
+            one.sendall(request_bytes(body=json_bytes(LONG | {"max_tokens": 300, "seed": i})))
+        assert until(lambda: statistics(server).requests_waiting >= 3)
+        for one in clients[1:]:
+            one.close()
+        assert until(lambda: statistics(server).requests_waiting == 0)
+        with httpx.Client(base_url=server.address, timeout=60) as client:
+            answer = client.post("/v1/chat/completions", json=BODY | {"seed": 4, "max_tokens": 20}).json()
+        expected = model.chat("hi", max_tokens=20, temperature=1.0, seed=4)
+        assert answer["choices"][0]["message"]["content"] == expected.text
+        clients[0].close()
+
+
+def test_the_queue_is_bounded(loaders: Any) -> None:
+    import httpx2 as httpx
+
+    with running({"tiny": loaders["tiny"]}, rows=1, max_queued=2) as server:
+        slow_down(server)
+        clients = [connect(server.address) for _ in range(3)]
+        clients[0].sendall(request_bytes(body=json_bytes(LONG)))
+        assert until(lambda: statistics(server).requests_running == 1)
+        for one in clients[1:]:
+            one.sendall(request_bytes(body=json_bytes(LONG)))
+        assert until(lambda: statistics(server).requests_waiting == 2)
+        with httpx.Client(base_url=server.address) as client:
+            answer = client.post("/v1/chat/completions", json=BODY)
+            assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+            assert client.get("/health").status_code == 200
+        for one in clients:
+            one.close()
+
+
+def test_embeddings_have_a_queue_of_their_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "MAX_EMBEDDINGS", 0)
+    embeddings = server.state.engine.served["encoder"].embeddings
+    assert embeddings is not None
+    with pytest.raises(OverloadedError):
+        embeddings.submit(engine_thread.EmbeddingJob([[1]], lambda _: None))
+
+
+def test_a_request_has_a_deadline(http: Any) -> None:
+    answer = http.post("/v1/chat/completions", json=LONG | {"timeout": 0.05}).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] < 900
+
+
+def test_many_embedding_clients_share_calls(server: Server) -> None:
+    import httpx2 as httpx
+
+    encoder = server.state.engine.served["encoder"].model
+    texts = [f"the cat {i}" for i in range(24)]
+    answers: dict[int, list[float]] = {}
+
+    def ask(i: int) -> None:
+        with httpx.Client(base_url=server.address, timeout=60) as client:
+            answer = client.post("/v1/embeddings", json={"model": "encoder", "input": texts[i]}).json()
+            answers[i] = answer["data"][0]["embedding"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(answers[i] == encoder.embed(text).tolist() for i, text in enumerate(texts))
+
+
+# -- start and stop ---------------------------------------------------------------------------------------------------
+def test_models_that_cannot_be_loaded_end_the_server(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"nothing|not|no "), running({"x": lambda: rlx.load(tmp_path / "nothing")}):
+        pass
+
+
+def test_stopping_lets_running_requests_end(copied: Path, tmp_path: Path) -> None:
+    """SIGTERM: no more requests, the running stream goes on to its end, the exit code is 0."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "rlx", "serve", str(copied), "--port", "0", "--grace", "20", "--log-requests"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        address = re.search(r"at (http://\S+)", line)
+        assert address, line
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        with connect(address[1]) as one:
+            assert until(lambda: _ready(address[1]), 60)
+            body = LONG | {"model": "model", "stream": True, "max_tokens": 700}
+            one.sendall(request_bytes(body=json_bytes(body)))
+            data = one.recv(1000)
+            process.send_signal(signal.SIGTERM)
+            while piece := one.recv(1 << 16):
+                data += piece
+        assert process.wait(30) == 0
+    assert b'"finish_reason":"length"' in data and b"[DONE]" in data
+
+
+@pytest.mark.parametrize("grace", [10.0, 0.1])
+def test_a_running_stream_has_some_time_when_the_server_stops(loaders: Any, grace: float) -> None:
+    import httpx2 as httpx
+
+    with running({"tiny": loaders["tiny"]}, ServerSettings(port=0, grace=grace)) as server:
+        slow_down(server)
+        with connect(server.address) as one:
+            one.sendall(request_bytes(body=json_bytes(LONG | {"stream": True, "max_tokens": 200})))
+            data = one.recv(1000)
+            assert until(lambda: statistics(server).generation_tokens_total > 3)
+            server.should_exit = True
+            assert until(lambda: server.state.stopping)
+            if grace > 1:
+                refused = httpx.post(f"{server.address}/v1/chat/completions", json=BODY)
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+            while piece := one.recv(1 << 16):
+                data += piece
+    if grace > 1:
+        assert b'"finish_reason":"length"' in data and data.count(b"data: ") > 100
+    else:
+        assert b'"code":"stopping"' in data and b"[DONE]" not in data
+
+
+def _ready(address: str) -> bool:
+    import httpx2 as httpx
+
+    return bool(httpx.get(f"{address}/ready").status_code == 200)
+
+
+def test_commands_that_cannot_work_say_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-long-enough-key\n")
+    keys.chmod(0o644)
+    for words, reason in (
+        (["--host", "0.0.0.0"], "there is no key"), (["--key-file", str(keys)], "others may read it"),
+        (["--port", "-1"], "--port is -1"), (["--rows", "0"], "--rows is 0"),
+        (["--alias", "x=nothing"], "expected a new name"),
+    ):  # fmt: skip
+        assert main(["serve", str(tmp_path), *words]) != 0
+        assert reason in capsys.readouterr().err
+
+
+# -- files for operators ----------------------------------------------------------------------------------------------
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
+def test_the_unit_is_valid(tmp_path: Path) -> None:
+    unit = tmp_path / "rlx.service"
+    text = (ROOT / "deploy" / "rlx.service").read_text()
+    unit.write_text(text.replace("/usr/bin/env /opt/rlx/bin/rlx", "/usr/bin/env rlx"))
+    result = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert result.returncode == 0 and "rlx.service" not in result.stderr, result.stderr
+
+
+def test_the_unit_and_the_container_use_options_that_exist() -> None:
+    from rlx.cli.main import parser
+
+    known = parser("serve").format_help() + "".join(a.format_help() for a in _subparsers(parser("serve")))
+    for name in ("rlx.service", "Containerfile"):
+        text = (ROOT / "deploy" / name).read_text()
+        command = next(line for line in text.splitlines() if line.startswith(("ExecStart", "ENTRYPOINT")))
+        options = re.findall(r"--[a-z-]+", command)
+        assert options and all(option in known for option in options)
+
+
+def _subparsers(top: Any) -> list[Any]:
+    return [inner for action in top._actions if hasattr(action, "choices") and isinstance(action.choices, dict)
+            for inner in action.choices.values()]  # fmt: skip
+
+
+@pytest.mark.large
+def test_the_lines_of_the_container_run(tmp_path: Path) -> None:
+    """The RUN lines that need no root, in a fresh virtual environment."""
+    lines = re.findall(r"^RUN (.+)$", (ROOT / "deploy" / "Containerfile").read_text(), re.M)
+    mine = [line.replace("/opt/rlx", str(tmp_path / "venv")) for line in lines if "useradd" not in line]
+    assert len(mine) == 3
+    for line in mine:
+        line = line.replace("python -m venv", f"{sys.executable} -m venv")
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        subprocess.run(line, shell=True, check=True, cwd=ROOT, env=environment)
+    script = "import rlx.server.serve, rlx.engine.structured; print('ok')"
+    command = [str(tmp_path / "venv" / "bin" / "python"), "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "ok\n"

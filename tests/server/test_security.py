@@ -1,0 +1,437 @@
+"""What happened to other servers does not happen to this one: each test is a class of incidents."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlx
+from rlx.errors import RequestError
+from rlx.server.app import ROUTES
+from rlx.server.guard import PUBLIC
+from rlx.server.metrics import resident_bytes
+from rlx.server.serve import Server, running
+from rlx.server.settings import MAX_BODY, Keys, ServerSettings, host_name
+
+from .raw_http import connect, json_bytes, read_status, request_bytes, status_of
+
+pytestmark = pytest.mark.serve
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+SOURCES = sorted((Path(rlx.__file__).parent / "server").glob("*.py"))
+KEY, OTHER_KEY = "a-long-enough-key", "another-good-key"
+
+
+# -- parameters without bounds (CVE-2026-34756), numbers that parsers let through -------------------------------------
+NUMBERS = ("n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "top_logprobs",
+           "frequency_penalty", "presence_penalty", "repetition_penalty", "timeout", "best_of")  # fmt: skip
+
+
+REAL = ("temperature", "timeout", "frequency_penalty", "presence_penalty", "top_p", "repetition_penalty")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_hostile_numbers_are_answered_at_once(http: Any, name: str) -> None:
+    before = resident_bytes()
+    for text in ("-1", "2147483648", "9223372036854775808", "1e308", "1e999", "-1e999", "NaN", "Infinity", '"7"',
+                 "true",
+                 "[]", "{}", "1" * 5000, "1.5", '"' + "9" * 1000 + '"'):  # fmt: skip
+        if name in REAL and text in ("1.5", "-1"):
+            continue
+        base = {field: value for field, value in BODY.items() if field != name}
+        body = json.dumps(base)[:-1] + f', "{name}": {text}}}'
+        start = time.perf_counter()
+        answer = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        seconds = time.perf_counter() - start
+        accepted = {"seed": ("-1", "2147483648"), "top_k": ("-1",), "max_tokens": ("2147483648",),
+                    "max_completion_tokens": ("2147483648",)}.get(name, ())  # fmt: skip
+        if text in accepted:
+            continue
+        assert answer.status_code == 400, (name, text, answer.text)
+        assert answer.json()["error"]["type"] == "invalid_request_error" and seconds < 1.0
+    assert resident_bytes() - before < 64 << 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stop": ["x"] * 17}, {"stop": ["x" * 300]}, {"stop": [""]}, {"stop": 3}, {"logit_bias": {"x": 1}},
+        {"logit_bias": {"1": 101}}, {"logit_bias": {str(i): 1 for i in range(2000)}}, {"logit_bias": {"999999": 1}},
+        {"logit_bias": {"-1": 1}}, {"top_logprobs": 5}, {"logprobs": True, "top_logprobs": 21}, {"messages": []},
+        {"messages": "hi"}, {"messages": [{"role": "root", "content": "x"}]}, {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        {"messages": [{"role": "user", "tool_calls": True}, 1.5, "x"]}, {"messages": [3],
+        "tools": [{"function": {"name": "f"}}]},
+        {"stream": "yes"}, {"stream_options": 3}, {"response_format": {"type": "xml"}}, {"response_format": {}},
+        {"response_format": {"type": "json_schema"}}, {"tools": [{}]}, {"tools": "x"}, {"tool_choice": "often"},
+        {"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"tools": 1}},
+        {"chat_template_kwargs": {"enable_thinking": [1]}}, {"reasoning_effort": "extreme"}, {"modalities": ["audio"]},
+        {"max_tokens": 1, "max_completion_tokens": 2}, {"structured_outputs": {"xml": "x"}},
+        {"grammar": "start: (" * 9},
+        {"regex": "("}, {"json_schema": {"not": {}}}, {"grammar": "x", "regex": "y"},
+    ],
+    ids=lambda change: json.dumps(change)[:40],
+)  # fmt: skip
+def test_wrong_fields_are_refused_and_named(http: Any, change: dict[str, Any]) -> None:
+    answer = http.post("/v1/chat/completions", json=BODY | change)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"} and error["message"]
+    assert "Traceback" not in answer.text and "/src/" not in answer.text
+
+
+def test_what_cannot_be_enforced_is_named(http: Any) -> None:
+    for schema, word in (
+        ({"not": {}}, "not"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"type": "string", "format": "zz"}, "zz"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"uniqueItems": True}, "uniqueItems"),
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        error = http.post("/v1/chat/completions", json=BODY | {"response_format": form}).json()["error"]
+        assert word in error["message"], error
+
+
+def test_unknown_fields_are_said(http: Any, loaders: Any) -> None:
+    answer = http.post("/v1/chat/completions", json=BODY | {"no_such_field": 1, "user": "me"})
+    assert answer.status_code == 200 and answer.headers["x-rlx-ignored"] == "no_such_field"
+
+
+def test_prompts_that_are_too_long_are_never_cut(http: Any) -> None:
+    for body, path in (({**BODY, "messages": [{"role": "user", "content": "x" * 5000}]}, "chat/completions"),
+                       ({"model": "tiny", "prompt": "x" * 5000}, "completions"),
+                       ({"model": "tiny", "prompt": [5] * 5000}, "completions")):  # fmt: skip
+        answer = http.post(f"/v1/{path}", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["n_ctx"]) == (400, "context_length_exceeded", 1024)
+        assert error["n_prompt_tokens"] >= 5000
+    huge = http.post("/v1/completions", json={"model": "tiny", "prompt": "x" * 4_000_000})
+    assert huge.json()["error"]["code"] == "context_length_exceeded"
+    text = {"model": "encoder", "input": "the cat " * 500}
+    assert http.post("/v1/embeddings", json=text).status_code == 400
+    assert http.post("/v1/embeddings", json=text | {"truncate": True}).status_code == 200
+
+
+def test_ids_outside_the_vocabulary_are_refused(http: Any) -> None:
+    for prompt in ([1, 2, 10**6], [-1], [2**63], [1.5], [True], [], [[]]):
+        assert http.post("/v1/completions", json={"model": "tiny", "prompt": prompt}).status_code == 400
+    for value in ([10**6], [[-1]], "", [""], [], 7, [["x"]], ["x"] * 2049):
+        assert http.post("/v1/embeddings", json={"model": "encoder", "input": value}).status_code == 400
+    for tokens in ([10**6], [-1], "x", [1.5]):
+        assert http.post("/detokenize", json={"model": "tiny", "tokens": tokens}).status_code == 400
+
+
+# -- exceptions in the engine, recursion, caches without bounds -------------------------------------------------------
+def test_mutated_schemas_and_tools_leave_the_engine_alive(http: Any, server: Server) -> None:
+    rng = random.Random(0)
+    words = ["type", "properties", "items", "enum", "pattern", "anyOf", "$ref", "required", "minimum", "format",
+             "const",
+             "object", "string", "array", "#/x", "(", "a{9999}", -1, 1e308, None, [], {}, True, "\x00",
+             "é" * 50]  # fmt: skip
+
+    def value(depth: int) -> Any:
+        if depth == 0 or rng.random() < 0.3:
+            return rng.choice(words)
+        if rng.random() < 0.5:
+            return {str(rng.choice(words)): value(depth - 1) for _ in range(rng.randrange(4))}
+        return [value(depth - 1) for _ in range(rng.randrange(4))]
+
+    for i in range(150):
+        schema = value(4)
+        function = {"name": "f", "parameters": schema}
+        body = BODY | (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, {"json_schema": schema},
+            {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}, {"regex": str(schema)},
+            {"grammar": f"start: {schema}"}, {"grammar": f"root ::= {schema}"},
+        )[i % 6]  # fmt: skip
+        assert http.post("/v1/chat/completions", json=body).status_code in (200, 400)
+    assert http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("depth", [10, 100, 10_000, 1_000_000])
+def test_depth_is_bounded_everywhere(http: Any, server: Server, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    for name in ("messages", "tools", "metadata", "response_format", "stop", "logit_bias"):
+        content = json.dumps(BODY)[:-1] + f', "{name}": {nested}}}'
+        answer = http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400) if depth == 10 else answer.status_code == 400
+    if depth <= 10_000:
+        for body in ({"regex": "(" * depth + "a" + ")" * depth},
+                     {"grammar": "start: " + "(" * depth + '"a"' + ")" * depth},
+                     {"grammar": "root ::= " + "(" * depth + '"a"' + ")" * depth}):  # fmt: skip
+            assert http.post("/v1/chat/completions", json=BODY | body).status_code in (200, 400)
+    assert http.get("/ready").status_code == 200
+
+
+def test_patterns_that_cost_much_are_quick_to_answer(http: Any) -> None:
+    for pattern in (
+        "(a|aa)+$",
+        "(a*)*b",
+        "((a{0,1000}){0,1000}){0,1000}",
+        "(x+x+)+y",
+        "(a{1,9999}b){1,999}",
+        "[^a]" * 9000,
+    ):
+        start = time.perf_counter()
+        assert http.post("/v1/chat/completions", json=BODY | {"regex": pattern}).status_code in (200, 400)
+        assert time.perf_counter() - start < 5.0
+
+
+def test_caches_of_grammars_are_bounded(server: Server) -> None:
+    from rlx.engine.structured import CACHED, Structure
+
+    grammars = server.state.engine.served["tiny"].language.grammars
+    for i in range(3 * CACHED):
+        structure = Structure.of({"schema": {"const": i}})
+        assert structure is not None
+        grammars.follow(structure)
+    assert len(grammars._cache) <= CACHED
+
+
+# -- JSON and HTTP ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"[]", b'"x"', b"{", b"{}{}", b'{"model": "tiny", "model": "x"}', b'{"n": NaN}', b"\xff\xfe",
+     b'{"messages": "\\ud800"}', b"\x00", b"{'a': 1}", b'{"seed": 1e400}', b"1" * 5000],
+)  # fmt: skip
+def test_bodies_that_are_not_a_request(http: Any, content: bytes) -> None:
+    answer = http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_only_json_is_read(server: Server) -> None:
+    """A page elsewhere can send forms and plain text without asking the browser for permission."""
+    body = json_bytes(BODY)
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        assert status_of(server.address, request_bytes(body=body, headers={"Content-Type": kind})) == 415
+    gzip = {"Content-Encoding": "gzip"}
+    assert status_of(server.address, request_bytes(body=body, headers=gzip)) == 415
+
+
+def test_sizes_are_bounded(server: Server) -> None:
+    address = server.address
+    assert status_of(address, request_bytes(headers={"X-Large": "x" * (64 << 10)})) in (0, 400, 431)
+    assert status_of(address, request_bytes(headers={"Content-Length": str(MAX_BODY + 1)})) == 413
+    assert status_of(address, request_bytes(headers={"Content-Length": "9" * 30})) in (0, 400, 413)
+    assert status_of(address, request_bytes(headers={"Content-Length": "-1"})) in (0, 400)
+    with connect(address) as one:  # a body in chunks, whose size nobody announces
+        head = request_bytes(headers={"Transfer-Encoding": "chunked"}).replace(b"Content-Length: 0\r\n", b"")
+        one.sendall(head)
+        try:
+            for _ in range(MAX_BODY // (1 << 20) + 2):
+                one.sendall(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
+        except ConnectionError:
+            pass
+        assert read_status(one) in (0, 413)
+
+
+def test_idle_and_slow_connections_do_not_stop_others(server: Server, http: Any) -> None:
+    idle = [connect(server.address) for _ in range(100)]
+    for one in idle[:50]:
+        one.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: ")
+    assert http.get("/health").status_code == 200
+    assert http.post("/v1/chat/completions", json=BODY).status_code == 200
+    for one in idle:
+        one.close()
+
+
+def test_pipelined_requests_are_answered_one_by_one(server: Server) -> None:
+    with connect(server.address) as one:
+        one.sendall(request_bytes("GET", "/health") * 3)
+        data = b""
+        while data.count(b'"ok"') < 3:
+            data += one.recv(4096)
+    assert data.count(b"HTTP/1.1 200") == 3
+
+
+# -- browsers: DNS rebinding, pages elsewhere -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("127.0.0.1", True), ("localhost", True), ("LOCALHOST:80", True), ("[::1]:8000", True), ("127.0.0.1:1", True),
+        ("evil.example", False), ("127.0.0.1.evil.example", False), ("", False), ("localhost/v1", False), ("a b",
+        False),
+        ("localhost:x", False), ("localhost@evil", False), ("[::1", False), ("10.0.0.1", False),
+        ("localhost:123456", False),
+        ("é", False), ("localhost\t", True), ("../health", False), ("[zz]", False), (":80", False),
+    ],
+)  # fmt: skip
+def test_the_host_must_be_this_server(server: Server, host: str, allowed: bool) -> None:
+    status = status_of(server.address, request_bytes("GET", "/v1/models", host=host))
+    assert status == 200 if allowed else status in (400, 403)
+
+
+def test_a_host_is_needed_once(server: Server) -> None:
+    assert status_of(server.address, request_bytes("GET", "/v1/models", host=None)) in (400, 403)
+    twice = request_bytes("GET", "/v1/models").replace(
+        b"Host: 127.0.0.1\r\n", b"Host: 127.0.0.1\r\nHost: localhost\r\n"
+    )
+    assert status_of(server.address, twice) in (400, 403)
+
+
+def test_pages_of_other_origins_are_refused_by_every_method(server: Server, http: Any) -> None:
+    for method in ("GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS", "HEAD"):
+        for origin in ("http://evil.example", "null", "https://127.0.0.1:1"):
+            headers = {"origin": origin, "content-type": "application/json"}
+            assert http.request(method, "/v1/chat/completions", headers=headers).status_code == 403
+    own = http.post("/v1/chat/completions", json=BODY, headers={"origin": server.address})
+    assert own.status_code == 200 and "access-control-allow-origin" not in own.headers
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def guarded(loaders: Any) -> Any:
+    settings = ServerSettings(
+        port=0, keys=Keys([KEY, OTHER_KEY]), origins=frozenset({"http://app.example"}), strict=True
+    )
+    with running({"tiny": loaders["tiny"]}, settings) as one:
+        yield one
+
+
+def test_every_route_wants_a_key_unless_it_is_listed(guarded: Server) -> None:
+    import httpx2 as httpx
+
+    with httpx.Client(base_url=guarded.address) as client:
+        for method, path, _ in ROUTES:
+            path = path.replace("{name:path}", "tiny")
+            status = client.request(method, path, headers={"content-type": "application/json"}).status_code
+            assert status == (200 if path in PUBLIC else 401), path
+        for path in ("/nothing", "//v1/models", "/v1/models/", "/health/../v1/models", "/?x=/health", "/V1/models"):
+            assert client.get(path).status_code in (200, 401) and (
+                path.startswith("/?") or client.get(path).status_code == 401
+            )
+        for headers in ({"authorization": KEY}, {"authorization": "Bearer wrong-key-here"},
+                        {"authorization": "Basic x"},
+                        {"authorization": f"Bearer {KEY}x"}, {"x-api-key": ""},
+                        {"authorization": "Bearer"}):  # fmt: skip
+            assert client.get("/v1/models", headers=headers).status_code == 401
+        both = {"authorization": f"Bearer {KEY}", "x-api-key": "other"}
+        assert client.get("/v1/models", headers=both).status_code == 401
+        for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": OTHER_KEY}):
+            assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_another_owners_prompts_do_not_show(guarded: Server) -> None:
+    import httpx2 as httpx
+
+    def cached(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        messages = [{"role": "user", "content": "a secret of some length " * 8}]
+        with httpx.Client(base_url=guarded.address) as client:
+            answer = client.post("/v1/chat/completions", json=BODY | {"messages": messages}, headers=headers).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(KEY) == 0 and cached(KEY) > 100 and cached(OTHER_KEY) == 0
+
+
+def test_named_origins_may_call(guarded: Server) -> None:
+    import httpx2 as httpx
+
+    with httpx.Client(base_url=guarded.address) as client:
+        headers = {"origin": "http://app.example", "access-control-request-method": "POST"}
+        asked = client.options("/v1/chat/completions", headers=headers)
+        assert asked.status_code == 204 and asked.headers["access-control-allow-origin"] == "http://app.example"
+        assert "access-control-allow-credentials" not in asked.headers
+        strict = client.post("/v1/chat/completions", json=BODY | {"odd": 1}, headers={"x-api-key": KEY})
+        assert strict.status_code == 400 and "odd" in strict.json()["error"]["message"]
+
+
+def test_keys_are_compared_in_constant_time_and_not_kept() -> None:
+    keys = Keys([KEY])
+    assert keys.match(KEY) is not None and keys.match("x") is None and KEY not in repr(vars(keys))
+    source = next(p for p in SOURCES if p.name == "settings.py").read_text()
+    assert "compare_digest" in source
+
+
+def test_key_files_belong_to_one_user(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# of the team\n{KEY}\n\n{OTHER_KEY}\n")
+    path.chmod(0o644)
+    if os.name == "posix":
+        with pytest.raises(RequestError, match="others may read it"):
+            Keys.read(path)
+    path.chmod(0o600)
+    assert Keys.read(path) == [KEY, OTHER_KEY]
+    for bad in ("short", "with space in it", "nön-ascii-key"):
+        with pytest.raises(RequestError, match="a key is"):
+            Keys([bad])
+
+
+# -- defaults ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_a_public_address_needs_a_key(host: str) -> None:
+    with pytest.raises(RequestError, match="there is no key"):
+        ServerSettings(host=host)
+    assert ServerSettings(host=host, keys=Keys([KEY])) and ServerSettings(host=host, open=True)
+
+
+def test_the_default_is_this_machine_only() -> None:
+    assert ServerSettings().is_loopback and not ServerSettings().origins
+    assert host_name("[::1]:80") == "::1" and host_name("a:1:2") is None
+
+
+# -- what the code does not do ----------------------------------------------------------------------------------------
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_no_pickle_no_fetching_no_templates_no_shell() -> None:
+    banned = {"pickle", "marshal", "shelve", "subprocess", "urllib.request", "http.client", "requests", "httpx",
+              "jinja2",
+              "multiprocessing", "ctypes", "starlette.staticfiles", "starlette.responses",
+              "python_multipart"}  # fmt: skip
+    for path in SOURCES:
+        assert not imported(path) & banned, path.name
+
+
+def test_only_the_sandbox_imports_jinja() -> None:
+    root = Path(rlx.__file__).parent
+    users = {p.name for p in root.rglob("*.py") if any(n.split(".")[0] == "jinja2" for n in imported(p))}
+    assert users and all(name.startswith("jinja_") for name in users)
+
+
+def test_errors_say_nothing_of_the_inside(http: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("a path /secret and a text")
+
+    monkeypatch.setattr(server.state.engine.served["tiny"].language.tokenizer.__class__, "decode", broken)
+    answer = http.post("/detokenize", json={"model": "tiny", "tokens": [5]})
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.headers["x-request-id"] in answer.json()["error"]["message"]
+
+
+def test_one_failing_request_ends_alone(server: Server, model: Any) -> None:
+    """A grammar that no token continues, beside requests that run."""
+    import httpx2 as httpx
+
+    results: dict[str, Any] = {}
+
+    def ask(name: str, **change: Any) -> None:
+        with httpx.Client(base_url=server.address, timeout=60) as client:
+            results[name] = client.post("/v1/chat/completions", json=BODY | {"seed": 1, "max_tokens": 60} | change)
+
+    names = {"good": {}, "bad": {"grammar": "start: x\nx: x"}, "also good": {"seed": 2}}
+    threads = [threading.Thread(target=ask, args=(name,), kwargs=change) for name, change in names.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results["bad"].status_code == 400
+    for name, seed in (("good", 1), ("also good", 2)):
+        expected = model.chat("hi", max_tokens=60, temperature=1.0, seed=seed)
+        assert results[name].json()["choices"][0]["message"]["content"] == expected.text
