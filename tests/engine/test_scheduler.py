@@ -31,6 +31,7 @@ from .conftest import STORIES, language_model
 from .test_recurrent import write_hybrid
 
 CONTEXT, VOCAB = 512, 40  # tokens of prompts are below the vocabulary of every model
+SOON = 0.05  # seconds: nothing is expected to happen within them
 KINDS = ("llama", "window", "longrope", "dynamic", "mamba", "hybrid", "stories")
 
 
@@ -480,7 +481,7 @@ def test_requests_of_many_threads_are_served_by_one(alone: Callable[[str], Alone
 
     def engine() -> None:
         while not stopping.is_set():
-            if scheduler.wait(0.05):
+            if scheduler.wait(SOON):
                 scheduler.step()
 
     def client(first: int) -> None:
@@ -516,7 +517,7 @@ class SeenEnds:
 def test_waiting_ends_with_work_or_time(alone: Callable[[str], Alone]) -> None:
     scheduler = Scheduler(alone("llama").model, rows=1)
     started = time.monotonic()
-    assert not scheduler.wait(0.05) and time.monotonic() - started >= 0.04
+    assert not scheduler.wait(SOON) and time.monotonic() - started >= 0.04
     timer = threading.Timer(0.02, lambda: scheduler.submit(Request([5], 1)))
     timer.start()
     assert scheduler.wait(LONGEST_S)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import stand_ins
+from limits import LONGEST_S
 from tool_templates import HERMES, THINKING
 
 pytest.importorskip("uvicorn")
@@ -71,7 +72,7 @@ def client(server: Server) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def http(server: Server) -> Iterator[Any]:
-    with httpx.Client(base_url=server.address, timeout=60) as one:
+    with httpx.Client(base_url=server.address, timeout=LONGEST_S) as one:
         yield one
 
 

@@ -7,10 +7,12 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from limits import LONGEST_S
+
 
 def connect(address: str) -> socket.socket:
     parts = urlsplit(address)
-    return socket.create_connection((parts.hostname, parts.port), timeout=20)
+    return socket.create_connection((parts.hostname, parts.port), timeout=LONGEST_S)
 
 
 def request_bytes(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import LONGEST_S
 
 import rlx
 from rlx.cli.main import main
@@ -72,7 +73,7 @@ def test_a_stuck_step_is_not_ready(server: Server, http: Any, monkeypatch: pytes
     blocked = threading.Event()
 
     async def block() -> None:
-        await server.state.engine.call(lambda: blocked.wait(5))
+        await server.state.engine.call(lambda: blocked.wait(LONGEST_S))
 
     loop = server.state.engine._loop
     assert loop is not None
@@ -153,7 +154,7 @@ def test_queued_requests_of_clients_that_left_do_not_run(loaders: Any, model: rl
         for one in clients[1:]:
             one.close()
         assert until(lambda: statistics(server).requests_waiting == 0)
-        with httpx.Client(base_url=server.address, timeout=60) as client:
+        with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
             answer = client.post("/v1/chat/completions", json=BODY | {"seed": 4, "max_tokens": 20}).json()
         expected = model.chat("hi", max_tokens=20, temperature=1.0, seed=4)
         assert answer["choices"][0]["message"]["content"] == expected.text
@@ -202,7 +203,7 @@ def test_many_embedding_clients_share_calls(server: Server) -> None:
     answers: dict[int, list[float]] = {}
 
     def ask(i: int) -> None:
-        with httpx.Client(base_url=server.address, timeout=60) as client:
+        with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
             answer = client.post("/v1/embeddings", json={"model": "encoder", "input": texts[i]}).json()
             answers[i] = answer["data"][0]["embedding"]
 
@@ -238,7 +239,7 @@ def test_stopping_lets_running_requests_end(copied: Path, tmp_path: Path) -> Non
             process.send_signal(signal.SIGTERM)
             while piece := one.recv(1 << 16):
                 data += piece
-        assert process.wait(30) == 0
+        assert process.wait(LONGEST_S) == 0
     assert b'"finish_reason":"length"' in data and b"[DONE]" in data
 
 
