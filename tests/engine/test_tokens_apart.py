@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import rlx
 from rlx.errors import CapabilityError, GraphError
 from rlx.flow import ModelFlow
 from rlx.flow.stages import Custom
 from rlx.formats.tokenizer import Tokenizer
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.parity
 
 VOCAB, DIM, KERNEL = 23, 16, 3
 f32, i32 = np.float32, np.int32

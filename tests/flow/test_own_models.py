@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import rlx
 from rlx.errors import BindError, CapabilityError, GraphError, RequestError, RlxError
 from rlx.flow import LayerStack, ModelFlow
 from rlx.formats.tokenizer import Tokenizer
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.parity
 
 VOCAB, DIM, LAYERS, HEADS, KV, FFN, EPS, CONTEXT = 61, 32, 2, 4, 2, 48, 1e-5, 64
 f32, i32 = np.float32, np.int32

@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 import rlx
 from rlx.errors import BindError, GraphError, RequestError
 from rlx.flow import ModelFlow
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.parity
 
 f32 = np.float32
 NAMES = ("linear.weight", "linear.bias", "norm.weight")
