@@ -384,6 +384,20 @@ def form_of(node: Node) -> LoopForm:
     return loop_form[node.op]
 
 
+def lazy_forms(package: str, where: Mapping[str, str]) -> Mapping[str, LoopForm]:
+    """A backend's forms by op, each `module.function` of its package, imported on first use."""
+
+    def lazy(module: str, function: str) -> LoopForm:
+        def form(s: Scheduler, node: Node) -> Sequence[View]:
+            own: LoopForm = getattr(importlib.import_module(module), function)
+            return own(s, node)
+
+        form.__module__, form.__qualname__ = module, function  # where `rlx ops` says it is
+        return form
+
+    return {op: lazy(f"{package}.{place.split('.')[0]}", place.split(".")[1]) for op, place in where.items()}
+
+
 def schedule(graph: Graph, target: Target, *, notes: Mapping[str, str] | None = None) -> Program:
     """Lower an optimised MIR graph to a program."""
     program = Scheduler(graph, target, notes or {}).run()

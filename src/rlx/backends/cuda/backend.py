@@ -65,7 +65,7 @@ class CudaBackend(Backend):
         self, program: Program, target: Target, *, threads: int | None = None,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> CudaExecutable:  # fmt: skip
-        return CudaExecutable(program, cuda_target(target), gpu(self.index), inputs, long_lived=long_lived)
+        return CudaExecutable(program, cuda_target(target), gpu(self.index), inputs)
 
     def kernel_text(self, kernels: Iterable[Kernel], target: Target, *, assembly: bool = False) -> str:
         from rlx.backends.cuda.kernel_text import kernel_text
@@ -80,7 +80,7 @@ class CudaBackend(Backend):
         self, image: Program, program: Callable[[], Program], target: Target, *, threads: int | None = None,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> CudaExecutable:  # fmt: skip
-        return self.compile(image, target, inputs=inputs, long_lived=long_lived)
+        return self.compile(image, target, inputs=inputs)
 
     def target_from(self, record: Mapping[str, Any]) -> Target:
         return CudaTarget(**{k: v for k, v in record.items() if k in CudaTarget.__dataclass_fields__})

@@ -36,8 +36,7 @@ class CudaExecutable(Executable):
     threads = 1
 
     def __init__(
-        self, program: Program, target: CudaTarget, device: Gpu, inputs: Sequence[InputSpec] | None = None,
-        *, long_lived: bool = False,
+        self, program: Program, target: CudaTarget, device: Gpu, inputs: Sequence[InputSpec] | None = None
     ) -> None:  # fmt: skip
         self._program, self.gpu = program, device
         self.target: CudaTarget = target

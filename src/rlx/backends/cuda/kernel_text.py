@@ -23,7 +23,7 @@ def kernel_text(kernels: Iterable[Kernel], target: CudaTarget, *, assembly: bool
 
 
 def _source(kernel: Kernel, target: CudaTarget) -> str:
-    words = dict.fromkeys(kernel.words, TYPICAL) | {"units ": TYPICAL, "": TYPICAL}
+    words = dict.fromkeys(kernel.words, TYPICAL)
     planner = generator(kernel)
     names = dict.fromkeys(one.variant for one in planner.plan(kernel, words, target).passes)
     return "\n".join(planner.source(kernel, name, target) for name in names)

@@ -20,7 +20,7 @@ from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Check, LoopKernel, statements
 from rlx.lir.program import CONST, WEIGHT, Launch, Program
 from rlx.lir.views import View, offset_steps
-from rlx.types import Size, evaluate
+from rlx.types import evaluate
 
 SCRATCH, FAULT, LAUNCH_NUMBER = (-len(EXTRA_WORDS) + i for i in range(len(EXTRA_WORDS)))
 
@@ -94,30 +94,8 @@ def _planned(
         else:
             words[i] = known[name] = evaluate(word, sizes)
     words[LAUNCH_NUMBER] = number
-    known |= _facts(launch, sizes)
     plan = generator(kernel).plan(kernel, known, target)
     return PlannedLaunch(number, kernel, plan, words, tuple(operands), steps)
-
-
-def _facts(launch: Launch, sizes: Mapping[str, int]) -> dict[str, int]:
-    """What `plan` may ask besides words: the units of loop kernels, and the extent in bytes of the largest operand."""
-    extents = [_extent(view, sizes) for view in launch.views()]
-    facts = {"": max(extents, default=0)}
-    if launch.units is not None:
-        facts["units "] = evaluate(launch.units, sizes)
-    return facts
-
-
-def _extent(view: View, sizes: Mapping[str, int]) -> int:
-    """Elements between the first and the last one of a view."""
-    total = 1
-    for size, stride in zip(view.shape, view.strides, strict=True):
-        total += max(_number(size, sizes) - 1, 0) * abs(_number(stride, sizes))
-    return total
-
-
-def _number(size: Size, sizes: Mapping[str, int]) -> int:
-    return evaluate(size, sizes)
 
 
 def can_fault(kernel: Kernel) -> bool:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from rlx.ir.graph import Node
-from rlx.lir.schedule import LoopForm, Scheduler
-from rlx.lir.views import View
+from rlx.lir.schedule import LoopForm, lazy_forms
 
 WHERE = {
     "matmul": "linear.matmul",
@@ -22,16 +19,4 @@ WHERE = {
     "kv_append": "kv_cache.kv_append",
 }
 
-
-def _lazy_form(where: str) -> LoopForm:
-    """A form in a module of this package, imported on first use; most programs need few."""
-    module, function = where.split(".")
-
-    def form(s: Scheduler, node: Node) -> Sequence[View]:
-        loop_form: LoopForm = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-        return loop_form(s, node)
-
-    return form
-
-
-FORMS: Mapping[str, LoopForm] = {op: _lazy_form(where) for op, where in WHERE.items()}
+FORMS: Mapping[str, LoopForm] = lazy_forms(__name__, WHERE)
