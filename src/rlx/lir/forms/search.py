@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rlx.dtypes import F32, I8, I32, I64, DType
 from rlx.ir.graph import Node, Value
 from rlx.lir.forms.row_kernels import ROW, Body, Rows
-from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Load, Reduce, Ref, fma
+from rlx.lir.loops import Apply, Const, Expr, For, Index, Load, Reduce, Ref, Store, fma
 from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.ops.search import NO_ROW, QUERY_STEPS
@@ -235,14 +235,14 @@ def _scan(p: _Problem) -> tuple[View, View]:
     """Candidates of all runs of rows: scores and indices, [queries, runs * k], in the order of rows."""
     s, k, tile = p.s, p.k, p.tile
     chunk = tile.chunk
-    room = max(2 * k, k + SPARE) + chunk
+    most = max(2 * k, k + SPARE) + chunk  # candidates
     runs = dim_min((p.n + (RUN_ROWS - 1)) // RUN_ROWS, RUNS)
     units = p.matrices * runs
     b = LoopBuilder("search_rows")
     scorer = _Scorer(p, b, units)
     scratch = {
         "chunk_scores": (p.q * chunk, F32), "thresholds": (p.q, F32), "counts": (p.q, I32),
-        "kept_scores": (p.q * room, F32), "kept_rows": (p.q * room, I32),
+        "kept_scores": (p.q * most, F32), "kept_rows": (p.q * most, I32),
     }  # fmt: skip
     chunk_scores, thresholds, counts, kept_scores, kept_rows = (
         Rows(b, name, s.temporary(TensorType((units, width), dtype)), written=True)
@@ -254,7 +254,7 @@ def _scan(p: _Problem) -> tuple[View, View]:
         b.param(v, written=True, name=name) for name, v in zip(("list_scores", "list_rows"), lists, strict=True)
     )
     n, q, k_, runs_ = (b.arg(name, size) for name, size in (("n", p.n), ("q", p.q), ("k", k), ("runs", runs)))
-    width = b.arg("list_width", runs * k)
+    width, room = b.arg("list_width", runs * k), b.arg("room", most)
     body, of, i, c = Body(), Index("query"), Index("i"), Index("c")
 
     matrix = body.let("matrix", ROW.quot(runs_))
@@ -312,16 +312,10 @@ def _scan(p: _Problem) -> tuple[View, View]:
         with inner.loop("i", k_, vector=True) as copy:
             here, at = i < count, ((first_query + of, width), (place + i, 1))
             for rows, param, nothing in ((kept_scores, list_scores, -math.inf), (kept_rows, list_rows, NO_ROW)):
-                _store(copy, param, at, here.choose(rows[of * room + i], nothing))
+                copy.stmts.append(Store(param, at, here.choose(rows[of * room + i], nothing)))
     flops = p.matrices * p.q * p.n * product(p.rows.shape[-1:]) * 2
     b.launch(s, For("u", b.arg("units_", units), tuple(body.stmts)), units, flops=flops)
     return lists[0], lists[1]
-
-
-def _store(body: Body, param: int, at: tuple[tuple[Expr, int | Arg], ...], value: Expr) -> None:
-    from rlx.lir.loops import Store
-
-    body.stmts.append(Store(param, at, value))
 
 
 def _least_key(body: Body, scores: Rows, first: Expr, count: Expr, k: Expr) -> Ref:
