@@ -266,7 +266,7 @@ BAD_CALLS = [
         ("f32[2, 4]; f32[9, 4]", ShapeError, "k is 0; 16384", {"k": 0}),
         ("f32[2, 4]; f32[9, 4]", GraphError, "metric 'l1'; dot, l2", {"metric": "l1"}),
         ("f32[2, 4]; i8[9, 4]", GraphError, "metric 'l2' of rows of i8", {"metric": "l2"}),
-        ("f32[2, 65537]; i8[9, 65537]", ShapeError, "65537 elements, at most 65536", {}),
+        ("f32[2, 65537]; i8[9, 65537]", ShapeError, "i8 rows of 65537 elements, at most 65536", {}),
     )),
     # -- scatter
     bad("scatter", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter: indices are integers; f32"),

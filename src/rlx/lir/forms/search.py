@@ -210,12 +210,18 @@ class _Scorer:
     def _pair(self, r: int, c: int, queries: int) -> Expr:
         return Const(r * queries + c, I64)
 
-    def score(self, body: Body, r: int, c: int, queries: int, row: Expr, query: Expr, valid: Expr) -> Expr:
-        """The score of a pair of a tile whose partial sums are written; -inf where not `valid`, or NaN."""
+    def total(self, r: int, c: int, queries: int) -> Expr:
+        """The sum of a pair of a tile whose partial sums are written: lanes are added in halves."""
         lanes = self.p.tile.lanes
-        place = self._pair(r, c, queries) * lanes + Index("lane")
-        total = body.let(f"sum{r}_{c}", Reduce("sum", "lane", lanes, self.partial[place]))
-        score: Expr = total
+        sums = [self.partial[self._pair(r, c, queries) * lanes + lane] for lane in range(lanes)]
+        while len(sums) > 1:
+            half = len(sums) // 2
+            sums = [x + y for x, y in zip(sums[:half], sums[half:], strict=True)]
+        return sums[0]
+
+    def score(self, total: Expr, row: Expr, query: Expr, valid: Expr) -> Expr:
+        """The score of a row from its sum; -inf where not `valid`, or NaN."""
+        score = total
         if self.p.integers:
             assert self.units is not None and self.sums is not None
             if self.p.tile.words:
@@ -224,10 +230,9 @@ class _Scorer:
         elif self.p.metric == "l2":
             score = -score
         if self.scales is not None:
-            score = score * Load(self.scales, ((row, 1),), F32)
+            score = score * valid.choose(Load(self.scales, ((row, 1),), F32), 0.0)
         if self.offsets is not None:
-            score = score + Load(self.offsets, ((row, 1),), F32)
-        score = body.let(f"score{r}_{c}", score)
+            score = score + valid.choose(Load(self.offsets, ((row, 1),), F32), 0.0)
         return (valid & (score > -math.inf)).select(score, -math.inf)
 
 
@@ -241,10 +246,10 @@ def _scan(p: _Problem) -> tuple[View, View]:
     b = LoopBuilder("search_rows")
     scorer = _Scorer(p, b, units)
     scratch = {
-        "chunk_scores": (p.q * chunk, F32), "thresholds": (p.q, F32), "counts": (p.q, I32),
+        "chunk_sums": (p.q * chunk, I32 if p.integers else F32), "chunk_scores": (chunk, F32), "thresholds": (p.q, F32), "counts": (p.q, I32),
         "kept_scores": (p.q * most, F32), "kept_rows": (p.q * most, I32),
     }  # fmt: skip
-    chunk_scores, thresholds, counts, kept_scores, kept_rows = (
+    chunk_sums, chunk_scores, thresholds, counts, kept_scores, kept_rows = (
         Rows(b, name, s.temporary(TensorType((units, width), dtype)), written=True)
         for name, (width, dtype) in scratch.items()
     )
@@ -268,7 +273,7 @@ def _scan(p: _Problem) -> tuple[View, View]:
         clear.store(counts, of, Const(0, I32))
 
     def tiles(outer: Body, base: Ref, query: Expr, queries: int, rows: int) -> None:
-        """Scores of the rows of a chunk for neighbouring queries."""
+        """Sums of the rows of a chunk with neighbouring queries."""
         with outer.loop("tile", chunk // rows) as inner:
             at = [inner.let(f"at{r}", Index("tile") * rows + r) for r in range(rows)]
             row = [inner.let(f"row{r}", first_row + (base + at[r]).min(n - 1)) for r in range(rows)]
@@ -276,9 +281,7 @@ def _scan(p: _Problem) -> tuple[View, View]:
             scorer.sums_of(inner, row, of_tile)
             for r in range(rows):
                 for c in range(queries):
-                    valid = base + at[r] < stop
-                    score = scorer.score(inner, r, c, queries, row[r], of_tile[c], valid)
-                    inner.store(chunk_scores, (query + c) * chunk + at[r], score)
+                    inner.store(chunk_sums, (query + c) * chunk + at[r], scorer.total(r, c, queries))
 
     with body.loop("c", body.let("chunks", (stop - start + (chunk - 1)).quot(chunk))) as each:
         base = each.let("base", start + c * chunk)
@@ -289,12 +292,16 @@ def _scan(p: _Problem) -> tuple[View, View]:
         with each.loop("single", each.let("singles", q - tiled * tile.queries)) as outer:
             tiles(outer, base, outer.let("query", tiled * tile.queries + Index("single")), 1, tile.rows_of_one)
         with each.loop("query", q) as inner:
-            top = inner.let("top", Reduce("max", "i", chunk, chunk_scores[of * chunk + i]))
+            with inner.loop("i", chunk, vector=True) as lanes:
+                valid = lanes.let("valid", base + i < stop)
+                score = scorer.score(chunk_sums[of * chunk + i], first_row + base + i, first_query + of, valid)
+                lanes.store(chunk_scores, i, score)
+            top = inner.let("top", Reduce("max", "i", chunk, chunk_scores[i]))
             threshold = inner.let("threshold", thresholds[of])
             with inner.when("better", top > threshold) as better:
                 count = better.var("count", counts[of].cast(I64), I64)
                 with better.loop("i", chunk) as append:
-                    score = append.let("score", chunk_scores[of * chunk + i])
+                    score = append.let("score", chunk_scores[i])
                     append.store(kept_scores, of * room + count, score)
                     append.store(kept_rows, of * room + count, (base + i).cast(I32))
                     append.assign(count, count + (score > threshold).cast(I64))
@@ -377,7 +384,8 @@ def _score_candidates(p: _Problem) -> tuple[View, View]:
         with inner.loop("some_once", some) as there:
             scorer.sums_of(there, row, [ROW])
             for r in range(rows):
-                there.store(scores, at[r], scorer.score(there, r, 0, 1, row[r], ROW, valid[r]))
+                score = scorer.score(scorer.total(r, 0, 1), row[r], ROW, there.let(f"valid{r}", valid[r]))
+                there.store(scores, at[r], score)
         with inner.loop("none_once", inner.let("none", 1 - some)) as none:
             for r in range(rows):
                 none.store(scores, at[r], Const(-math.inf, F32))
