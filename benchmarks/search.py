@@ -5,8 +5,8 @@
 
 Rows are MiniLM's vectors of lines, each with noise of half its length added, many times over; queries are vectors of
 other lines. All search for the ten best with the same threads; rlx reads its rows from the mapped files of the index,
-faiss (`IndexFlatIP`) has them in memory. A rate in GB/s counts the bytes of the rows that are scanned, once. Recall is the
-share of the ten best of the exact search that int8 finds, over a thousand queries.
+faiss (`IndexFlatIP`) has them in memory. A rate in GB/s counts the bytes of the rows that are scanned, once. Recall is
+the share of the ten best of the exact search that the others find, over a thousand queries.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ def _nearest_rows(
     found = np.full(scores.shape, -1, np.int64)
     for place in np.ndindex(*queries.shape[:-1]):
         query, unit, matrix = queries[place].astype(np.float64), 1.0, rows[place[:-1]]
-        if rows.dtype == np.int8:
+        if rows.dtype.kind == "i":
             narrow = queries[place].astype(np.float32)
             peak = np.abs(narrow).max()
             query, unit = np.rint(narrow * (np.float32(64) / peak)).astype(np.float64), float(peak) / 64

@@ -218,7 +218,15 @@ def test_damaged_files_are_format_errors_or_give_the_right_answer(tmp_path: Path
         EXPECTED["hits"] = index.search(np.ones((2, 6)), k=3)
     rng = np.random.default_rng(0)
     files = sorted(p for p in folder.iterdir() if p.name != "lock")
-    assert {p.name.partition(".")[0] for p in files} >= {"head", "vectors", "codes", "scales", "halves", "pieces", "ids"}
+    assert {p.name.partition(".")[0] for p in files} >= {
+        "head",
+        "vectors",
+        "codes",
+        "scales",
+        "halves",
+        "pieces",
+        "ids",
+    }
     seen = set()
     for path in files:
         whole = path.read_bytes()
@@ -253,7 +261,7 @@ def test_a_head_with_wrong_fields_is_a_format_error(tmp_path: Path) -> None:
         body = json.dumps(fields | change).encode()
         digest = hashlib.blake2b(body, digest_size=32).digest()
         path.write_bytes(struct.pack("<8sII32s", b"rlxindex", 1, len(body), digest) + body)
-        with pytest.raises(FormatError, match="head|vectors|pieces"):
+        with pytest.raises(FormatError, match=r"head|vectors|pieces"):
             rlx.Index.open(tmp_path / "index")
 
 

@@ -1,4 +1,4 @@
-"""`nearest_rows` against its NumPy reference: sizes around tiles and chunks, ties, special numbers, one pass of memory."""
+"""`nearest_rows` against its NumPy reference: sizes around tiles and chunks, ties, special numbers, memory."""
 
 from __future__ import annotations
 

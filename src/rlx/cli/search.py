@@ -1,4 +1,4 @@
-"""`rlx search INDEX QUERY`: the rows of an index that are most similar to a text, with the model that the index names."""
+"""`rlx search INDEX QUERY`: the rows of an index that are most similar to a text, by the model that it names."""
 
 from __future__ import annotations
 

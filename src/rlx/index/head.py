@@ -60,7 +60,9 @@ def read_head(folder: Path) -> Head:
         with open(path, "rb") as file:
             data = file.read(MAX_HEAD + 1)
     except (FileNotFoundError, NotADirectoryError):
-        raise FormatError(f"{folder}: not an index: there is no {NAME} in it", hint="rlx.Index.create makes one") from None
+        raise FormatError(
+            f"{folder}: not an index: there is no {NAME} in it", hint="rlx.Index.create makes one"
+        ) from None
     if len(data) < _PREFIX.size or len(data) > MAX_HEAD:
         raise FormatError(f"{path}: {len(data)} bytes, expected {_PREFIX.size} to {MAX_HEAD}")
     magic, version, length, digest = _PREFIX.unpack_from(data)

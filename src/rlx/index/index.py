@@ -299,7 +299,9 @@ class Index:
         prompt = "query" if "query" in self._loaded.settings.prompts else None
         vectors = self._loaded.embed(list(texts), prompt=prompt)
         if vectors.shape[1] != self.dim:
-            raise RequestError(f"search: {self._loaded.name} makes vectors of {vectors.shape[1]}, the index has {self.dim}")
+            raise RequestError(
+                f"search: {self._loaded.name} makes vectors of {vectors.shape[1]}, the index has {self.dim}"
+            )
         return vectors
 
     @cached_property

@@ -235,5 +235,3 @@ def quantise(vectors: Array) -> tuple[Array, Array]:
         rounded = np.rint(vectors / scales)
     codes[:, : vectors.shape[1]] = np.where(scales > 0, np.clip(rounded, -_LEVELS, _LEVELS), 0)
     return codes, scales
-
-

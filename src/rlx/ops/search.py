@@ -84,7 +84,7 @@ def nearest_rows(
     k: int,
     metric: str = "dot",
 ) -> tuple[TensorType, TensorType]:
-    """The `k` rows of a matrix with the highest scores for each query: scores as f32, highest first, and indices as i32.
+    """The `k` rows of a matrix with the highest scores for each query: scores (f32), highest first, and indices (i32).
 
     `queries` is [..., q, d], `rows` [..., n, d]. The score of a row is its dot product with the query, or minus their
     squared distance (`metric="l2"`), times the row's scale, plus its offset; both are [..., n]. Sums are f32. Of equal

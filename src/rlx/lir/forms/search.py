@@ -87,7 +87,9 @@ class _Problem:
         self.units: View | None = None  # what one integer of each query is worth
         self.sums: View | None = None  # of each query's integers
         words = tile.words and self.integers and isinstance(self.d, int) and self.d % BYTES == 0
-        self.tile = tile if words or not tile.words else Tile(tile.rows, tile.queries, tile.rows_of_one, tile.lanes, False)
+        self.tile = (
+            tile if words or not tile.words else Tile(tile.rows, tile.queries, tile.rows_of_one, tile.lanes, False)
+        )
         if self.integers:
             _quantise_queries(self)
         if words:
@@ -111,7 +113,7 @@ class _Problem:
 def _as_words(view: View) -> View:
     rows, d = view.shape
     shape = (rows, d // BYTES)
-    assert view.offset == 0 or isinstance(view.offset, int) and view.offset % BYTES == 0
+    assert isinstance(view.offset, int) and view.offset % BYTES == 0
     return View(view.buffer, I32, shape, contiguous_strides(shape), view.offset // BYTES)
 
 
@@ -246,7 +248,8 @@ def _scan(p: _Problem) -> tuple[View, View]:
     b = LoopBuilder("search_rows")
     scorer = _Scorer(p, b, units)
     scratch = {
-        "chunk_sums": (p.q * chunk, I32 if p.integers else F32), "chunk_scores": (chunk, F32), "thresholds": (p.q, F32), "counts": (p.q, I32),
+        "chunk_sums": (p.q * chunk, I32 if p.integers else F32), "chunk_scores": (chunk, F32),
+        "thresholds": (p.q, F32), "counts": (p.q, I32),
         "kept_scores": (p.q * most, F32), "kept_rows": (p.q * most, I32),
     }  # fmt: skip
     chunk_sums, chunk_scores, thresholds, counts, kept_scores, kept_rows = (
@@ -340,7 +343,7 @@ def _least_key(body: Body, scores: Rows, first: Expr, count: Expr, k: Expr) -> R
 
 
 def _keep_best(body: Body, scores: Rows, rows: Rows, first: Expr, count: Expr, k: Expr) -> Expr:
-    """Moves the k best of more candidates to the front, in their order; of equal scores, the first. Returns the least."""
+    """Moves the k best of more candidates to the front, in order; of equal scores, the first. Returns the least."""
     i = Index("i")
     key = _least_key(body, scores, first, count, k)
     extent = body.let("all", count)
