@@ -54,7 +54,9 @@ def prepare(folder: Path, count: int) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = lines()
-    vectors = rlx.load("minilm-l6").embed(texts)
+    model = rlx.load("minilm-l6")
+    assert isinstance(model, rlx.EmbeddingModel)
+    vectors = model.embed(texts)
     queries, base = vectors[:RECALL_QUERIES], vectors[RECALL_QUERIES:]
     dim = vectors.shape[1]
     indexes = [rlx.Index.create(folder / dtype, dim=dim, dtype=dtype, model="minilm-l6") for dtype in BYTES]

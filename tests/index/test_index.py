@@ -58,7 +58,7 @@ def test_scores_are_the_same_bits_for_any_batch_number_of_threads_and_for_int8(t
             with rlx.Index.open(tmp_path / dtype, threads=threads) as index:
                 answers.append(index.search_rows(queries, 12))
                 parts = [index.search_rows(q[None], 12) for q in queries]
-                answers.append(tuple(np.concatenate(column) for column in zip(*parts, strict=True)))
+                answers.append((np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])))
     for scores, found in answers[1:]:
         np.testing.assert_array_equal(scores, answers[0][0])
         np.testing.assert_array_equal(found, answers[0][1])

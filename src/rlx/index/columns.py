@@ -29,7 +29,7 @@ class Fixed:
 
     @property
     def row_bytes(self) -> int:
-        return self.width * np.dtype(self.dtype).itemsize
+        return self.width * int(np.dtype(self.dtype).itemsize)
 
     def map(self, rows: int) -> Array:
         """The first rows, mapped."""

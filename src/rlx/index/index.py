@@ -20,7 +20,7 @@ from rlx.errors import CapabilityError, FormatError, RequestError, ShapeError
 from rlx.fork_safe_locks import cached_property
 from rlx.index.head import DTYPES, METRICS, Head
 from rlx.index.store import Store, quantise, row_bytes
-from rlx.ir.graph import Graph
+from rlx.ir.graph import Graph, Value
 from rlx.ops.search import MAX_INT8, MAX_K
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.session import compile as compile_graph
@@ -408,7 +408,7 @@ def _graph(rows: Array, k: int, metric: str, more: Mapping[str, Array], width: i
     g = Graph("search")
     dim = rows.shape[1]
     kind = {"i1": "i8", "f2": "f16", "f4": "f32"}[rows.dtype.str[1:]]
-    operands = [g.input("queries", ("queries", dim)), g.input("rows", ("rows", dim), kind)]
+    operands: list[Value | None] = [g.input("queries", ("queries", dim)), g.input("rows", ("rows", dim), kind)]
     shapes = {"scales": ("rows",), "offsets": ("rows",), "among": ("queries", width)}
     for name, shape in shapes.items():
         operands.append(g.input(name, shape, "i32" if name == "among" else "f32") if name in more else None)

@@ -70,7 +70,8 @@ class _Problem:
         self.s = s
         self.metric: str = node.attrs["metric"]
         self.k: int = node.attrs["k"]
-        queries, rows, scales, offsets, among = (*node.operands, *[None] * (5 - len(node.operands)))
+        operands: list[Value | None] = [*node.operands, *[None] * (5 - len(node.operands))]
+        queries, rows, scales, offsets, among = operands
         assert queries is not None and rows is not None
         *lead, self.q, self.d = queries.type.shape
         self.n = rows.type.shape[-2]
