@@ -119,20 +119,20 @@ def recall(folder: Path, threads: int) -> dict[str, float]:
 
     queries = np.load(folder / "queries.npy")
     exact, *others = (rlx.Index.open(folder / dtype, threads=threads).search_rows(queries, K)[1] for dtype in BYTES)
-    found = [np.mean([len(set(a) & set(b)) / K for a, b in zip(exact, rows, strict=True)]) for rows in others]
-    return dict(zip(list(BYTES)[1:], map(float, found), strict=True))
+    shares = [np.mean([len(set(a) & set(b)) / K for a, b in zip(exact, rows, strict=True)]) for rows in others]
+    return dict(zip(list(BYTES)[1:], map(float, shares), strict=True))
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
 def cases(folder: Path) -> list[Case]:
     import rlx
 
-    made = []
+    every = []
     for dtype, size in BYTES.items():
         with rlx.Index.open(folder / dtype) as index:
             rows, dim = len(index), index.dim
         for queries in BATCHES:
-            made.append(
+            every.append(
                 Case(
                     f"{dtype}, {queries} quer{'y' if queries == 1 else 'ies'}",
                     {"queries": queries, "rows": rows, "dim": dim},
@@ -142,7 +142,7 @@ def cases(folder: Path) -> list[Case]:
                     narrow=4.0 if size == 1 else 1.0,
                 )
             )
-    return made
+    return every
 
 
 def row(result: Result, case: CaseResult) -> list[str]:
