@@ -30,7 +30,7 @@ WRITTEN = 50_000  # rows at a time
 BYTES = {"f32": 4, "f16": 2, "int8": 1}
 LIBRARIES = (
     Library(OURS, "search:rlx_search", ("rlx", "numpy", "llvmlite")),
-    Library(PEER, "search:faiss_search", ("faiss-cpu", "numpy")),
+    Library(PEER, "search:faiss_search", ("faiss", "numpy")),
 )
 
 
@@ -99,7 +99,9 @@ def faiss_search(case: Case, threads: int) -> Prepared:
         for at in range(0, len(ours), WRITTEN):
             index.add(np.ascontiguousarray(ours.vectors[at : at + WRITTEN]))
     queries = queries_of(case)
-    return Prepared(lambda: index.search(queries, K), output=lambda: index.search(queries, K)[0])
+    return Prepared(
+        lambda: index.search(queries, K), output=lambda: index.search(queries, K)[0], note=faiss.__version__
+    )
 
 
 def reference(case: Case) -> np.ndarray:
