@@ -7,7 +7,7 @@ lets a thread go on to its next access. Memory is sequentially consistent, as th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 SIZES = {"i1": 1, "i8": 1, "i32": 4, "i64": 8, "ptr": 8}

@@ -122,9 +122,10 @@ LEAST_ALONE, MOST_ALONE, BACK_OFF = 16, 2048, 4  # milliseconds, and the factor 
 # that many milliseconds and at least `TRUST_RUNS` times the unshared run, twice as long each time.
 LEAST_TRUST, MOST_TRUST, TRUST_RUNS = 1024, 16384, 32
 
-# Signals. A loop may be endless, so the caller lets Python handle signals after a step, every `SIGNAL_TICKS`. If a handler raises, which is what Ctrl-C does, the exception is stored in the table, tests
-# fail from then on, loops end, and the run reports the fault `INTERRUPTED`. Python handles signals in its main thread only, so one table is enough. Its words are the
-# ticks, four functions of CPython (`SIGNAL_FUNCTIONS`), and the exception: type, value, traceback.
+# Signals. A loop may be endless, so the caller lets Python handle signals after a step, every `SIGNAL_TICKS`. If a
+# handler raises, which is what Ctrl-C does, the exception is stored in the table, tests fail from then on, loops end,
+# and the run reports the fault `INTERRUPTED`. Python handles signals in its main thread only, so one table is enough.
+# Its words are the ticks, four functions of CPython (`SIGNAL_FUNCTIONS`), and the exception: type, value, traceback.
 SIGNAL_TICKS, ENSURE, CHECK, FETCH, RELEASE, RAISED, RAISED_VALUE, RAISED_TRACE = range(0, 64, 8)
 SIGNAL_WORDS = 8
 SIGNAL_FUNCTIONS = {

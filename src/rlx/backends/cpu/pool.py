@@ -221,17 +221,19 @@ def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def interruption() -> BaseException | None:
-    """The exception of a signal handler that has ended a run of this thread, such as KeyboardInterrupt; None if none."""
+    """The exception of a signal handler that has ended a run of this thread, such as KeyboardInterrupt, or None."""
     table = _signals()
     if not table[driver.RAISED // 8] or threading.current_thread() is not threading.main_thread():
         return None
     places = [int(table[place // 8]) for place in (driver.RAISED, driver.RAISED_VALUE, driver.RAISED_TRACE)]
     table[driver.RAISED // 8 :] = 0
-    kind, value, _ = (ctypes.cast(place, ctypes.py_object).value if place else None for place in places)
+    kind, value = (ctypes.cast(place, ctypes.py_object).value if place else None for place in places[:2])
     for place in filter(None, places):  # the driver's references
         ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(place))
-    raised: BaseException = value if isinstance(value, BaseException) else kind() if value is None else kind(value)
-    return raised
+    if isinstance(value, BaseException):
+        return value
+    assert isinstance(kind, type) and issubclass(kind, BaseException)
+    return kind() if value is None else kind(value)
 
 
 @functools.cache
@@ -239,7 +241,7 @@ def _signals() -> npt.NDArray[np.int64]:
     """The table through which the driver lets Python handle signals."""
     table = np.zeros(driver.SIGNAL_WORDS, np.int64)
     for place, name in driver.SIGNAL_FUNCTIONS.items():
-        table[place // 8] = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
+        table[place // 8] = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0
     return table
 
 

@@ -203,7 +203,7 @@ class Barriers:
     def decide(self, b: Builder, job: Value, tid: Value, test: Value, holds: Value) -> Value:
         """The outcome of a test, the same for all threads: 0, 1, or 2 if the caller is already at a later one.
 
-        The caller publishes whether its predicate `holds`; the others do not read it, since later steps may overwrite it.
+        The caller publishes whether its predicate `holds`. The others cannot read it: later steps may overwrite it.
         """
         place = b.offset(job, d.TESTED)
 

@@ -248,7 +248,8 @@ class Walk:
         predicate = self.word(self.arguments(record, flags), 0, "ptr")
         b.when(self.traced, lambda: self.mark(state.at, 0))
 
-        is_true = lambda: b.icmp("ne", b.load("i8", predicate), 0)
+        def is_true() -> Value:
+            return b.icmp("ne", b.load("i8", predicate), 0)
 
         def alone() -> State:
             return replace(state, at=b.select(is_true(), b.add(state.at, 1), self.word(record, 0)))
