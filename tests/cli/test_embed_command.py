@@ -289,3 +289,11 @@ def test_a_word_that_resembles_a_path_is_pointed_out(
     assert main(["embed", "-m", str(model), "notes/shp"]) == 2  # its folder is there
     assert "'notes/shp' is written like a path, and nothing is there" in capsys.readouterr().err
     assert main(["embed", "-m", str(model), "and/or"]) == 0
+
+
+def test_a_query_needs_texts_to_rank(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Piped(b""))
+    assert main(["embed", "-m", str(model), "--query", "fom"]) == 2
+    assert "there are no texts to rank" in capsys.readouterr().err

@@ -81,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     places = read_texts(arguments.texts, arguments.file)
     texts = [place.text for place in places]
+    if arguments.query is not None and not texts:
+        raise UsageError("embed: there are no texts to rank", hint="rlx embed FOLDER --query 'a question'")
     with open_model(arguments.model, arguments.threads, arguments.precision, arguments.device) as model:
         begin = time.perf_counter()
         vectors = vectors_of(model, texts, arguments)

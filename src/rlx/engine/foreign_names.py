@@ -26,7 +26,7 @@ _CONSTRAINED = "schema= takes a JSON schema; regex=, choice= and grammar= are th
 _HISTORY = 'chat takes the conversation as a list of messages: [{"role": "user", "content": "..."}, ...]'
 _STREAM = "model.stream(...) returns the text piece by piece"
 _TOOLS = "chat(messages, tools=[function]) runs functions that the model calls"
-_SEVERAL = "give a list of prompts: generate([prompt] * 3, temperature=1.0)"
+_SEVERAL = "call once per seed: [model.generate(prompt, temperature=1.0, seed=i) for i in range(3)]"
 _PARAMS = "model.apply(params, tokens) runs other weights; model.save(path, params) writes a model with them"
 _KEEPS = "a model keeps its weights: model.apply(params, tokens) runs others, model.save(path, params) writes a model"
 _BEAMS = "there is no beam search: model.score compares texts"
@@ -37,7 +37,8 @@ ADVICE = {
     "history": _HISTORY, "messages": _HISTORY, "memory": _HISTORY, "session": _HISTORY, "conversation": _HISTORY,
     "stream": _STREAM, "streamer": _STREAM, "callback": _STREAM, "on_token": _STREAM, "token_callback": _STREAM,
     "tools": _TOOLS, "functions": _TOOLS, "tool_choice": _TOOLS, "function_call": _TOOLS,
-    "n": _SEVERAL, "num_return_sequences": _SEVERAL, "best_of": _SEVERAL, "batch_size": _SEVERAL,
+    "n": _SEVERAL, "num_return_sequences": _SEVERAL, "best_of": _SEVERAL,
+    "batch_size": "a list of prompts is one batch: generate([text, text])",
     "num_beams": _BEAMS, "beam_width": _BEAMS,
     "system": "a system message belongs to a conversation: chat(messages, system=...), or stream(..., chat=True)",
     "chat": "chat(messages) answers a conversation; stream(text, chat=True) streams the answer",

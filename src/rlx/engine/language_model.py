@@ -223,7 +223,7 @@ class LanguageModel(Model):
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Compiles grammars for structured output; needs llguidance (`pip install 'rlx[serve]'`)."""
+        """Compiles grammars for structured output; needs llguidance (the extra `serve`)."""
         from rlx.engine.structured import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self.vocab_size, thinking=self.thinking)
