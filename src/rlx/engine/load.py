@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel
 
     class AnyModel(LanguageModel, EmbeddingModel, VisionModel):  # type: ignore[misc]
-        """One of the three, for type checkers: which one depends on the file. A verb of another kind raises WrongVerb."""
+        """One of the three, for type checkers: which one depends on the file. Other verbs raise WrongVerb."""
 
 
 # Names of other programs for the settings of `load`
