@@ -452,16 +452,3 @@ def test_a_function_of_quantised_weights_computes_with_their_numbers() -> None:
     x = np.random.default_rng(0).normal(0, 1, (3, 32)).astype(f32)
     wanted = x @ (scales[:, None].astype(f32) * numbers).T
     np.testing.assert_allclose(flow.as_function({"w": packed})(x), wanted, rtol=1e-4)
-
-
-def test_attention_without_heads_is_refused() -> None:
-    flow = ModelFlow("m").input("tokens", ("batch", "seq"), "i32").rope(8, 16).embed("embed", shape=(9, 64))
-    with pytest.raises(rlx.errors.ShapeError, match="num_heads is 0, expected an integer from 1"):
-        flow.attention("attn", 0).init(rlx.random.key(0))
-
-
-def test_devices_of_other_libraries_are_named() -> None:
-    flow = ModelFlow("m").input("x", (2,)).custom(lambda emit, value: value * 2.0)
-    with pytest.raises(rlx.errors.CapabilityError) as error:
-        rlx.compile(flow.build(), device="gpu")
-    assert 'device="cuda"' in str(error.value.hint)
