@@ -25,7 +25,7 @@ from rlx.engine.model import NOTHING, Model, Recent
 from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import Sampler, Sampling, short_repr
 from rlx.engine.scheduler import Request, Scheduler, Ticket
-from rlx.errors import CapabilityError, ContextError, FormatError, RequestError, RlxError, shortened
+from rlx.errors import CapabilityError, ContextError, FormatError, NotEndedError, RequestError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require
@@ -123,9 +123,9 @@ class TextStream(Iterator[str]):
 
     @property
     def completion(self) -> Completion:
-        """The text so far, its tokens, usage and timings. Raises RequestError while the stream is running."""
+        """The text so far, its tokens, usage and timings. Raises NotEndedError while the stream is running."""
         if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
-            raise RequestError("stream: it has not ended", hint="read it to its end or close it")
+            raise NotEndedError("stream: it has not ended", hint="read it to its end or close it")
         return self._model.completion_of(self._sequence, self._captures)
 
     def __repr__(self) -> str:
@@ -222,7 +222,7 @@ class LanguageModel(Model):
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Compiles grammars for structured output; needs llguidance (`pip install 'rlx[serve]'`)."""
+        """Compiles grammars for structured output; needs llguidance (the extra `serve`)."""
         from rlx.engine.structured import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self.vocab_size, thinking=self.thinking)
@@ -641,7 +641,7 @@ def _is_batch(prompt: Any, where: str = "generate") -> bool:
         raise RequestError(f"{where}: expected a text, token ids or a list of them, found {type(prompt).__name__}")
     if _is_conversation(prompt):
         raise RequestError(f"{where}: messages are for chat", hint="use chat(messages)")
-    first = prompt[0] if len(prompt) else None
+    first = prompt[0] if len(prompt) else ""  # no prompts: no completions
     return isinstance(first, str) or hasattr(first, "__len__")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -445,6 +446,10 @@ class Model:
             return call(None)
         from rlx.inspect.call_report import CallRecorder
 
+        if not isinstance(trace, (str, os.PathLike)):
+            raise RequestError(
+                f"{verb}: trace is {short_repr(trace)}, expected the path of a file", hint='trace="t.json"'
+            )
         path, recorder = writable(trace), CallRecorder(lambda inputs: verb)
         result = call(recorder)
         recorder.finish()
