@@ -139,7 +139,7 @@ def test_a_backend_sees_no_other() -> None:
         for name in imports(path):
             parts = name.split(".")
             if parts[:2] == ["rlx", "backends"] and len(parts) > 2 and own != "base":
-                shared = ("base", "cache_folder", "run_time_errors", "reports")
+                shared = ("base", "cache_folder", "program_executable", "run_time_errors", "reports")
                 assert parts[2] in (own, *shared), f"{path.name} imports {name}"
 
 

@@ -88,6 +88,27 @@ def test_a_repeat_is_found(tmp_path: Path) -> None:
     assert repeats(files, 3) == [f"{files[1]}:2 and {files[0]}:3"] and not repeats(files, 4)
 
 
+# -- test files -------------------------------------------------------------------------------------------------------
+def colliding(folder: Path) -> list[str]:
+    """Names of test files that several folders without `__init__.py` have: pytest imports such files by name alone."""
+    loose = [p for p in folder.rglob("*.py") if not (p.parent / "__init__.py").exists() and p.name != "conftest.py"]
+    return sorted({p.name for p in loose if sum(q.name == p.name for q in loose) > 1})
+
+
+def test_test_files_of_one_name_are_in_packages() -> None:
+    assert not colliding(Path(__file__).parent)
+
+
+def test_a_collision_of_test_files_is_found(tmp_path: Path) -> None:
+    for folder in ("a", "b", "package"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test_same.py").touch()
+    (tmp_path / "package" / "__init__.py").touch()
+    assert colliding(tmp_path) == ["test_same.py"]
+    (tmp_path / "a" / "__init__.py").touch()
+    assert colliding(tmp_path) == []
+
+
 # -- private names ----------------------------------------------------------------------------------------------------
 KEPT_APART = ("dims", "dim_binding", "types", "ir", "ops", "hir", "mir", "transforms", "functional", "lir")
 OF_PYTHON = {"_getframe", "_fields"}  # of `sys`, and of named tuples
