@@ -1,6 +1,6 @@
 """The executable: a LIR program on a GPU. Sizes that repeat run as one CUDA graph.
 
-A `PreparedRun` is the program at concrete sizes and addresses. Its first run enqueues launches one by one; the second
+A `_Prepared` is the program at concrete sizes and addresses. Its first run enqueues launches one by one; the second
 captures them as a graph, which later runs replay: inputs are copied to fixed places, results from fixed places.
 """
 
@@ -44,7 +44,7 @@ class CudaExecutable(ProgramExecutable):
         self._constants: dict[str, CudaArray] | None = None
         self._arena: Memory | None = None
         self._fault: Memory | None = None
-        self._prepared: dict[tuple[Any, ...], PreparedRun] = {}
+        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
         self.faults = any(can_fault(kernel) for kernel in program.kernels().values())
 
     def bind(self, weights: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ class CudaExecutable(ProgramExecutable):
             prepared.check()
         return outputs
 
-    def _prepare(self, key: Key, inputs: Sequence[Any]) -> PreparedRun:
+    def _prepare(self, key: Key, inputs: Sequence[Any]) -> _Prepared:
         named = zip(self._program.inputs, inputs, strict=True)
         states = tuple(array.address for name, array in named if name in self.states)
         known = (key, states)
@@ -108,12 +108,12 @@ class CudaExecutable(ProgramExecutable):
         if prepared is None:
             while len(self._prepared) >= MOST_GRAPHS:
                 self._prepared.pop(next(iter(self._prepared))).release()
-            prepared = PreparedRun(self, key)
+            prepared = _Prepared(self, key)
         self._prepared[known] = prepared  # the most recently used is last
         return prepared
 
     @property
-    def latest(self) -> PreparedRun:
+    def latest(self) -> _Prepared:
         """The program at the sizes and states of the latest run, for benchmarks."""
         return next(reversed(self._prepared.values()))
 
@@ -130,7 +130,7 @@ def _round(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class PreparedRun:
+class _Prepared:
     """A program at concrete sizes: planned launches, their functions, and memory."""
 
     def __init__(self, owner: CudaExecutable, key: Key) -> None:
