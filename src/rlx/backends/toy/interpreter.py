@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,25 +39,31 @@ def run(kernel: LoopKernel, units: int, memory: Memory, args: Sequence[int], fau
         code.inside(root.index, np.arange(first, min(first + step, stop))).body(root.body)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Interpreter:
     params: Sequence[loops.Param]
     memory: Memory
     args: Mapping[str, int]
     faults: list[int]
     names: dict[str, Any] = field(default_factory=dict)  # loop variables and lets; a variable is a list of one value
-    memo: dict[int, Any] = field(default_factory=dict)  # values of expressions of this statement, by id
     rank: int = 1  # axes of values
     mask: Any = True  # the active lanes
     in_vector: bool = False  # whether a vector loop encloses the code
+    memo: dict[int, Any] = field(default_factory=dict)  # values of expressions of this statement, by id
 
-    def inside(self, index: str, value: Any, **changes: Any) -> _Interpreter:
-        """An interpreter for the body of a loop or reduction. Names from inside do not escape."""
-        return replace(self, names={**self.names, index: value}, memo={}, **changes)
+    def inside(self, index: str, value: Any, *, axis: bool = False, vector: bool = False) -> _Interpreter:
+        """An interpreter for the body of a loop or reduction, with an axis if it is vectorised. Names do not escape."""
+        names, in_vector = {**self.names, index: value}, self.in_vector or vector
+        return _Interpreter(
+            self.params, self.memory, self.args, self.faults, names, self.rank + axis, self.mask, in_vector
+        )
 
     def under(self, mask: Any) -> _Interpreter:
         """An interpreter for the lanes where `mask` holds, of those that are active."""
-        return replace(self, mask=mask if self.mask is True else self.mask & mask, memo={})
+        mask = mask if self.mask is True else self.mask & mask
+        return _Interpreter(
+            self.params, self.memory, self.args, self.faults, self.names, self.rank, mask, self.in_vector
+        )
 
     # -- statements --
     def body(self, statements: Sequence[Stmt]) -> None:
@@ -67,33 +73,34 @@ class _Interpreter:
 
     def run(self, statement: Stmt) -> None:
         match statement:
-            case loops.Let(name, value):
-                self.names[name] = self.value(value)
-            case loops.Var(name, start):
-                self.names[name] = [self.value(start)]
-            case loops.Assign(name, expr):
-                value, variable = self.value(expr), self.names[name]
-                variable[0] = value if self.mask is True else np.where(self.mask, value, variable[0])
-            case loops.Store(param, place, expr):
-                elements, at = self.address(param, place)
-                self.store(elements, at, _cast(self.value(expr), expr.dtype, self.params[param].dtype))
-            case loops.Check(condition, code):
-                if not np.all(np.logical_not(self.mask) | self.value(condition)):
-                    self.faults.append(code)
+            case loops.Let():
+                self.names[statement.name] = self.value(statement.value)
+            case loops.Store():
+                elements, at = self.address(statement.param, statement.at)
+                value, wanted = statement.value, self.params[statement.param].dtype
+                self.store(elements, at, _cast(self.value(value), value.dtype, wanted))
             case For():
                 self.loop(statement)
+            case loops.Var():
+                self.names[statement.name] = [self.value(statement.start)]
+            case loops.Assign():
+                value, variable = self.value(statement.value), self.names[statement.name]
+                variable[0] = value if self.mask is True else np.where(self.mask, value, variable[0])
+            case loops.Check():
+                if not np.all(np.logical_not(self.mask) | self.value(statement.condition)):
+                    self.faults.append(statement.code)
 
     def loop(self, loop: For) -> None:
         """Vectorises a vector loop unless another one encloses it; any other loop is a Python loop."""
         extent = self.extent(loop.extent)
         steps: Sequence[Any] = range(_longest(extent))
-        inner = self.inside(loop.index, 0)
-        if loop.vector and not self.in_vector:
-            inner = replace(inner, rank=self.rank + 1, in_vector=True)
+        vectorised = loop.vector and not self.in_vector
+        inner = self.inside(loop.index, 0, axis=vectorised, vector=vectorised)
+        if vectorised:
             steps = [self.axis(0, len(steps))] if steps else []
         for step in steps:
             inner.names[loop.index] = step
-            (inner.under(step < extent) if np.ndim(extent) else inner).body(loop.body)
+            (inner.under(step < extent) if _varies(extent) else inner).body(loop.body)
 
     def store(self, elements: Array, at: Any, value: Any) -> None:
         if self.mask is True and np.shape(at) == np.shape(value):
@@ -104,40 +111,39 @@ class _Interpreter:
 
     # -- expressions --
     def value(self, expr: Expr) -> Any:
-        match expr:
-            case Index(name) | Ref(name):
-                value = self.names[name]
-                return value[0] if isinstance(value, list) else value
-            case Arg(name):
-                return self.args[name]
-            case Const(value, dtype):
-                return value if dtype is I64 else dtype.numpy.type(value)
+        kind = type(expr)
+        if kind is Index or kind is Ref:
+            value = self.names[expr.name]  # type: ignore[union-attr]
+            return value[0] if type(value) is list else value
+        if kind is Arg:
+            return self.args[expr.name]  # type: ignore[union-attr]
         if id(expr) not in self.memo:
-            self.memo[id(expr)] = self.computed(expr)
+            self.memo[id(expr)] = _COMPUTE[kind](self, expr)
         return self.memo[id(expr)]
 
-    def computed(self, expr: Expr) -> Any:
-        match expr:
-            case Load(param, place):
-                elements, at = self.address(param, place)
-                if self.mask is True:
-                    return elements[at]
-                if not elements.size:
-                    return np.zeros(np.broadcast_shapes(np.shape(at), np.shape(self.mask)), elements.dtype)
-                return elements[np.where(self.mask, at, 0)]  # lanes that are not active read anything
-            case Apply("cast", (operand,), dtype):
-                return _cast(self.value(operand), operand.dtype, dtype)
-            case Apply(op, args):
-                return MEANINGS[op](*map(self.value, args))
-            case Choose(condition, then, other):
-                chosen = self.value(condition)
-                sides = self.under(chosen).value(then), self.under(np.logical_not(chosen)).value(other)
-                return np.where(chosen, *sides)
-            case Reduce():
-                return self.reduction(expr)
-            case Lookup(table, index):
-                return _table(table)[self.value(index)]
-        raise AssertionError(f"{expr} is not an expression")
+    def constant(self, expr: Const) -> Any:
+        return expr.value if expr.dtype is I64 else expr.dtype.numpy.type(expr.value)
+
+    def load(self, expr: Load) -> Any:
+        elements, at = self.address(expr.param, expr.at)
+        if self.mask is True:
+            return elements[at]
+        if not elements.size:
+            return np.zeros(np.broadcast_shapes(np.shape(at), np.shape(self.mask)), elements.dtype)
+        return elements[np.where(self.mask, at, 0)]  # lanes that are not active read anything
+
+    def apply(self, expr: Apply) -> Any:
+        if expr.op == "cast":
+            return _cast(self.value(expr.args[0]), expr.args[0].dtype, expr.dtype)
+        return MEANINGS[expr.op](*map(self.value, expr.args))
+
+    def choose(self, expr: Choose) -> Any:
+        chosen = self.value(expr.condition)
+        sides = self.under(chosen).value(expr.then), self.under(np.logical_not(chosen)).value(expr.other)
+        return np.where(chosen, *sides)
+
+    def lookup(self, expr: Lookup) -> Any:
+        return _table(expr.table)[self.value(expr.index)]
 
     def reduction(self, expr: Reduce) -> Any:
         """Combines all terms block by block. A block is combined by halving, as if padded with identities.
@@ -148,8 +154,8 @@ class _Interpreter:
         total, longest = start, _longest(extent)
         for first in range(0, longest, REDUCE_BLOCK):
             index = self.axis(first, min(first + REDUCE_BLOCK, longest))
-            inner = self.inside(expr.index, index, rank=self.rank + 1)
-            if np.ndim(extent):
+            inner = self.inside(expr.index, index, axis=True)
+            if _varies(extent):
                 terms = np.where(index < extent, inner.under(index < extent).value(expr.value), start)
             else:
                 terms = inner.value(expr.value)
@@ -166,7 +172,7 @@ class _Interpreter:
     def address(self, param: int, place: loops.Place) -> tuple[Array, Any]:
         elements, at = self.memory[param]
         for index, stride in place:
-            at = at + self.value(index) * self.extent(stride)
+            at = at + (self.value(index) if stride == 1 else self.value(index) * self.extent(stride))
         return elements, at
 
     def widths(self, body: Sequence[Stmt]) -> Iterator[int]:
@@ -178,13 +184,24 @@ class _Interpreter:
                 yield from self.widths(statement.body)
 
 
+_COMPUTE: Mapping[type, Any] = {
+    Const: _Interpreter.constant, Load: _Interpreter.load, Apply: _Interpreter.apply, Choose: _Interpreter.choose,
+    Reduce: _Interpreter.reduction, Lookup: _Interpreter.lookup,
+}  # fmt: skip
+
+
+def _varies(extent: Any) -> bool:
+    """Whether lanes have step counts of their own."""
+    return isinstance(extent, np.ndarray) and extent.ndim > 0
+
+
 def _cast(value: Any, have: DType, want: DType) -> Any:
     return value if have is want else cast_array(np.asarray(value), want)
 
 
 def _longest(extent: Any) -> int:
     """The largest step count of any lane."""
-    return int(np.max(extent, initial=0))
+    return int(extent.max(initial=0)) if _varies(extent) else int(extent)
 
 
 def _halved(combine: Any, terms: Any, index: Array) -> Any:
