@@ -10,7 +10,7 @@ import pytest
 
 import rlx
 from rlx.errors import KernelError
-from rlx.target import KvLayout
+from rlx.kv_layout import KvLayout
 
 Array = np.ndarray[Any, Any]
 DEVICES = ("reference", "toy", "cpu")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rlx.engine.load_settings import auto_cache, default_context, profile_for, with_precision
 from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.kv_layout import KvLayout
 from rlx.models.load import Checkpoint
 from rlx.models.pooling import EmbedSettings, pooled, read_settings
-from rlx.target import KvLayout
 
 
 def model_flow(

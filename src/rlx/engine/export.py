@@ -29,6 +29,7 @@ from rlx.formats.tensor_file import PathLike, broken, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.functional.jitted import Jitted
 from rlx.ir.graph import Graph
+from rlx.kv_layout import KvLayout
 from rlx.models.config import record_types
 from rlx.models.family import FAMILIES, Family, FileWeights
 from rlx.models.image_preprocessing import ImageSettings
@@ -51,7 +52,6 @@ from rlx.runtime.export import (
 )
 from rlx.runtime.kv_spec import CACHES
 from rlx.runtime.session import Session
-from rlx.target import KvLayout
 from rlx.types import TensorType
 
 AnyModel = LanguageModel | EmbeddingModel | VisionModel

@@ -30,6 +30,7 @@ from rlx.ir.graph import Graph, Value
 from rlx.ir.provenance import Origin, here
 from rlx.ir.registry import HIR, LEAF, MIR
 from rlx.ir.rewrite import live_copy, rebuild
+from rlx.kv_layout import KvLayout
 from rlx.module import GraphModule
 from rlx.notebook import box, preformatted, table
 from rlx.profile import CompileProfile
@@ -37,7 +38,6 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.compiled import output_names as unnamed
 from rlx.runtime.kv_spec import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
-from rlx.target import KvLayout
 from rlx.types import ShapeLike, TensorType, dim, sym, tensor
 
 if TYPE_CHECKING:
