@@ -20,7 +20,8 @@ from rlx.engine.load import class_of
 from rlx.engine.model import Model, Prepared
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
-from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
+from rlx.flow.built import BuiltModel, Params
+from rlx.flow.flow import KvCacheSpec, ModelFlow
 from rlx.fork_safe_locks import cached_property
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.bpe import check_tables

@@ -16,8 +16,8 @@ from rlx.backends import base
 from rlx.backends.toy import TOY, ToyBackend, ToyBuffer
 from rlx.errors import BindError, CapabilityError, KernelError, LowerError
 from rlx.lir.loops import LoopKernel
+from rlx.lir.module import plan_lir
 from rlx.lir.schedule import schedule
-from rlx.module import plan_lir
 from rlx.profile import CompileProfile
 from rlx.runtime import record_json
 

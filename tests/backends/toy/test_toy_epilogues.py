@@ -13,7 +13,7 @@ from rlx.backends.toy import interpreter
 from rlx.dtypes import F32
 from rlx.lir.kernels import MatmulKernel
 from rlx.lir.loops import Arg, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Store, substitute
-from rlx.module import plan_lir
+from rlx.lir.module import plan_lir
 from rlx.profile import CompileProfile
 from rlx.target import Target
 
