@@ -21,12 +21,10 @@ from rlx.engine.generate import Usage as Usage
 from rlx.engine.interventions import Captures, EditedGraph, Execution, execution
 from rlx.engine.kv_cache import aligned
 from rlx.engine.load_settings import as_int
-from rlx.engine.logprobs import Logprob, Score, TokenBytes
 from rlx.engine.model import NOTHING, Model, Recent
 from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import Sampler, Sampling, short_repr
 from rlx.engine.scheduler import Request, Scheduler, Ticket
-from rlx.engine.scoring import scores_of, text_after
 from rlx.errors import CapabilityError, ContextError, FormatError, RequestError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
@@ -37,6 +35,7 @@ from rlx.types import TensorType, sym
 if TYPE_CHECKING:
     from rlx.engine.async_stream import AsyncTextStream
     from rlx.engine.edits import Edit
+    from rlx.engine.logprobs import Logprob, Score, TokenBytes
     from rlx.engine.structured import GrammarCompiler, Structure
     from rlx.engine.tools import ToolCall, ToolFormat
     from rlx.flow.built import BuiltModel
@@ -411,6 +410,8 @@ class LanguageModel(Model):
         With a `prompt`, those of the text after it, as for choosing the likeliest of several answers. `logprobs=n`
         also returns the n likeliest tokens at each position.
         """
+        from rlx.engine.scoring import scores_of, text_after  # a warm start generates
+
         self._check_usable()
         many, top = _is_batch(text, "score"), _count("logprobs", logprobs)
         rows = [text_after(self, t, prompt, f"score: text {i}") for i, t in enumerate(text if many else [text])]
