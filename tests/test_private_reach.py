@@ -78,16 +78,16 @@ def test_private_names_stay_in_their_package() -> None:
 
 
 # Benchmarks, scripts and examples use public names. Of torch: settings of its compiler, and packed products of oneDNN.
-BESIDE = [p for name in ("benchmarks", "scripts", "examples") for p in sorted((ROOT.parents[1] / name).rglob("*.py"))]
+PROGRAMS = [p for name in ("benchmarks", "scripts", "examples") for p in sorted((ROOT.parents[1] / name).rglob("*.py"))]
 OF_TORCH = {"_inductor", "_reorder_linear_weight", "_linear_pointwise"}
 
 
 def test_programs_beside_the_package_use_public_names() -> None:
-    if not BESIDE:
+    if not PROGRAMS:
         pytest.skip("needs a checkout")
     reaches = [
         f"{path.name}:{line}: {name}"
-        for path in BESIDE
+        for path in PROGRAMS
         for name, line in used(path).items()
         if name not in defined(path) | FOREIGN | OF_TORCH
     ]
