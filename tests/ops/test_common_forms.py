@@ -13,7 +13,7 @@ from targets import host
 import rlx
 from rlx import CompileProfile, KernelDispatchConfig, KernelDispatchPolicy
 from rlx.errors import CapabilityError, LowerError
-from rlx.mir.recognise_ops import common_form
+from rlx.mir.common_forms import common_form
 
 COMMON = CompileProfile().with_kernel_dispatch(KernelDispatchPolicy.FORCE_COMMON)
 

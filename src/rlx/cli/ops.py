@@ -25,7 +25,7 @@ from rlx.ir.text import attr_text
 from rlx.lir import forms
 from rlx.lir.forms.elementwise import scalar_form
 from rlx.lir.schedule import loop_form
-from rlx.mir.recognise_ops import common_form
+from rlx.mir.common_forms import common_form
 from rlx.runtime.session import Session
 from rlx.transforms import rule_tables, rules  # noqa: F401 (rules fills the tables)
 from rlx.types import TensorType

@@ -11,9 +11,9 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import F64
+from rlx.engine.check_token_independence import check_flow
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load_settings import CONTEXT, session_for
-from rlx.engine.tokens_apart import check_flow
 from rlx.errors import BindError, CapabilityError, GraphError, RequestError
 from rlx.flow.built import BuiltModel
 from rlx.flow.flow import ModelFlow

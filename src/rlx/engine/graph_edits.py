@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.engine.check_token_independence import TOKENS, same_apart
 from rlx.engine.edits import Edit, edited_values
 from rlx.engine.sampler import short_repr
-from rlx.engine.tokens_apart import TOKENS, same_apart
 from rlx.errors import GraphError, RequestError, RlxError, ShapeError
 from rlx.flow.built import BuiltModel
 from rlx.functional import tree

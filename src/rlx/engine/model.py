@@ -172,7 +172,7 @@ class Model:
     def _check_patch(self) -> None:
         """Raise if the patch of a decoder mixes tokens, which are computed in pieces."""
         if self._patch is not None and self.facts.kind == "decoder":
-            from rlx.engine.tokens_apart import check_flow
+            from rlx.engine.check_token_independence import check_flow
 
             check_flow(self.flow.build(self.checkpoint.weights))
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rlx.inspect.lineage import Lineage, inner_nodes, marks, sources
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF, VIEW
-from rlx.mir.recognise_ops import common_form
-from rlx.mir.weights import weight_nodes
+from rlx.mir.common_forms import common_form
+from rlx.mir.weight_only_values import weight_nodes
 from rlx.notebook import box, table
 
 # At run time a node is computed by machine code of its op, by machine code of the ops it is decomposed into, or, on the

@@ -14,7 +14,7 @@ from rlx.ir.compose import expand_decomposition, is_composed
 from rlx.ir.graph import Graph, Node, Value, attr_key
 from rlx.ir.registry import COMPOSED, CONTROL
 from rlx.ir.rewrite import Rewriter, inline, map_bodies, rebuild
-from rlx.mir.recognise_ops import common_form
+from rlx.mir.common_forms import common_form
 from rlx.profile import KernelDispatchConfig, KernelDispatchPolicy
 
 Key = tuple[Any, ...]

@@ -15,7 +15,7 @@ from rlx.dtypes import F32
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, live_copy
 from rlx.mir.fused_bodies import identity
-from rlx.mir.weights import packed_rows, stored, weight_nodes
+from rlx.mir.weight_only_values import packed_rows, stored, weight_nodes
 from rlx.operand_layouts import Layout, WeightLayout
 from rlx.target import Target
 

@@ -19,7 +19,7 @@ import numpy as np
 from rlx.dtypes import F32, I8
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
-from rlx.mir.weights import is_matrix, sides, weight_nodes
+from rlx.mir.weight_only_values import is_matrix, sides, weight_nodes
 from rlx.mir.weights_to_front import weights_to_front
 from rlx.ops.quant import MIN_SCALE
 

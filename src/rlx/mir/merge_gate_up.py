@@ -13,7 +13,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild
 from rlx.mir.fused_bodies import extract
 from rlx.mir.report import FusionReport
-from rlx.mir.weights import is_matrix, sides, storage_of, weight_nodes
+from rlx.mir.weight_only_values import is_matrix, sides, storage_of, weight_nodes
 from rlx.mir.weights_to_front import weights_to_front
 
 

@@ -14,7 +14,7 @@ from rlx.dtypes import DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.mir.report import FusionReport
-from rlx.mir.weights import is_matrix, packed_rows, sides, storage_of, stored, weight_nodes
+from rlx.mir.weight_only_values import is_matrix, packed_rows, sides, storage_of, stored, weight_nodes
 from rlx.mir.weights_to_front import weights_to_front
 
 

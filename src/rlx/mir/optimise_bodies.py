@@ -14,7 +14,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import CONTROL
 from rlx.ir.rewrite import Rewriter, inline, rebuild
 from rlx.mir.hoist_weights import Hoisted
-from rlx.mir.weights import weight_nodes
+from rlx.mir.weight_only_values import weight_nodes
 
 Optimise = Callable[[Graph, bool], Hoisted]  # (body, whether it is certain to run)
 

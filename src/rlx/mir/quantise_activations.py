@@ -7,7 +7,7 @@ from typing import Any
 from rlx.dtypes import F32
 from rlx.ir.graph import Graph, Node
 from rlx.ir.rewrite import Rewriter, map_bodies, rebuild
-from rlx.mir.weights import packed_rows, weight_nodes
+from rlx.mir.weight_only_values import packed_rows, weight_nodes
 from rlx.ops.quantised_activations import INT8_DOT_TYPES
 
 

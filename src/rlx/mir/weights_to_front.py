@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlx.ir.graph import Graph
 from rlx.ir.rewrite import copy_nodes
-from rlx.mir.weights import weight_nodes
+from rlx.mir.weight_only_values import weight_nodes
 
 
 def weights_to_front(graph: Graph) -> Graph:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
-from rlx.mir.weights import stored, weight_nodes
+from rlx.mir.weight_only_values import stored, weight_nodes
 
 MOVES = ("transpose", "reshape", "slice", "concatenate")  # not expand, which is a free view
 

@@ -14,7 +14,7 @@ from rlx.ir.registry import RuleTable
 from rlx.ops.recurrent import state_reset_values
 from rlx.types import Size
 
-common_form: RuleTable[Callable[..., Any]] = RuleTable("common form", "src/rlx/mir/recognise_ops.py")
+common_form: RuleTable[Callable[..., Any]] = RuleTable("common form", "src/rlx/mir/common_forms.py")
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
