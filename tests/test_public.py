@@ -9,7 +9,7 @@ NAMES = {
     "Dim", "DimBinding", "DispatchReport", "EmbeddingModel", "Emit", "FlowCtx", "FlowStage", "FlowState", "FlowValue",
     "FusionPolicy", "FusionReport", "GdnInputSlots", "Graph", "GraphModule", "GraphStage", "Hit", "Index",
     "KernelDispatchConfig",
-    "KernelDispatchPolicy", "LanguageModel",
+    "KernelDispatchPolicy", "LanguageModel", "Level",
     "LayerStack",
     "LirModule", "MapWeights", "MaskKind", "MemoryReport", "Model", "ModelExecutionConfig", "ModelFlow", "ModelPhase",
     "ModelRecipe", "ModelVariant", "MultiOutputHandle", "QuantScheme", "Report", "Session", "SideOutputs", "TensorType",

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from rlx.mir.report import FusionReport as FusionReport
     from rlx.module import GraphModule as GraphModule
     from rlx.module import GraphStage as GraphStage
+    from rlx.module import Level as Level
     from rlx.ops.attention import MaskKind as MaskKind
     from rlx.profile import CompileProfile as CompileProfile
     from rlx.profile import FusionPolicy as FusionPolicy
@@ -133,6 +134,7 @@ _PUBLIC = {
     "Index": ("rlx.index.index", "Index"),
     "KernelDispatchConfig": ("rlx.profile", "KernelDispatchConfig"),
     "KernelDispatchPolicy": ("rlx.profile", "KernelDispatchPolicy"),
+    "Level": ("rlx.module", "Level"),
     "LanguageModel": ("rlx.engine.language_model", "LanguageModel"),
     "LayerStack": ("rlx.flow.layers", "LayerStack"),
     "LirModule": ("rlx.lir.module", "LirModule"),

@@ -37,6 +37,9 @@ class GraphStage(enum.Enum):
     LIR = "lir"
 
 
+Level = GraphStage
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------
 # Attributes of a planned module's graph that can be read; everything else on a Graph builds.
 _READS = frozenset((
@@ -330,15 +333,18 @@ class GraphModule(ModuleOps):
         """Lowers HIR to MIR; a module at another level is returned unchanged."""
         return self if self.stage is not GraphStage.HIR else GraphModule(lower(self._graph, self._policy))
 
-    def plan(self, target: Target | None = None, profile: CompileProfile | None = None) -> GraphModule:
-        """Plans the module for a target (None: this machine); an LIR module is returned unchanged."""
+    def plan(self, target: Target | str | None = None, profile: CompileProfile | None = None) -> GraphModule:
+        """Plans the module for a target or its name (None: this machine); an LIR module is returned unchanged.
+
+        Nothing runs, so targets of other machines are allowed: `plan("avx512")`, `plan("sm_90")`.
+        """
         if self._lir is not None:
             return self
         if not self._graph.outputs:
             raise GraphError(f"plan: module {self.name!r} has no outputs", hint="call set_outputs([...])")
-        from rlx.backends.base import backend
+        from rlx.backends.base import backend, known_target
 
-        chosen = target or backend("cpu").target()
+        chosen = backend("cpu").target() if target is None else known_target(target)
         return GraphModule.from_lir(plan_lir(self._graph.verify(), chosen, self.profile(profile)))
 
     def profile(self, explicit: CompileProfile | None = None) -> CompileProfile:
@@ -383,12 +389,13 @@ class GraphModule(ModuleOps):
 
     # -- text --
     def __str__(self) -> str:
-        """Text that `Graph.parse` reads back: the graph at this level; at LIR, the MIR that was planned."""
-        return self._graph.text()
+        """The module at its level: a graph that `Graph.parse` reads back; at LIR, the program."""
+        return self._graph.text() if self._lir is None else self._lir.main.text()
 
     def __repr__(self) -> str:
         graph = self._graph
-        return f"<module {self.name!r} {self.stage.value}: {len(graph.nodes)} nodes, {len(graph.outputs)} outputs>"
+        nodes, outputs = count_of(len(graph.nodes), "node"), count_of(len(graph.outputs), "output")
+        return f"<module {self.name!r} {self.stage.value}: {nodes}, {outputs}>"
 
     def _repr_html_(self) -> str:
         if self._lir is None:

@@ -1,8 +1,8 @@
 """The backend protocol: the interface a device implements so that rlx can compile, run and inspect programs on it.
 
 A backend compiles LIR programs to executables and owns its device's memory. `backend(name)` returns one: built-in
-backends from the table below, third-party ones from the entry point group `rlx.backends`. Each is imported on first
-use.
+backends from the table below, third-party ones from `register` or the entry point group `rlx.backends`. Each is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -284,9 +284,12 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 # -- backends --------------------------------------------------------------------------------------------------------
 class Backend(ABC):
-    """A kind of device. Subclass it, and register the subclass in the entry point group `rlx.backends`."""
+    """A kind of device. Subclass it, and `register` the subclass, or name it in the entry point group `rlx.backends`.
 
-    name: ClassVar[str]
+    A subclass sets `name` and implements `targets`, `identity`, `compile` and `kernel_text`; the rest has defaults.
+    """
+
+    name: ClassVar[str]  # required: the name of the device, which is also `Target.device` of its targets
     options: ClassVar[Mapping[str, type]] = {}  # settings accepted in `profile.backend`, and their types
     allocator: Allocator = HOST
     is_accelerator: ClassVar[bool] = False  # whether `device="auto"` prefers it to the CPU
@@ -440,6 +443,7 @@ class Device:
 
 
 _instances: dict[tuple[str, int], Backend] = {}
+_registered: dict[str, type[Backend]] = {}
 _lock = Lock(reentrant=True)
 
 
@@ -452,9 +456,51 @@ def backend(name: str, index: int = 0) -> Backend:
     return instance
 
 
+def register(name: str, kind: type[Backend]) -> None:
+    """Makes a backend available as `device=name` in this process. Registering a name again replaces the backend."""
+    if not isinstance(name, str) or not re.fullmatch(r"[^\s:]+", name) or name in BUILT_IN:
+        raise CapabilityError(
+            f"device: {name!r} cannot be registered", hint="a name that is not built in, without colons"
+        )
+    _check_backend(name, kind, getattr(kind, "__qualname__", repr(kind)))
+    with _lock:
+        _registered[name] = kind
+        for known in [key for key in _instances if key[0] == name]:
+            del _instances[known]
+
+
+def _check_backend(name: str, kind: object, where: str) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, Backend)):
+        raise CapabilityError(f"device: {where!r} is not a subclass of rlx.backends.base.Backend")
+    if getattr(kind, "name", None) != name:
+        own = getattr(kind, "name", "not set")
+        raise CapabilityError(
+            f"device: {name!r}: the name of {where!r} is {own}", hint=f'set name = "{name}" in the class'
+        )
+
+
 def backend_of(target: Target) -> Backend:
     """The backend that generates code for a target."""
     return backend(target.device)
+
+
+def known_target(target: Target | str, device: str | None = None) -> Target:
+    """The target called so, of one device or of any, for code that is only generated: this machine need not run it."""
+    if isinstance(target, Target):
+        return target
+    known: dict[str, Target] = {}
+    for name in available() if device is None else [device]:
+        try:
+            known = {**backend(name).known_targets(), **known}
+        except CapabilityError:  # a device that is not here and has no table
+            if device is not None:
+                raise
+    if target not in known:
+        where = "" if device is None else f" to {device}"
+        raise CapabilityError(
+            f"target: {target!r} is not known{where}", hint=nearest(str(target), known) or f"known: {', '.join(known)}"
+        )
+    return known[target]
 
 
 # Names of other libraries for devices
@@ -471,6 +517,8 @@ def _class(name: str) -> type[Backend]:
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(f"rlx.backends.{module}"), attribute)  # type: ignore[no-any-return]
+    if name in _registered:
+        return _registered[name]
     point = _entry_points().get(name)
     if point is None:
         known = available()
@@ -480,9 +528,8 @@ def _class(name: str) -> type[Backend]:
         loaded = point.load()
     except Exception as error:
         raise CapabilityError(f"device: {name!r} of package {point.value!r} cannot be imported: {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, Backend)):
-        raise CapabilityError(f"device: {point.value!r} is not a subclass of rlx.backends.base.Backend")
-    return loaded
+    _check_backend(name, loaded, point.value)
+    return loaded  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -494,7 +541,7 @@ def _entry_points() -> Mapping[str, Any]:
 
 def available() -> list[str]:
     """Names of all backends, built-in ones first."""
-    return [*BUILT_IN, *sorted(set(_entry_points()) - set(BUILT_IN))]
+    return [*BUILT_IN, *sorted({*_registered, *_entry_points()} - set(BUILT_IN))]
 
 
 def device(text: str) -> Device:

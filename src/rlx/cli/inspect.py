@@ -19,7 +19,7 @@ import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  registers the ops that files may use
 from rlx import hub
-from rlx.backends.base import backend_of, device
+from rlx.backends.base import backend_of, device, known_target
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load as load_model
@@ -67,10 +67,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--size", action="append", default=[], metavar="NAME=N", help="the size of another symbol")
     command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
     command.add_argument(
-        "--device", default="cpu", help="the device that code is generated for; with --target none is needed (cpu)"
+        "--device",
+        default="cpu",
+        help="the device that code is generated for (cpu); it need not exist if --target is set",
     )
     command.add_argument(
-        "--target", help="target of the code (default: the best of this machine; `rlx env` lists them)"
+        "--target", help="target of the code, such as avx512, also of other machines (the best of this machine)"
     )
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
@@ -84,11 +86,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _machine(arguments: argparse.Namespace) -> Target:
-    """The target that code is generated for: of this machine, or of another device."""
-    maker = device(arguments.device).backend
-    if arguments.device != "cpu" and arguments.target in maker.known_targets():
-        return maker.known_targets()[arguments.target]
-    return maker.target(arguments.target)
+    """The target that code is generated for. Nothing runs, so it may be one of another machine."""
+    named = device(arguments.device)
+    return named.backend.target() if arguments.target is None else known_target(arguments.target, named.name)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -109,7 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(f"# {about}, {machine.name}")
     if sizes:
-        print(f"# {arguments.phase}: " + ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items())))
+        phase = "sizes" if context is None else arguments.phase
+        print(f"# {phase}: " + ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items())))
     chosen = Selection(arguments.stage, arguments.find, arguments.all)
     if arguments.links:
         lines = linked_lines(graph, arguments.level, machine, profile, chosen, built=arguments.built)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  registers the ops
-from rlx.backends.base import backend, backend_of
+from rlx.backends.base import backend, backend_of, known_target
 from rlx.cli.console import UsageError, is_rich
 from rlx.errors import RlxError, ShapeError, nearest
 from rlx.inspect.code import assembly_lines, busiest, easiest
@@ -53,7 +53,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--input", action="append", default=[], metavar="NAME", help="another name that is an input")
     command.add_argument(
-        "--target", help="target of the code (default: the best of this machine; `rlx env` lists them)"
+        "--target", help="target of the code, such as avx512, also of other machines (the best of this machine)"
     )
     command.add_argument("--lines", type=int, default=16, help="lines of LLVM text and assembly (16)")
     command.add_argument("--svg", metavar="FILE", help="draw the levels as a picture instead")
@@ -62,7 +62,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    machine = backend("cpu").target(arguments.target)
+    machine = backend("cpu").target() if arguments.target is None else known_target(arguments.target, "cpu")
     graph = read(arguments.expression, dict(map(_shape, arguments.shape)), arguments.input)
     if arguments.svg or arguments.html:
         if arguments.svg:
@@ -306,8 +306,9 @@ def _levels(graph: Graph, machine: Target, lines: int) -> Iterator[tuple[str, st
         text = backend_of(machine).kernel_text([kernel], machine).splitlines()
         yield "LLVM", about, _plain("\n".join(busiest(text, lines)))
         code = busiest(assembly_lines(kernel, machine), lines)
-        yield "Assembly", "The same on this machine.", _plain("\n".join(code))
-    yield "A run", "", _plain(_checked(graph, machine))
+        yield "Assembly", f"The same as machine code, for {machine.name}.", _plain("\n".join(code))
+    runs = machine in backend("cpu").targets()
+    yield "A run", "", _plain(_checked(graph, machine) if runs else f"This machine does not run {machine.name}.")
 
 
 def _plain(text: str) -> Lines:

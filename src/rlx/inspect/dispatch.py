@@ -68,7 +68,7 @@ class DispatchReport:
     @property
     def _summary(self) -> str:
         said = ", ".join(f"{n} {path}" for path, n in self.counts.items())
-        return f"{self.name}: {len(self.rows)} nodes: {said}"
+        return f"{self.name}: {len(self.rows)} node{'s' * (len(self.rows) != 1)}: {said}"
 
     def __str__(self) -> str:
         return "\n".join([self._summary, *(f"  {row}" for row in self.rows)])

@@ -16,7 +16,7 @@ from rlx.lir.program import Launch, Program, launch_text
 _VALUE = re.compile(r"%\d+(\.\d+)?")
 _NAME = re.compile(r'\bname="(?:[^"\\]|\\.)*"')
 _NUMBER = re.compile(r"\d+")
-_PLACE = re.compile(r"(?:.*:\d+|from .*|by .*)")
+_PLACE = re.compile(r"(?:.*:\d+|.*\.rlx|from .*|by .*)")  # a source line, a graph file, a block, a pass
 SHARED = ("input",)  # belongs to all layers, wherever it is first used
 
 

@@ -330,7 +330,9 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         return self.text()
 
     def __repr__(self) -> str:
-        return f"<graph {self.name!r} {self.level}: {len(self.nodes)} nodes, {len(self.outputs)} outputs>"
+        nodes, outputs = len(self.nodes), len(self.outputs)
+        counts = f"{nodes} node{'s' * (nodes != 1)}, {outputs} output{'s' * (outputs != 1)}"
+        return f"<graph {self.name!r} {self.level}: {counts}>"
 
     def _repr_html_(self) -> str:
         from rlx.inspect.notebook import graph_html  # the other upward import: notebook output

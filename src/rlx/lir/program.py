@@ -46,10 +46,16 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One run of a kernel: a value for each of its words, and, for loop kernels, how they are split."""
+    """One run of a kernel: a value for each of its words, and, for loop kernels, how they are split.
+
+    `words` has one entry per name in `kernel.words`, in that order: operands, sizes, strides. A `View` is an operand:
+    pass the address of `buffer[offset]`, where the offset counts elements. A `Size` is a 64-bit integer:
+    `rlx.types.evaluate(word, sizes)`, where sizes include the symbols of enclosing loops. `None` is an optional
+    operand that this launch does not have.
+    """
 
     kernel: Kernel
-    words: tuple[View | Size | None, ...]  # None: an absent optional operand
+    words: tuple[View | Size | None, ...]
     units: Size | None = None  # of loop kernels: parallel iterations; backends split other kernels themselves
     split: str = ""  # the name of a unit
     barrier: bool = False
@@ -162,15 +168,15 @@ LAUNCH, ENTER, TEST, NEXT, JUMP, LEAVE = "launch", "enter", "test", "next", "jum
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the walk through a program, and the enclosing loops, outermost first.
+    """One step of the walk through a program: a launch, or an edge of a loop or branch.
 
-    A `launch`, or an edge of a loop or branch: `enter` a loop, `test` a predicate, go to the `next` iteration of a
-    loop, `jump` over the else side of a branch, `leave` either. `number` indexes the program's launches or controls.
+    `enter` a loop, `test` a predicate, go to the `next` iteration of a loop, `jump` over the else side of a branch,
+    `leave` either.
     """
 
-    kind: str
-    number: int
-    loops: tuple[int, ...] = ()
+    kind: str  # LAUNCH, ENTER, TEST, NEXT, JUMP or LEAVE
+    number: int  # index into `program.launches` for LAUNCH, into `program.controls` for all others
+    loops: tuple[int, ...] = ()  # enclosing loops, outermost first, as indices into `program.controls`
 
 
 @dataclass
@@ -245,6 +251,10 @@ class Program:
             kind: {name: str(self.buffers[name].type) for name in names}
             for kind, names in (("inputs", self.inputs), ("weights", self.weights), ("outputs", self.outputs))
         }
+
+    def __str__(self) -> str:
+        """The program as `text()` prints it."""
+        return self.text()
 
     def text(self, *, kernels: bool = True, full: bool = False) -> str:
         """The program as text: interface, buffers, launches, kernels. With `full`, `parse` can read it back."""

@@ -238,6 +238,7 @@ def test_other_packages_give_backends_by_entry_point(monkeypatch: pytest.MonkeyP
     points["wrong"] = EntryPoint("wrong", "rlx.backends.toy:TOY", base.ENTRY_POINTS)
     monkeypatch.setattr(base, "_entry_points", lambda: points)
     monkeypatch.setattr(base, "_instances", {})
+    monkeypatch.setattr(ToyBackend, "name", "mine")
     assert isinstance(base.backend("mine"), ToyBackend) and base.available()[-2:] == ["mine", "wrong"]
     with pytest.raises(CapabilityError, match="is not a subclass of"):
         base.backend("wrong")
