@@ -58,7 +58,7 @@ class Node:
     __matmul__ = lambda self, other: apply("matmul", self, other)
 
     def __str__(self) -> str:
-        """The graph that ends here, one line a node."""
+        """The graph that ends here, one line per node."""
         number = {node: i for i, node in enumerate(walk(self))}
         lines = []
         for node, i in number.items():
@@ -95,7 +95,7 @@ def walk(root: Node, order: dict[Node, None] | None = None) -> dict[Node, None]:
 # An op is declared once: the rule for its shape, its meaning in NumPy, and, if it works element by element, the LLVM
 # instruction for one element. Nothing else in this file knows an op by its name, except the three that are not
 # elementwise: they need loops of their own.
-# In rlx: src/rlx/ops has one file a group of ops, and the signature of a type rule is the schema of its op. `rlx ops
+# In rlx: src/rlx/ops has one file per group of ops, and the signature of a type rule is the schema of its op. `rlx ops
 # softmax` shows where everything about an op is. A softmax is an op of its own there, with one loop for all of it.
 def broadcast(*shapes: Shape) -> Shape:
     """NumPy's rule: shapes are aligned at the right, and a size of 1 is repeated. A name is never taken for 1."""
@@ -168,9 +168,9 @@ def evaluate(root: Node, inputs: Mapping[str, Array]) -> Array:
 # -- 4. Passes --------------------------------------------------------------------------------------------------------
 # A pass is a function from graph to graph that keeps the meaning. Dead code needs no pass: what the last node does not
 # need is never walked.
-# In rlx: src/rlx/mir/pipeline.py is the list, and each pass has a file beside it. A verifier runs after every pass, and
-# `rlx tour "softmax(x @ w)"` shows what each of them changed. Work that depends on weights alone moves into a program
-# of its own that runs once (src/rlx/mir/hoist_weights.py).
+# In rlx: src/rlx/mir/pipeline.py is the list, and each pass has a file next to it. A verifier runs after every pass,
+# and `rlx tour "softmax(x @ w)"` shows what each of them changed. Work that depends on weights alone moves into a
+# program of its own that runs once (src/rlx/mir/hoist_weights.py).
 def rewrite(root: Node, change: Callable[[Node], Node]) -> Node:
     """The graph again from its leaves up, every node replaced by what `change` makes of it."""
     new: dict[Node, Node] = {}

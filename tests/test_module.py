@@ -14,8 +14,9 @@ from targets import supported
 
 import rlx
 from rlx import FusionPolicy, Graph, GraphModule, GraphStage, LirModule, MaskKind, Value
-from rlx.errors import BindError, CapabilityError, GraphError, ShapeError
+from rlx.errors import BindError, CapabilityError, GraphError, ParseError, ShapeError
 from rlx.ir.registry import HIR
+from rlx.lir.program import Program
 from rlx.profile import CompileProfile, Fusion
 
 Array = np.ndarray[Any, Any]
@@ -370,7 +371,14 @@ def test_values_of_another_module_are_refused() -> None:
 @pytest.mark.parametrize("stage", GraphStage)
 def test_the_text_of_a_module_parses(stage: GraphStage) -> None:
     m = at(stage)
-    assert GraphModule(Graph.parse(str(m))) == (m if stage is not GraphStage.LIR else GraphModule(m.into_mir()))
+    lir = m.as_lir()
+    if lir is None:
+        assert GraphModule(Graph.parse(str(m))) == m
+    else:
+        assert str(m) == str(lir.main) and Program.parse(lir.main.text(full=True)) == lir.main
+        with pytest.raises(ParseError, match="short text of a program") as caught:
+            Program.parse(str(m))
+        assert "text(full=True)" in str(caught.value.hint)
     assert repr(m).startswith(f"<module 'mlp' {stage.value}: ")
 
 

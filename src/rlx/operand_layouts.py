@@ -38,10 +38,6 @@ class Layout(ABC):
 
     by_rows: ClassVar[bool] = False  # whether each row of the operand is packed by itself, as for x
 
-    def note(self, source: TensorType) -> str:
-        """Description of weights in this layout for reports."""
-        return self.name
-
     def __str__(self) -> str:
         values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
         words = (str(v).lower() if isinstance(v, bool) else str(v) for v in values)

@@ -55,7 +55,7 @@ def test_what_was_fused_and_the_bind_program(capsys: pytest.CaptureFixture[str])
 
 def test_a_binding_gives_launches_their_work(capsys: pytest.CaptureFixture[str]) -> None:
     out = inspect(capsys, MLP, "--level", "lir", "--seq", "10")
-    assert "# prefill: seq = 10" in out
+    assert "# sizes: seq = 10" in out
     first = 2 * 10 * 384 * 1536 / 1e6  # multiply-adds of the first matmul, counted as two
     assert any(
         f"{first:.3g} MFLOP" in line or "11.8 MFLOP" in line for line in out.splitlines() if "launch matmul" in line

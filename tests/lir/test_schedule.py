@@ -163,7 +163,7 @@ def small() -> Graph:
 
 GOLDEN = """\
 program @small(n)  # avx512
-  weight @0: f32[1, 4, 64] as panels(64)
+  weight @0: f32[1, 4, 64] as cpu.panels(64)
   weight b: f32[6]
   const const2: f32[4] = @6b29353c39a5
   input x: f32[n, 4]
@@ -179,7 +179,7 @@ program @small(n)  # avx512
 
 def test_a_small_program_reads_well() -> None:
     done = optimise(small(), AVX512)
-    text = schedule(done.main, AVX512, notes={"@0": "panels(64)"}).text(kernels=False)
+    text = schedule(done.main, AVX512, notes={"@0": "cpu.panels(64)"}).text(kernels=False)
     digest = re.compile(r"\b([a-z_]+)\.[0-9a-f]{8}\b")  # kernels may change, the form of the text does not
     assert digest.sub(r"\1.*", text) == digest.sub(r"\1.*", GOLDEN)
 

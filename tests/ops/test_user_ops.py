@@ -18,6 +18,7 @@ from rlx.lir.loops import Expr
 from rlx.lir.schedule import Elements, Scheduler, map_elements
 from rlx.lir.views import View
 from rlx.profile import CompileProfile, Precision
+from rlx.transforms import rule_tables
 
 pytestmark = pytest.mark.usefixtures("own_ops")
 BOTH = pytest.mark.parametrize("device", ("reference", "cpu"))
@@ -276,3 +277,63 @@ def test_an_op_written_with_itself_is_refused_by_the_reference_too() -> None:
     rlx.op("endless", decompose=lambda x: x.endless())(same)
     with pytest.raises(LowerError, match="op endless: is written with itself"):
         of_one(lambda x: x.endless(), "reference", np.ones((2, 2), np.float32))
+
+
+# -- derivatives and vmap ---------------------------------------------------------------------------------------------
+def gradient(build: Any, x: Any) -> Any:
+    g = rlx.Graph("loss")
+    g.set_outputs([build(g.input("x", x.shape)).sum()])
+    return np.asarray(rlx.compile(rlx.transforms.grad(g)).run({"x": x})[0])
+
+
+def test_a_kernel_with_a_decomposition_runs_as_the_kernel_and_has_its_derivative() -> None:
+    soft = {"scalar": lambda x: x / (abs(x) + 1), "decompose": lambda x: x / (1 + x.abs())}
+    rlx.op("softsign", **soft, reference=lambda x: x / (1 + np.abs(x)))(same)  # type: ignore[arg-type]
+    x = np.float32([[-2.0, 0.5]])
+    np.testing.assert_allclose(gradient(lambda v: v.softsign(), x), 1 / (1 + np.abs(x)) ** 2, rtol=1e-5)
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (2,)).softsign()])
+    assert [row.path for row in rlx.compile(g).dispatch().rows] == ["native"]
+
+
+def test_rules_from_outside_and_without_them_a_scan(capsys: pytest.CaptureFixture[str]) -> None:
+    def declare() -> None:
+        rlx.op("lower", reference=lambda x, *, k: np.tril(x, k), loop=tril_loop, replace=True)(lambda x, *, k=0: x)
+
+    declare()
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (2, 2)).lower(k=0)])
+    assert "scan" in {node.op for node in rlx.transforms.vmap(g).nodes}
+    assert main(["ops", "lower"]) == 0 and "a scan over the batch: no rule" in capsys.readouterr().out
+    for _ in range(2):  # declaring it again drops its rules
+        declare()
+        rule_tables.vjp("lower")(lambda at, ct: [ct.lower(k=at.attrs["k"])])
+        rule_tables.batching("lower")(lambda vmapped: [vmapped.full(0).lower(k=vmapped.attrs["k"])])
+    assert {node.op for node in rlx.transforms.vmap(g).nodes} == {"input", "lower"}
+    np.testing.assert_array_equal(gradient(lambda v: v.lower(), np.ones((2, 2), np.float32)), [[1, 0], [1, 1]])
+
+
+def test_a_rule_that_returns_nothing_is_an_error_with_the_name_of_its_op() -> None:
+    rlx.op("idle", reference=lambda x: x, loop=lambda s, node: None)(same)  # type: ignore[arg-type,return-value]
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (2, 2)).idle()])
+    with pytest.raises(LowerError, match="op idle: its loop form returned NoneType, expected a list of 1"):
+        rlx.compile(g)
+    rule_tables.batching("idle")(lambda vmapped: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(LowerError, match="op idle: its vmap rule returned NoneType, expected a list of 1"):
+        rlx.transforms.vmap(g)
+    rule_tables.vjp("idle")(lambda at, ct: ct)
+    with pytest.raises(LowerError, match="op idle: its VJP returned Value, expected a list of 1") as caught:
+        gradient(lambda v: v.idle(), np.ones((2, 2), np.float32))
+    assert caught.value.hint == "return [y], not y"
+
+
+def test_the_tour_imports_a_module_with_ops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = 'import rlx\n@rlx.op("thrice", decompose=lambda x: x * 3)\ndef thrice(x):\n    """3x."""\n    return x\n'
+    (tmp_path / "tour_ops.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["tour", "thrice(x)", "-m", "tour_ops"]) == 0 and "thrice(%0)" in capsys.readouterr().out
+    assert main(["tour", "x", "-m", "absent_ops"]) == 2 and "tour: cannot import" in capsys.readouterr().err

@@ -373,7 +373,10 @@ class Backend(ABC):
 
     @abstractmethod
     def kernel_text(self, kernels: Iterable[Kernel], target: Target, *, assembly: bool = False) -> str:
-        """The code generated for kernels, for people: source, or with `assembly` what the machine runs."""
+        """The code generated for kernels, for people: source, or with `assembly` what the machine runs.
+
+        Of a program: `kernel_text(program.kernels().values(), target)`; of one kernel: `kernel_text([kernel], target)`.
+        """
 
     # -- images and exports
     def image_modules(self) -> Sequence[ModuleType]:

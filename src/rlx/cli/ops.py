@@ -51,7 +51,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.module:
-        _import(arguments.module)
+        import_module(arguments.module, "ops")
     if arguments.markdown:
         print(markdown(), end="")
     elif arguments.name:
@@ -62,12 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _import(module: str) -> None:
+def import_module(module: str, command: str) -> None:
+    """Import a module for the ops that it declares."""
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
         importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"ops: cannot import {module!r}: {error}") from error
+        raise UsageError(f"{command}: cannot import {module!r}: {error}") from error
 
 
 def groups(ops: Iterable[OpDef]) -> dict[str, list[OpDef]]:
@@ -127,6 +128,11 @@ def cells_elsewhere(op: OpDef) -> dict[str, str]:
         "vmap": rule_tables.batching,
     }  # fmt: skip
     places = {cell: registry.place_of(table[op.name]) for cell, table in tables.items() if op.name in table}
+    if not op.is_builtin and "vmap" not in places:
+        if registry.ELEMENTWISE in op.traits:
+            places["vmap"] = "elementwise: the same op on the batch"
+        else:
+            places["vmap"] = "of the decomposition" if op.decompose is not None else "a scan over the batch: no rule"
     target = Session().target
     if (form := target.forms().get(op.name)) is not None:
         places[f"{target.device} form"] = f"{form.__module__.replace('.', '/')}.py, {form.__qualname__}"

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ import numpy as np
 import rlx.hir.blocks  # noqa: F401  registers the ops
 from rlx.backends.base import backend, backend_of, known_target
 from rlx.cli.console import UsageError, is_rich
+from rlx.cli.ops import import_module
 from rlx.errors import RlxError, ShapeError, nearest
 from rlx.inspect.code import assembly_lines, busiest, easiest
 from rlx.inspect.lineage import Lineage, lineage
@@ -56,12 +57,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--target", help="target of the code, such as avx512, also of other machines (the best of this machine)"
     )
     command.add_argument("--lines", type=int, default=16, help="lines of LLVM text and assembly (16)")
+    command.add_argument("--module", "-m", help="import this module first, for ops that it declares")
     command.add_argument("--svg", metavar="FILE", help="draw the levels as a picture instead")
     command.add_argument("--html", metavar="FILE", help="write the levels as a web page instead")
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.module:
+        import_module(arguments.module, "tour")
     machine = backend("cpu").target() if arguments.target is None else known_target(arguments.target, "cpu")
     graph = read(arguments.expression, dict(map(_shape, arguments.shape)), arguments.input)
     if arguments.svg or arguments.html:
@@ -299,7 +303,7 @@ def _levels(graph: Graph, machine: Target, lines: int) -> Iterator[tuple[str, st
         about = "Nodes that depend only on weights run once, when these are set. `@0` above is its first result."
         yield "The bind program", about, _plain(line.bind.text())
     about = "Kernels are launched on buffers, each split over threads; loops say what a kernel does to elements."
-    yield "LIR", about, _plain(line.plan.main.text())
+    yield "LIR", about, chain(_plain(line.plan.main.text()), _boundaries(line))
     kernel = easiest(line.plan.main)
     if kernel is not None:
         about = f"{kernel.symbol} where it works hardest; `rlx inspect` shows all of it."
@@ -328,6 +332,13 @@ def _passes(line: Lineage) -> Lines:
             yield mark, f"  {mark} {text}".rstrip()
     if quiet:
         yield "note", f"without effect here: {', '.join(quiet)}"
+
+
+def _boundaries(line: Lineage) -> Lines:
+    """Why there is more than one launch."""
+    report = line.plan.optimised.report
+    for miss in (*report.missed, *report.separate):
+        yield "note", f"# {miss.op}: {miss.why}"
 
 
 def _checked(graph: Graph, machine: Target) -> str:

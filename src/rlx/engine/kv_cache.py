@@ -4,7 +4,8 @@ Kernels update it in place. Rows with a common prefix share its pages until one 
 with a sliding window has a ring of the window plus `SPARE` positions. Recurrent states (`[rows, ...]`) have a fixed
 size; the delta rule accumulates tokens in chunks that begin where a call begins, so prompts of models with states are
 cut only at multiples of `CUT`, and the prefix cache has copies of their states there (checkpoints). A state reached by
-decoding is never reused. If RoPE depends on the sequence length, only keys with the frequencies of the new length are.
+decoding is never reused. If RoPE depends on the sequence length, only keys with the frequencies of the new length are
+reused.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class KvCache:
 
     # -- the prefix cache --
     def restore(self, row: int, tokens: Sequence[int], namespace: Key, length: int | None = None) -> int:
-        """Begin a row with the longest cached prefix of `tokens` but the last; returns its length. Raises PoolFull.
+        """Begin a row with the longest cached prefix of `tokens[:-1]`; returns its length. Raises PoolFull.
 
         `length` is the sequence length that RoPE uses, by default that of `tokens`.
         """

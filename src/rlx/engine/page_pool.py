@@ -258,7 +258,7 @@ class PagePool:
 
     def publish(self, key: Key, tokens: Sequence[int], pages: Mapping[int, Mapping[int, int]],
                 states: Mapping[int, State] = NOTHING) -> None:  # fmt: skip
-        """Add a sequence to the prefix cache, which is then cut to it and a budget of older ones; under `changing`."""
+        """Add a sequence to the prefix cache, then evict older sequences down to the budget; under `changing`."""
         if self._closed:
             return
         self.tree.insert(key, tokens, pages, states)

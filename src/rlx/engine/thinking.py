@@ -34,7 +34,7 @@ def learn_thinking(template: ChatTemplate, source: str) -> tuple[str, str] | Non
 
 
 def is_thinking(tail: str, markers: tuple[str, str] | None) -> bool | None:
-    """Whether a prompt that ends so is inside thoughts: None if it says nothing, False if it has ended them."""
+    """Whether a prompt with this tail is inside a thinking section; None if the tail ends in neither marker."""
     if markers is None:
         return False
     text = tail.rstrip()
@@ -44,5 +44,5 @@ def is_thinking(tail: str, markers: tuple[str, str] | None) -> bool | None:
 
 
 def tail_of(tokens: Sequence[int]) -> Sequence[int]:
-    """The end of a prompt that can say whether it is inside thoughts."""
+    """The end of a prompt that can say whether it is inside a thinking section."""
     return tokens[-64:]

@@ -91,7 +91,10 @@ def timed(
 
 @contextmanager
 def record_graphs() -> Iterator[list[tuple[str, Graph]]]:
-    """Collects (pass, graph) after each pass run inside, in order; the input graph comes first."""
+    """Collects (pass, graph) after each pass run inside, in order; the input graph comes first.
+
+    Reports compile a graph again to do this, so nothing inside is written to `RLX_DUMP`.
+    """
     seen: list[tuple[str, Graph]] = []
     token = _recorded.set(seen)
     try:
@@ -101,10 +104,11 @@ def record_graphs() -> Iterator[list[tuple[str, Graph]]]:
 
 
 def dump(graph: Graph, name: str) -> None:
-    """Pass the graph to `record_graphs`, and write it to the `RLX_DUMP` folder, if set."""
+    """Pass the graph to `record_graphs`, or else write it to the `RLX_DUMP` folder, if set."""
     seen = _recorded.get()
     if seen is not None:
         seen.append((name, graph))
+        return
     folder = os.environ.get("RLX_DUMP")
     if folder:
         plain = shortened(re.sub(r"[^\w.+-]", "_", graph.name), 100)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -299,7 +299,10 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 class RuleTable(Generic[Rule]):
     """Rules by op name. Refuses a second rule for an op; the error for a missing rule says where to add it."""
 
+    all: ClassVar[list[RuleTable[Any]]] = []
+
     def __init__(self, kind: str, where: str) -> None:
+        RuleTable.all.append(self)
         self.kind = kind
         self.where = where  # path pattern with {group}
         self._rules: dict[str, Rule] = {}
@@ -342,6 +345,15 @@ class RuleTable(Generic[Rule]):
     def drop(self, name: str) -> None:
         """Remove the rule of an op that is redeclared."""
         self._rules.pop(name, None)
+
+
+def checked_results(rule: str, op: str, results: Any, count: int) -> Any:
+    """What a rule returned, if it is a sequence of as many as it should return."""
+    if not isinstance(results, (tuple, list)) or len(results) != count:
+        actual = f"{len(results)} values" if isinstance(results, (tuple, list)) else type(results).__name__
+        hint = "return [y], not y" if count == 1 and results is not None else None
+        raise LowerError(f"op {op}: its {rule} returned {actual}, expected a list of {count}", hint=hint)
+    return results
 
 
 def place_of(function: Callable[..., Any]) -> str:

@@ -207,7 +207,8 @@ class _Parser:
             raise ParseError("this is not a node", hint="%3 = add(%1, %2) : f32[4]")
         number, op = head.groups()
         if int(number) != len(graph.nodes):
-            raise ParseError(f"node %{number} stands where %{len(graph.nodes)} is expected")
+            hint = "nodes are numbered in order from %0: after an edit, renumber the nodes that follow, and their uses"
+            raise ParseError(f"node %{number} stands where %{len(graph.nodes)} is expected", hint=hint)
         definition = registry.OPS.get(op) or registry.OPS.get(registry.current_name(op))
         if definition is None:
             raise ParseError(f"no op is called {shortened(op, 80)!r}", hint=nearest(op, registry.OPS))

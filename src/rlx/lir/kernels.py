@@ -122,7 +122,7 @@ class MatmulKernel:
 
     @property
     def selected(self) -> frozenset[str]:
-        """Operands of which data selects the elements that are accessed: the matrices of groups."""
+        """Operands accessed at data-dependent indices: the matrices of groups."""
         return frozenset(("b",)) if self.grouped else frozenset()
 
     def arithmetic(self) -> str:
@@ -222,7 +222,7 @@ class AttentionKernel:
 
     @property
     def selected(self) -> frozenset[str]:
-        """Operands of which data selects the elements that are accessed: the pools of a cache."""
+        """Operands accessed at data-dependent indices: the pools of a cache."""
         return frozenset(("k", "v")) if self.cached else frozenset()
 
     @property
@@ -295,7 +295,7 @@ class AttentionGradKernel:
 
     @property
     def selected(self) -> frozenset[str]:
-        """Operands of which data selects the elements that are accessed: none."""
+        """Operands accessed at data-dependent indices: none."""
         return frozenset()
 
     def arithmetic(self) -> str:

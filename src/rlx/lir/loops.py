@@ -155,7 +155,7 @@ class LoopKernel:
 
     @cached_property
     def selected(self) -> frozenset[str]:
-        """Operands of which data selects the elements that are accessed, such as the table of a gather."""
+        """Operands accessed at data-dependent indices, such as the table of a gather."""
         from_data: set[str] = set()  # names of values and indices that were computed from loaded ones
 
         def is_from_data(expr: Expr) -> bool:

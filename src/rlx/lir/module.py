@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from rlx.errors import FusionError
 from rlx.hir.lower import lower
-from rlx.ir.graph import Graph, Node
+from rlx.ir.graph import Graph
 from rlx.lir import memory
 from rlx.lir.program import ARENA, Program
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import Optimised, optimise
-from rlx.operand_layouts import Layout
 from rlx.profile import CompileProfile
 from rlx.target import Target
 from rlx.types import Size, evaluate
@@ -51,15 +50,8 @@ def plan_lir(graph: Graph, target: Target, profile: CompileProfile) -> LirModule
         hint = "rewrite the graph, or compile without fusion.assert_clean"
         raise FusionError(f"graph {graph.name!r}: {len(missed)} fusions missed", notes=map(str, missed), hint=hint)
     derived = zip(done.derived, done.bind.outputs, strict=True)
-    layouts = {n: _layout(o.node) for n, o in derived if o.node.op == "prepack"}
+    layouts = {n: str(o.node.attrs["layout"]) for n, o in derived if o.node.op == "prepack"}
     return LirModule(mir, done, schedule(done.main, target, notes=layouts), schedule(done.bind, target), target)
-
-
-def _layout(prepack: Node) -> str:
-    """Describes the memory layout of a prepacked weight."""
-    layout, source = prepack.attrs["layout"], prepack.operands[0]
-    assert isinstance(layout, Layout) and source is not None
-    return layout.note(source.type)
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

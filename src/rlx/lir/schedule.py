@@ -14,7 +14,7 @@ from typing import Any
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import RuleTable
+from rlx.ir.registry import RuleTable, checked_results
 from rlx.lir.barriers import place_barriers
 from rlx.lir.forms import GROUPS
 from rlx.lir.kernels import Kernel
@@ -77,7 +77,7 @@ class Scheduler:
                 return [self._buffer(Buffer(self._fresh(f"const{node.id}"), node.types[0], CONST, node.attrs["value"]))]
             case _:
                 form = self.forms.get(node.op) or form_of(node)
-                return form(self, node)
+                return checked_results("loop form", node.op, form(self, node), len(node.results))
 
     def _fresh(self, name: str) -> str:
         """A buffer name that no input, param or other buffer has."""
@@ -109,8 +109,8 @@ class Scheduler:
     ) -> list[View]:  # fmt: skip
         """Schedule a body and return the views of its outputs. An output with a place is stored there.
 
-        Its size assertions apply only if it runs: if there are `steps`, or, if that depends on data, when the caller
-        handles the assertions collected in `asserted`.
+        Its size assertions apply only if it runs. They hold for runs with `steps` > 0; if data decides whether it runs,
+        they are added to `asserted` instead, and the caller checks them there.
         """
         inner = Scheduler(graph, self.target, self.notes, inside=self)
         if not isinstance(steps, int) or steps < 1:
@@ -273,7 +273,7 @@ class Nest:
 
 
 def decode_unit(builder: LoopBuilder, sizes: Sequence[Size], names: Sequence[str], unit: str = "u") -> list[Let]:
-    """Lets that decode the unit index into one index per axis, the last axis fastest."""
+    """Returns `Let` statements that split the unit index into one index per axis; the last axis varies fastest."""
     if len(sizes) == 1:
         return [Let(names[0], Index(unit))]
     lets: list[Let] = []

@@ -62,7 +62,10 @@ class Optimised:
 
 @dataclass(frozen=True)
 class Request:
-    """Input of the passes: the graph as built, and what it is compiled for. `certain` is as in `hoist_weights`."""
+    """Input of the passes: the graph as built, and what it is compiled for.
+
+    The graph is `certain` unless it is a body that may not run at all: then nodes that can fail are not hoisted.
+    """
 
     graph: Graph
     profile: CompileProfile
@@ -200,12 +203,12 @@ class Pipeline(tuple[Step, ...]):
         done: dict[int, list[PassEntry]] = {}
         for entry in log.entries if log else ():
             done.setdefault(entry.number, []).append(entry)
-        rows = []
+        rows, width = [], max(len(step.name) for step in self)
         for number, step in enumerate(self, 1):
             condition = f" [{step.when.__doc__}]" if step.when else ""
             about = (step.apply.__doc__ or "").strip().split("\n")[0]
             stats = "" if log is None else f"{_summary(done.get(number, ()))}  "
-            rows.append(f"{number:2} {step.part:8} {step.name:18} {stats}{about}{condition}")
+            rows.append(f"{number:2} {step.part:8} {step.name:{width}} {stats}{about}{condition}")
         return "\n".join(rows)
 
 
@@ -290,7 +293,7 @@ def _optimise_and_hoist(request: Request, log: PassLog) -> Hoisted:
 def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:
     """Run the full pipeline for a target."""
     profile = profile or CompileProfile()
-    report, log = FusionReport(), PassLog()
+    report, log = FusionReport(skipped=profile.fusion.skip), PassLog()
     dump(graph, "built")
     request = Request(graph, profile, target, report)
     graph = run_passes(graph, PIPELINE.passes(request, "prepare"), log)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from rlx.ir.graph import Node
 from rlx.notebook import box, fold, table
@@ -43,20 +44,21 @@ class FusionReport:
 
     fused: list[Fusion] = field(default_factory=list)
     missed: list[Miss] = field(default_factory=list)
-    separate: list[Miss] = field(default_factory=list)  # neighbours that no kernel computes together
+    separate: list[Miss] = field(default_factory=list)  # launch boundaries that no fusion could remove
+    skipped: bool = False  # fusion is switched off in the profile
 
     def add(self, kind: str, nodes: list[Node]) -> None:
         """Record a fusion of these nodes."""
         blocks = tuple(dict.fromkeys(block for node in nodes for block in node.origin.blocks))
-        self.fused.append(Fusion(kind, tuple(n.op for n in nodes), str(nodes[-1].origin), blocks))
+        self.fused.append(Fusion(kind, tuple(n.op for n in nodes), _where(nodes[-1]), blocks))
 
     def miss(self, kind: str, node: Node, why: str, ops: str = "") -> None:
         """Record a fusion that did not happen."""
-        self.missed.append(Miss(kind, ops or node.op, why, str(node.origin), node.origin.blocks))
+        self.missed.append(Miss(kind, ops or node.op, why, _where(node), node.origin.blocks))
 
     def keep_separate(self, node: Node, why: str, ops: str) -> None:
-        """Record two neighbours that are never fused."""
-        self.separate.append(Miss("separate", ops, why, str(node.origin), node.origin.blocks))
+        """Record why a node is in a launch of its own although no fusion was missed."""
+        self.separate.append(Miss("separate", ops, why, _where(node), node.origin.blocks))
 
     @property
     def apart(self) -> list[Miss]:
@@ -84,11 +86,11 @@ class FusionReport:
         return {block: dict(sorted(kinds.items())) for block, kinds in sorted(counts.items())}
 
     def __repr__(self) -> str:
-        return f"<fusion: {len(self.fused)} fused, {len(self.missed)} missed, {len(self.separate)} apart>"
+        return f"<fusion: {len(self.fused)} fused, {len(self.missed)} missed, {len(self.separate)} separate>"
 
     def _repr_html_(self) -> str:
         parts = [table(("fusion", "count"), list(self.counts.items()))] if self.fused else []
-        for title, misses in (("missed", self.missed), ("apart", self.separate)):
+        for title, misses in (("missed", self.missed), ("separate", self.separate)):
             if misses:
                 rows = [(m.kind, m.op, m.why, m.where) for m in misses]
                 parts.append(fold(f"{title} {len(rows)}", table(("fusion", "op", "why", "built at"), rows)))
@@ -102,5 +104,21 @@ class FusionReport:
         for block, kinds in self.by_block.items():
             lines.append(f"  in {block}: " + ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
         lines += [f"missed {len(self.missed)}", *(f"  {m}" for m in self.missed)]
-        lines += [f"separate {len(self.separate)}", *(f"  {m}" for m in self.separate)] if self.separate else []
-        return "\n".join(lines)
+        lines += [f"separate {len(self.separate)}", *(f"  {line}" for line in self.separate_lines())]
+        if self.skipped:
+            lines.insert(0, "fusion is switched off (profile.fusion.skip)")
+        return "\n".join(lines[: None if self.separate else -1])
+
+    def separate_lines(self) -> Iterator[str]:
+        """One line per kind of launch boundary and reason, with the first place, and how many more there are."""
+        places: dict[tuple[str, str], list[str]] = {}
+        for miss in self.separate:
+            places.setdefault((miss.op, miss.why), []).append(miss.where)
+        for (ops, why), wheres in places.items():
+            more = f", and {len(wheres) - 1} more" if len(wheres) > 1 else ""
+            yield f"{ops}: {why}" + (f"  ({wheres[0]}{more})" if wheres[0] else "")
+
+
+def _where(node: Node) -> str:
+    """Where a node was built, without the pass that rewrote it last."""
+    return str(replace(node.origin, made_by=""))

@@ -1,7 +1,7 @@
 """Reports missed fusions: launches that read the result of another launch, where one kernel could have computed both.
 
-Runs last, on the graph that is scheduled, and only reports. A standalone elementwise region is a missed fusion.
-Ops that are never fused with each other, such as a norm after a matmul, are listed as separate.
+Runs last, on the graph that is scheduled, and only reports. A standalone elementwise region is a missed fusion. All
+other boundaries between launches are listed as separate, with the reason: a norm after a matmul needs complete rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ _ROWS = frozenset((
 
 def report_unfused(graph: Graph, report: FusionReport) -> None:
     """Add pairs of launches that were not fused to a report."""
+    others = False  # whether a launch comes before
     for node in graph.nodes:
         if LEAF in node.definition.traits or VIEW in node.definition.traits:
             continue
+        producers = [_producer(operand)[0] for operand in node.operands if operand is not None]
+        if others and not any(producers):
+            report.keep_separate(node, "it reads no result of another launch", _name(node))
+        others = True
         for operand in dict.fromkeys(o for o in node.operands if o is not None):
             producer, views = _producer(operand)
             if producer is None:
@@ -35,9 +40,8 @@ def report_unfused(graph: Graph, report: FusionReport) -> None:
                 why = _why(graph, producer, node, operand, views)
                 if why:
                     report.miss("elementwise", node, why, pair)
-            elif node.op in _ROWS:
-                why = f"{node.op} needs complete rows, and no kernel computes both"
-                report.keep_separate(node, why, pair)
+            else:
+                report.keep_separate(node, _why_separate(node), pair)
 
 
 def _producer(value: Value) -> tuple[Node | None, list[str]]:
@@ -54,6 +58,15 @@ def _name(node: Node) -> str:
     if node.op != "region":
         return {"fused_matmul": "matmul", "fused_grouped": "grouped_matmul"}.get(node.op, node.op)
     return " + ".join(n.op for n in node.attrs["body"].nodes if LEAF not in n.definition.traits)
+
+
+def _why_separate(reader: Node) -> str:
+    """Return why no kernel computes a node, which is not elementwise, together with the one before it."""
+    if reader.op in _ROWS:
+        return f"{reader.op} needs complete rows, and no kernel computes both"
+    if reader.op in _MATMULS:
+        return f"{_name(reader)} reads each row of its input once per tile of columns, so the rows are stored first"
+    return "no kernel computes both"
 
 
 def _why(graph: Graph, producer: Node, reader: Node, read: Value, views: list[str]) -> str:
@@ -73,5 +86,6 @@ def _why(graph: Graph, producer: Node, reader: Node, read: Value, views: list[st
     if is_open_matmul(read):
         return ""  # reported by fuse_epilogues
     if producer.op in _MATMULS:
-        return f"{_name(producer)} already has an epilogue, or supports none"
+        has_epilogue = producer.op in ("fused_matmul", "fused_grouped")
+        return f"{_name(producer)} {'already has an' if has_epilogue else 'supports no'} epilogue"
     return f"{producer.op} does not fuse elementwise ops on its output"

@@ -130,10 +130,11 @@ def relocate(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | Non
     for old, new in zip(map(source_line, plan.origins), map(source_line, origins), strict=True):
         if places.setdefault(old, new) != new:
             return None
-    fusion = FusionReport(
-        [replace(f, where=_relocate_origin(f.where, places)) for f in plan.fusion.fused],
-        [replace(m, where=_relocate_origin(m.where, places)) for m in plan.fusion.missed],
-        [replace(m, where=_relocate_origin(m.where, places)) for m in plan.fusion.separate],
+    fusion = replace(
+        plan.fusion,
+        fused=[replace(f, where=_relocate_origin(f.where, places)) for f in plan.fusion.fused],
+        missed=[replace(m, where=_relocate_origin(m.where, places)) for m in plan.fusion.missed],
+        separate=[replace(m, where=_relocate_origin(m.where, places)) for m in plan.fusion.separate],
     )
     main, bind = (_relocate_program(p, places) for p in (plan.main, plan.bind))
     return replace(plan, main=main, bind=bind, fusion=fusion, origins=origins)

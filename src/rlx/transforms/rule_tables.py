@@ -2,7 +2,16 @@
 
 `rules/<group>.py` fills them. Each op needs `partials` (elementwise), a `vjp`, a decomposition, or a declaration that
 it has no derivative. Forward mode follows from each; an op may have its own `jvp` where that is shorter. `batching` is
-its vmap rule.
+its vmap rule. Tables are decorators, for ops of users too:
+
+    @vjp("tril")
+    def _(at: NodeCtx, ct: Value | None) -> Sequence[Value | None]: ...     # cotangents of results -> of operands
+
+    @batching("tril")
+    def _(vmapped: Vmapped) -> Sequence[Value]: ...     # batched operands -> all results, with the batch axis first
+
+    @partials("softsign")
+    def _(at: NodeCtx, i: int) -> Value | float: ...     # the derivative of the result by operand i
 """
 
 from __future__ import annotations

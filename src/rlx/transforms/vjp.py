@@ -15,7 +15,7 @@ import numpy as np
 from rlx.errors import GraphError, LowerError, VerifyError
 from rlx.ir.compose import has_segments
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import LEAF, NAMED
+from rlx.ir.registry import LEAF, NAMED, checked_results
 from rlx.ir.rewrite import inline
 from rlx.transforms import rule_tables
 from rlx.transforms.build import cast_to, declare, sum_to, zeros
@@ -59,7 +59,7 @@ def step(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) 
     if op in rule_tables.partials or op in rule_tables.vjp:
         at = NodeCtx(node, tuple(operands), copy_node(into, node, operands), tuple(wanted))
         rule = pull_elementwise if op in rule_tables.partials else rule_tables.vjp[op]
-        return at.results, lambda cts: rule(at, *cts)
+        return at.results, lambda cts: checked_results("VJP", op, rule(at, *cts), len(operands))
     return linearise_decomposition(into, node, operands, wanted)
 
 

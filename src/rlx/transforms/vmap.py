@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import ELEMENTWISE, LEAF, NAMED
+from rlx.ir.registry import ELEMENTWISE, LEAF, NAMED, checked_results
 from rlx.transforms import rule_tables
 from rlx.transforms.build import declare, flat
 from rlx.transforms.rule_tables import Cotangents, Vmapped
@@ -48,7 +48,8 @@ def step(vmapped: Vmapped) -> tuple[Sequence[Value], Sequence[bool]]:
     """Build the node for the full batch; returns its results, and which of them are batched."""
     node = vmapped.node
     if node.op in rule_tables.batching:
-        return rule_tables.batching[node.op](vmapped), [True] * len(node.results)
+        results = rule_tables.batching[node.op](vmapped)
+        return checked_results("vmap rule", node.op, results, len(node.results)), [True] * len(node.results)
     if ELEMENTWISE in node.definition.traits:  # custom ops of users
         return rule_tables.batching["add"](vmapped), [True]
     body = decomposition(node)

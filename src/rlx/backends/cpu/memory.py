@@ -1,4 +1,4 @@
-"""Memory for runs: aligned blocks and, for `RLX_CHECK=1`, blocks of NaN between guard pages."""
+"""`CpuAllocator`, and memory for runs: aligned blocks and, for `RLX_CHECK=1`, blocks of NaN between guard pages."""
 
 from __future__ import annotations
 

@@ -35,9 +35,16 @@ def op(
 
     The rule takes the operand types (None for an absent optional operand) and keyword-only attributes, and returns the
     type of the result or a tuple of types. `reference` defines the op in NumPy; `decompose` builds it from other ops,
-    values in, values out. On the CPU it runs as its decomposition, as the loop form `loop`, or as `scalar`, an
-    expression for one element, which makes it an elementwise op that fuses with others. `replace` allows redeclaring
-    an op of your own, which also changes the meaning of graphs that already use it.
+    values in, values out. Compiled devices run it as the loop form `loop`, or as `scalar`, an expression for one
+    element, which makes it an elementwise op that fuses with others; without either as its decomposition.
+
+    `loop` and `scalar` win over `decompose` when the op runs, and `reference` wins on the reference device. The
+    decomposition is then still what derivatives and `vmap` use, so `scalar=` with `decompose=` is a kernel of your own
+    with derivatives. Without a decomposition, derivatives and `vmap` need rules, see `rlx.transforms.rule_tables`;
+    `vmap` of an op with neither is a scan over the batch. An op with `scalar` needs no rule for `vmap`.
+
+    `replace` allows redeclaring an op of your own, which also changes the meaning of graphs that already use it and
+    drops all its rules.
     """
 
     def declare(rule: Callable[..., Any]) -> OpDef:
@@ -93,5 +100,5 @@ def forget(name: str) -> None:
     """Remove a declaration; graphs that use the op can no longer be compiled."""
     if registry.OPS.pop(name, None) is not None:
         registry.version += 1
-    for table in (loop_form, scalar_form):
+    for table in registry.RuleTable.all:
         table.drop(name)

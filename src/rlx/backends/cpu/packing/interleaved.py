@@ -76,9 +76,6 @@ class Interleaved(BlockLayout):
 
         return dot_of(self.storage) if self.integer else None
 
-    def note(self, source: TensorType) -> str:
-        return f"panels({self.width}) of {self.storage}"
-
 
 def separate_fields(storage: DType) -> list[int]:
     """The units of a block that panels store separately: its f16 fields, if the rest is 32-bit words.

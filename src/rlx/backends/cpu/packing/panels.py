@@ -46,10 +46,6 @@ class Panels(WeightLayout):
     def loops(self, scheduler: Scheduler, node: Node) -> Sequence[View]:
         return _pack(scheduler, node, "pack_panels", self.width)
 
-    def note(self, source: TensorType) -> str:
-        kind = "" if source.dtype is source.dtype.wide else f" of {source.dtype}"
-        return f"panels({self.width}){kind}"
-
 
 @dataclass(frozen=True, slots=True)
 class Quads(WeightLayout):
