@@ -329,7 +329,7 @@ def test_symbols_come_from_the_leaves() -> None:
     g = Graph("g")
     g.input("x", ("b*a", "min(c, 4)"))
     assert g.symbols() == ["a", "b", "c"]
-    assert repr(g) == "<graph 'g' mir: 1 nodes, 0 outputs>"
+    assert repr(g) == "<graph 'g' mir: 1 node, 0 outputs>"
 
 
 def test_numbers_too_large_for_f32_are_infinite() -> None:

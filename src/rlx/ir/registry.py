@@ -347,11 +347,14 @@ class RuleTable(Generic[Rule]):
         self._rules.pop(name, None)
 
 
-def checked_results(rule: str, op: str, results: Any, count: int) -> Any:
+Results = TypeVar("Results", bound=Sequence[Any])
+
+
+def checked_results(rule: str, op: str, results: Results, count: int) -> Results:
     """What a rule returned, if it is a sequence of as many as it should return."""
     if not isinstance(results, (tuple, list)) or len(results) != count:
         actual = f"{len(results)} values" if isinstance(results, (tuple, list)) else type(results).__name__
-        hint = "return [y], not y" if count == 1 and results is not None else None
+        hint = "return [y], not y" if count == 1 and results is not None else None  # rules of users have no types
         raise LowerError(f"op {op}: its {rule} returned {actual}, expected a list of {count}", hint=hint)
     return results
 

@@ -66,7 +66,7 @@ def parse_program(text: str) -> Program:
     """Parse the output of `Program.text(full=True)`."""
     source = Source(text, "LIR text")
     head, *kernels = source.lines() or [Line(source, 0, 0)]
-    if re.match(r"program @.*\)  *(#|$)", head.text):
+    if re.fullmatch(r"program @.*\)\s*", head.text):
         head.fail("this is the short text of a program", hint="print it with text(full=True), which parses back")
     known: dict[str, Kernel] = {}
     for line in kernels:
