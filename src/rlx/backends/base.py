@@ -218,6 +218,18 @@ class InputSpec(NamedTuple):
     written: bool
 
 
+class Enqueued:
+    """A run that may still be under way. Its outputs can be inputs of later runs at once."""
+
+    def __init__(self, outputs: list[Any], read: Sequence[int]) -> None:
+        self.outputs = outputs
+        self._read = tuple(read)  # indices of the outputs that the host will ask for
+
+    def read(self) -> list[Array]:
+        """Waits for the run, not for later ones; returns the outputs asked for as NumPy arrays. Raises its faults."""
+        return [np.asarray(self.outputs[i]) for i in self._read]
+
+
 class Executable(ABC):
     """A program ready to run on a device, from any number of threads at once. `bind` sets its weights."""
 
@@ -248,6 +260,10 @@ class Executable(ABC):
     @abstractmethod
     def run(self, key: Key, inputs: Sequence[Any]) -> list[Any]:
         """Runs on inputs of the declared types, in order. Inputs and outputs are in device memory."""
+
+    def enqueue(self, key: Key, inputs: Sequence[Any], read: Sequence[int]) -> Enqueued:
+        """Starts a run, whose outputs with the indices `read` the host will ask for; by default it ends at once."""
+        return Enqueued(self.run(key, inputs), read)
 
     def run_again(self, inputs: object) -> list[Any] | None:
         """Fast path: the outputs if `inputs` (a mapping) have the types of the last run; None if `run` must be used."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.backends.base import Backend, Buffer, Device, Executable, InputSpec, bytes_of
+from rlx.backends.base import Backend, Buffer, Device, Enqueued, Executable, InputSpec, bytes_of
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.fork_safe_locks import Lock, cached_property
 from rlx.free_memory import require, writable
@@ -237,6 +237,19 @@ class CompiledGraph:
                 return repeated
         with self._run_lock():
             return self._run(inputs, trace)
+
+    def enqueue(self, inputs: Mapping[str, Any], read: Sequence[int]) -> Enqueued:
+        """Start a run, which may still be under way when this returns; `read()` of the result waits for it.
+
+        `read` has the indices of the outputs that the host will ask for. All outputs can be inputs of later runs.
+        """
+        if not self.target.runs_behind or nan_switch.watching:
+            return Enqueued(self.run(inputs), read)
+        with self._run_lock():
+            self._ensure_bound()
+            buffers, key = self._prepare(inputs)
+            self._last = key
+            return self.executable.enqueue(key, buffers, read)
 
     def __call__(self, *args: Any, **inputs: Any) -> list[Any]:
         if args:
