@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from rlx.backends.base import Enqueued
-from rlx.backends.cpu.targets import CpuTarget
 from rlx.engine.generate import Decoder, DecodeStep
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.sampler import Sampler, Sampling
@@ -25,6 +24,7 @@ from rlx.engine.scheduler import Request, Scheduler
 from rlx.errors import KernelError
 from rlx.models.load import open_checkpoint
 from rlx.runtime.session import Session
+from rlx.target import Target
 
 from . import test_scheduler
 from .test_scheduler import (
@@ -40,14 +40,18 @@ from .test_scheduler import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BehindTarget(CpuTarget):
-    @property
-    def runs_behind(self) -> bool:
-        return True
+def behind_target(own: Target) -> Target:
+    """The target, with results that are read later and calls that are padded."""
 
-    def padded(self, tokens: int) -> int:
-        return -(-tokens // 8) * 8
+    class BehindTarget(type(own)):  # type: ignore[misc]
+        __slots__ = ()
+        runs_behind = property(lambda self: True)
+
+        def padded(self, tokens: int) -> int:
+            return -(-tokens // 8) * 8
+
+    target: Target = BehindTarget(**{f.name: getattr(own, f.name) for f in fields(own)})
+    return target
 
 
 class Behind(Alone):
@@ -55,9 +59,7 @@ class Behind(Alone):
 
     def __init__(self, kind: str, folder: Path) -> None:
         super().__init__(kind, folder)
-        own = Session("cpu").target
-        target = BehindTarget(**{f.name: getattr(own, f.name) for f in fields(own)})
-        session = Session("cpu", threads=1, target=target)
+        session = Session("cpu", threads=1, target=behind_target(Session("cpu").target))
         self.model = LanguageModel(open_checkpoint(write(kind, folder)), context=CONTEXT, session=session)
 
 
@@ -95,9 +97,9 @@ def test_random_requests_have_the_bits_they_have_alone(
     with_penalties = test_scheduler.random_request
 
     def request(draw: random.Random, beginnings: list[list[int]], **more: Any) -> Request:
-        made = with_penalties(draw, beginnings, **more)
-        sampling = replace(made.sampling, repetition_penalty=1.0, presence_penalty=0.0)
-        return replace(made, sampling=sampling) if draw.random() < 0.9 else made
+        plain = with_penalties(draw, beginnings, **more)
+        sampling = replace(plain.sampling, repetition_penalty=1.0, presence_penalty=0.0)
+        return replace(plain, sampling=sampling) if draw.random() < 0.9 else plain
 
     monkeypatch.setattr(test_scheduler, "random_request", request)
     events: Counter[str] = Counter()

@@ -59,7 +59,7 @@ class DecodeStep:
     def __init__(self, run: Enqueued, rows: abc.Sequence[list[int]], feeds: bool) -> None:
         self._run = run
         self._rows = [(row, len(row)) for row in rows]  # tokens of the cache, and how many there were before
-        self.feed = run.outputs[-3] if feeds else None  # the input `tokens` of the next step, in device memory
+        self.next_input = run.outputs[-3] if feeds else None  # the input `tokens` of the next step, in device memory
 
     def picks(self) -> list[Pick]:
         """The next token of each row; raises what went wrong on the device."""
@@ -232,7 +232,7 @@ class Decoder:
         with self.cache.pool.calling():
             inputs = self._fill_step(tokens, rows, first, sampling)
             if before is not None:
-                inputs = {**inputs, "tokens": before.feed}
+                inputs = {**inputs, "tokens": before.next_input}
             step = DecodeStep(self._enqueue(inputs, first, first + len(tokens)), rows, self.feeds)
         for token, row in zip(tokens, rows, strict=True):
             if token >= 0:

@@ -15,7 +15,7 @@ from rlx.ir.graph import Value
 from rlx.ir.rewrite import rebuild
 
 OUTPUTS = ("next_token", "next_logprob")
-FEED = "next_input"
+NEXT_INPUT = "next_input"
 
 
 def with_sampler(built: BuiltModel, vocab: int, *, feeds: bool) -> BuiltModel:
@@ -37,7 +37,7 @@ def with_sampler(built: BuiltModel, vocab: int, *, feeds: bool) -> BuiltModel:
         shape = (rows,) if width is None else (rows, f"sampling_{width}")
         operands[name] = copy.input(operand_input(name), shape, kind)
     picked = copy.build("sample_tokens", [logits, *operands.values()], {}).results
-    feed = [picked[0].maximum(0).reshape((rows, 1))] if feeds else []
-    copy.set_outputs([*outputs, *feed, *picked])
-    names = [*built.output_names, *([FEED] if feeds else []), *OUTPUTS]
+    next_input = [picked[0].maximum(0).reshape((rows, 1))] if feeds else []
+    copy.set_outputs([*outputs, *next_input, *picked])
+    names = [*built.output_names, *([NEXT_INPUT] if feeds else []), *OUTPUTS]
     return replace(built, module=copy, output_names=names)

@@ -81,6 +81,7 @@ class CompiledGraph:
         self._lock = Lock(reentrant=True)
         self._params: dict[str, Any] = dict(params or {})
         self._sources_of = sources
+        self._uploaded: Callable[[str, int], None] | None = None
         self._stale = not bound
         self._sized = any(map(has_symbols, self.param_types.values()))  # whether weights determine symbol sizes
         self._inputs = input_specs(signature)
@@ -152,9 +153,17 @@ class CompiledGraph:
         check_fixed("param", name, buffer, type_)
         return buffer
 
-    def prepare(self) -> None:
-        """Compute the derived weights now rather than in the first run."""
-        self._ensure_bound()
+    def prepare(self, uploaded: Callable[[str, int], None] | None = None) -> None:
+        """Bind weights now rather than in the first run.
+
+        `uploaded` is called with the name and the bytes of each weight that was copied to the device.
+        """
+        with self._lock:
+            self._uploaded = uploaded
+            try:
+                self._ensure_bound()
+            finally:
+                self._uploaded = None
 
     def known_params(self) -> Mapping[str, Any]:
         """The weights as they were set, or as the model's files have them; empty if neither is available."""
@@ -208,7 +217,16 @@ class CompiledGraph:
             weights |= zip(recipes, derived, strict=True)
         if self._sized:  # cached sizes belong to the old weights
             self._known, self._last = {}, None
-        self.executable.bind({n: self._store.on_device(weights[n]) for n in self.executable.reads})
+        self.executable.bind(self._on_device(self.executable.reads, weights))
+
+    def _on_device(self, names: Iterable[str], weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights in device memory; those of the host are uploaded, which `prepare` may report."""
+        buffers: dict[str, Any] = {}
+        for name in names:
+            buffers[name] = self._store.on_device(weights[name], name)
+            if buffers[name] is not weights[name] and self._uploaded is not None:
+                self._uploaded(name, buffers[name].nbytes)
+        return buffers
 
     def _derive(self) -> list[Any]:
         """Run the bind program."""
@@ -217,7 +235,7 @@ class CompiledGraph:
         sizes = solve_symbols(self._param_leaves(binder.reads), self._limits)
         key = tuple(sizes[s] for s in binder.symbols)
         require(f"weights of {self.name!r}", bytes_of(binder.outputs(key)))
-        binder.bind({n: self._store.on_device(self._params[n]) for n in binder.reads})
+        binder.bind(self._on_device(binder.reads, self._params))
         derived = binder.run(key, [])
         binder.bind({})  # releases the sources and its arena
         return derived
