@@ -1,0 +1,32 @@
+"""Random numbers on a GPU: the bits and uniform numbers of the CPU, normal ones within two units in the last place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracles import ORACLES
+
+import rlx
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(), (1,), (0, 3), (7, 19), (100_003,)]
+
+
+def numbers(op: str, device: str, shape: tuple[int, ...], key: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    g = rlx.Graph("random")
+    g.set_outputs([g.apply(op, g.input("key", (2,), "u32"), shape=shape)])
+    return np.asarray(rlx.compile(g, device).run({"key": key})[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("op", ["random_bits", "random_uniform", "random_normal"])
+def test_numbers_are_those_of_the_cpu(op: str, shape: tuple[int, ...]) -> None:
+    for seed in range(3):
+        key = np.array([seed, 0x299F31D0 + seed], np.uint32)
+        here, there = (numbers(op, device, shape, key) for device in ("cpu", "cuda"))
+        assert (there.dtype, there.shape) == (here.dtype, here.shape)
+        if op == "random_normal":
+            np.testing.assert_array_max_ulp(there, here, maxulp=2)
+        else:
+            np.testing.assert_array_equal(there, here)
+            np.testing.assert_array_equal(there, ORACLES[op](key, shape=shape).astype(here.dtype))
