@@ -297,12 +297,12 @@ def _decode_is_prefill(model: LanguageModel) -> Check:
 def _compare_with_cpu(name: str, here: Array) -> Check:
     """Compare the results of another device with the CPU's, which has sums in another order and widens 16 bits."""
     with load(name, threads=2, offline=True) as model:
-        there = answer_of(model)
+        expected = answer_of(model)
         is_decoder = _is_decoder(model)
-    gap = float(np.abs(here - there).max()) / max(float(np.abs(there).max()), 1e-30)
+    gap = float(np.abs(here - expected).max()) / max(float(np.abs(expected).max()), 1e-30)
     if not is_decoder:
         return Check("cpu", gap <= NEAR, f"at most {gap:.1e} of the largest element apart ({NEAR} is allowed)")
-    divergence, alike = divergence_of(there, here)
+    divergence, alike = divergence_of(expected, here)
     ok = divergence <= DIVERGENCE and alike >= CHOICES
     words = f"KL divergence {divergence:.1e} ({DIVERGENCE} is allowed), same choice at {alike:.0%} of tokens"
     return Check("cpu", ok, f"{words}, logits at most {gap:.1e} of the largest apart")
