@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 # -- tests -----------------------------------------------------------------------------------------------------------
-def run_tests(processes: int, seconds: float) -> list[dict[str, Any]]:
+def run_tests(tests: list[str], processes: int, seconds: float) -> list[dict[str, Any]]:
     """Runs everything that has the mark gpu; a row per section."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -58,11 +59,13 @@ def run_tests(processes: int, seconds: float) -> list[dict[str, Any]]:
         options = ["-m", "gpu", "-q", "--tb=short", f"--junitxml={report}", *parallel]
         alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other packages' plugins warn, which is an error
         begin = time.monotonic()
+        running = subprocess.Popen([sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT, env=alone)
         try:
-            command = [sys.executable, "-m", "pytest", *options, "tests"]
-            subprocess.run(command, cwd=ROOT, timeout=seconds, check=False, env=alone)
+            running.wait(seconds)
         except subprocess.TimeoutExpired:
             print(f"the tests did not end within {seconds:.0f} s", flush=True)
+            running.send_signal(signal.SIGINT)  # it writes the report of those that have run
+            running.wait()
         print(f"tests took {time.monotonic() - begin:.0f} s", flush=True)
         return list(rows_of(report)) if report.exists() else []
 
@@ -147,6 +150,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 14))
     parser.add_argument("--test-seconds", type=float, default=330, help="most time of the tests")
     parser.add_argument("--seconds", type=float, default=60, help="time of each tool of compute-sanitizer; 0: none")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="files or folders of tests (all)")
     parser.add_argument("--json", type=Path, help="write the results")
     parser.add_argument("--ops", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -155,7 +159,7 @@ def main() -> int:
         return 0
     begin = time.monotonic()
     results: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions()}
-    results["rows"] = run_tests(arguments.processes, arguments.test_seconds)
+    results["rows"] = run_tests(arguments.tests, arguments.processes, arguments.test_seconds)
     if arguments.seconds:
         results["rows"] += [sanitize(tool, arguments.processes, arguments.seconds) for tool in TOOLS]
     results["seconds"] = round(time.monotonic() - begin)

@@ -340,8 +340,7 @@ def _check_driver_version(cu: Any) -> None:
     _, driver = cu.cuDriverGetVersion()
     compiler = int(version().split(".")[0])
     if driver // 1000 < compiler:
-        have, hint = (
-            f"{driver // 1000}.{driver % 1000 // 10}",
-            ".venv/bin/pip install -e '.[cuda12]', or a newer driver",
-        )
+        have = f"{driver // 1000}.{driver % 1000 // 10}"
+        other = ".venv/bin/pip install -e '.[cuda12]', or " if driver >= 12000 else ""
+        hint = f"{other}a newer driver"
         raise CapabilityError(f"cuda: the driver is for CUDA {have}, the compiler for CUDA {compiler}", hint=hint)
