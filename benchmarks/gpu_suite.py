@@ -34,7 +34,7 @@ SECTIONS = {  # test module -> what it compares
     "tests.models.test_gpu_families": "every family against transformers (f32) and the CPU (bf16)",
     "tests.engine.test_gpu_generation": "generation against the CPU: tokens, bits, bounds of bf16",
     "tests.ops.test_gpu_random": "random bits, uniform and normal numbers against the CPU",
-    "tests.backends.cuda.test_gpu_runtime": "results, training, loops, faults, DLPack, cuBLASLt",
+    "tests.backends.cuda.test_gpu_runtime": "results, training, loops, faults, DLPack",
     "tests.cli.test_gpu_commands": "rlx env, run, bench, verify and inspect",
 }
 TOOLS = ("memcheck", "racecheck")

@@ -1,4 +1,4 @@
-"""Random numbers on a GPU: the bits and uniform numbers of the CPU, normal ones within two units in the last place."""
+"""Random numbers on a GPU: the bits and uniform numbers of the CPU, normal ones within three units in the last place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_numbers_are_those_of_the_cpu(op: str, shape: tuple[int, ...]) -> None:
         here, there = (numbers(op, device, shape, key) for device in ("cpu", "cuda"))
         assert (there.dtype, there.shape) == (here.dtype, here.shape)
         if op == "random_normal":
-            np.testing.assert_array_max_ulp(there, here, maxulp=2)
+            # log and cos of the CPU alone are up to 3 units away from those that are rounded once
+            np.testing.assert_array_max_ulp(there, here, maxulp=3)
         else:
             np.testing.assert_array_equal(there, here)
             np.testing.assert_array_equal(there, ORACLES[op](key, shape=shape).astype(here.dtype))

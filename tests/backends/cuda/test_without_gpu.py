@@ -153,8 +153,18 @@ def test_an_allocation_that_fails_says_who_asked_and_what_is_free() -> None:
             CUDA_SUCCESS = 0
             CUDA_ERROR_OUT_OF_MEMORY = 2
 
+        trimmed = 0
+        enough = 99  # times that memory must be returned to the device
+
         def cuMemAllocAsync(self, size: int, stream: int) -> tuple[int, int]:
-            return 2, 0
+            return (0, 4096) if self.trimmed >= self.enough else (2, 0)
+
+        def cuStreamSynchronize(self, stream: int) -> tuple[int]:
+            return (0,)
+
+        def cuMemPoolTrimTo(self, pool: int, size: int) -> tuple[int]:
+            self.trimmed += 1
+            return (0,)
 
         def cuDeviceTotalMem(self, number: int) -> tuple[int, int]:
             return 0, 80 << 30
@@ -163,7 +173,11 @@ def test_an_allocation_that_fails_says_who_asked_and_what_is_free() -> None:
             return (0,)
 
     card = gpu.Gpu.__new__(gpu.Gpu)
-    card.__dict__.update(index=1, lock=Lock(reentrant=True), _cu=Full(), _stream=0, _context=0, _device=0)
+    driver = Full()
+    card.__dict__.update(index=1, lock=Lock(reentrant=True), _cu=driver, _stream=0, _context=0, _device=0, _pool=0)
     card.__dict__["free_bytes"] = lambda: 3 << 20
     with pytest.raises(ResourceError, match=r"cuda:1: weight 'w' asks for 512 MiB, 3 MiB of 81,920 MiB are free"):
         card.allocate(512 << 20, "weight 'w'")
+    assert driver.trimmed == 2  # the second time, so that a pool that failed does not keep the memory of others
+    driver.trimmed, driver.enough = 0, 1
+    assert card.allocate(512 << 20) == 4096  # what was freed before, in other sizes, is enough

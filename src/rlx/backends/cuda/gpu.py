@@ -27,7 +27,7 @@ Function = Any  # a kernel of a loaded module
 
 
 def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"
+    return f"{-(-size // 2**20):,} MiB"
 
 
 class Gpu:
@@ -114,8 +114,13 @@ class Gpu:
     def allocate(self, size: int, owner: str = "an array") -> int:
         """Allocates bytes; returns their address."""
         with self.lock, self._current():
+            full = self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
             error, address = self._cu.cuMemAllocAsync(max(size, 1), self._stream)
-            if error == self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            if error == full:  # what was freed may be in pieces, and a pool that has failed keeps what it got
+                self.trim()
+                error, address = self._cu.cuMemAllocAsync(max(size, 1), self._stream)
+            if error == full:
+                self.trim()
                 free, total = _mib(self.free_bytes()), _mib(self.total_bytes)
                 message = f"cuda:{self.index}: {owner} asks for {_mib(size)}, {free} of {total} are free"
                 raise ResourceError(message, hint="a smaller model, context or batch")
