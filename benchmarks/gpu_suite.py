@@ -131,20 +131,6 @@ def run_ops(share: str, seconds: float) -> None:
     print(f"CASES {ran} of {len(cases)}", flush=True)
 
 
-# -- the table -------------------------------------------------------------------------------------------------------
-def table(results: dict[str, Any]) -> str:
-    """The table of docs/gpu.md."""
-    known = results["versions"]
-    lines = [
-        f"{results['date']}, {known['gpu']}, driver {known['driver']}, NVRTC {known['nvrtc']}:",
-        "",
-        "| what | cases | failed |",
-        "| --- | ---: | ---: |",
-    ]
-    lines += [f"| {row['what']} | {row['cases']} | {row['failed']} |" for row in results["rows"]]
-    return "\n".join([*lines, ""])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 14))
