@@ -1,4 +1,4 @@
-"""Random numbers on a GPU: the bits and uniform numbers of the CPU, normal ones within three units in the last place."""
+"""Random numbers on a GPU: the CPU's bits and uniform numbers; normal ones within three units in the last place."""
 
 from __future__ import annotations
 
