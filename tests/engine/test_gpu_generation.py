@@ -28,16 +28,16 @@ def story() -> Path:
 
 
 def test_200_greedy_tokens_are_those_of_the_cpu(story: Path) -> None:
-    here, there = (language_model(story, device=name).generate(TEXT, max_tokens=200) for name in ("cpu", "cuda"))
-    assert len(here.tokens) == 200 and there.tokens == here.tokens
-    assert "sm_" in there.fingerprint and there.fingerprint != here.fingerprint
+    on_cpu, on_gpu = (language_model(story, device=name).generate(TEXT, max_tokens=200) for name in ("cpu", "cuda"))
+    assert len(on_cpu.tokens) == 200 and on_gpu.tokens == on_cpu.tokens
+    assert "sm_" in on_gpu.fingerprint and on_gpu.fingerprint != on_cpu.fingerprint
 
 
 def test_sampled_tokens_are_those_of_the_cpu(story: Path) -> None:
     """The same random numbers; logits differ in the last places, which rarely changes a choice."""
     settings = {"max_tokens": 60, "temperature": 0.8, "top_p": 0.9, "seed": 7}
-    here, there = (language_model(story, device=name).generate(TEXT, **settings) for name in ("cpu", "cuda"))  # type: ignore[arg-type]
-    assert there.tokens[:20] == here.tokens[:20]
+    on_cpu, on_gpu = (language_model(story, device=name).generate(TEXT, **settings) for name in ("cpu", "cuda"))  # type: ignore[arg-type]
+    assert on_gpu.tokens[:20] == on_cpu.tokens[:20]
 
 
 def test_bf16_is_near_f32(story: Path, tmp_path: Path) -> None:

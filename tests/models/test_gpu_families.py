@@ -46,10 +46,10 @@ def test_a_decoder_in_bf16_is_near_the_cpu(tmp_path: Path, name: str) -> None:
     wide.mkdir()
     with decoder(case.folder(wide)) as model:
         model.save(narrow, dtype="bf16")
-    with decoder(narrow) as here, decoder(narrow, device="cuda") as there:
-        assert there.cache_dtype == "bf16"
+    with decoder(narrow) as on_cpu, decoder(narrow, device="cuda") as on_gpu:
+        assert on_gpu.cache_dtype == "bf16"
         for row in case.rows:
-            divergence, _ = divergence_of(here.logits(row), there.logits(row))
+            divergence, _ = divergence_of(on_cpu.logits(row), on_gpu.logits(row))
             assert divergence < DIVERGENCE
 
 

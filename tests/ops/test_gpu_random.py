@@ -23,11 +23,11 @@ def numbers(op: str, device: str, shape: tuple[int, ...], key: np.ndarray) -> np
 def test_numbers_are_those_of_the_cpu(op: str, shape: tuple[int, ...]) -> None:
     for seed in range(3):
         key = np.array([seed, 0x299F31D0 + seed], np.uint32)
-        here, there = (numbers(op, device, shape, key) for device in ("cpu", "cuda"))
-        assert (there.dtype, there.shape) == (here.dtype, here.shape)
+        on_cpu, on_gpu = (numbers(op, device, shape, key) for device in ("cpu", "cuda"))
+        assert (on_gpu.dtype, on_gpu.shape) == (on_cpu.dtype, on_cpu.shape)
         if op == "random_normal":
             # log and cos of the CPU alone are up to 3 units away from those that are rounded once
-            np.testing.assert_array_max_ulp(there, here, maxulp=3)
+            np.testing.assert_array_max_ulp(on_gpu, on_cpu, maxulp=3)
         else:
-            np.testing.assert_array_equal(there, here)
-            np.testing.assert_array_equal(there, ORACLES[op](key, shape=shape).astype(here.dtype))
+            np.testing.assert_array_equal(on_gpu, on_cpu)
+            np.testing.assert_array_equal(on_gpu, ORACLES[op](key, shape=shape).astype(on_cpu.dtype))

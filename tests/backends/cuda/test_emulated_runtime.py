@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +203,21 @@ def test_prompts_of_all_lengths_take_few_graphs(folder: Path) -> None:
         for length in (17, 18, 20, 22, 24):
             model.generate([length] * length, max_tokens=2)
         assert prepared(model) == 2  # one for 17 to 24 tokens, one for decoding
+
+
+def test_loading_many_weights_shows_their_progress(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[tuple[str, int, list[int]]] = []
+
+    @contextmanager
+    def bar(label: str, total: int) -> Iterator[Any]:
+        bars.append((label, total, []))
+        yield bars[-1][2].append
+
+    monkeypatch.setattr("rlx.engine.weights.progress_bar", bar)
+    with emulated_gpu():
+        loaded(folder, "cuda")
+        assert not bars  # a small model
+        monkeypatch.setattr("rlx.engine.weights.SLOW", 1)
+        loaded(folder, "cuda")
+    ((label, total, ticks),) = bars
+    assert label == "loading to cuda" and ticks == sorted(ticks) and ticks[-1] == total
