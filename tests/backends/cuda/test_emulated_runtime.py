@@ -80,6 +80,18 @@ def test_large_copies_go_through_pinned_slots(monkeypatch: pytest.MonkeyPatch) -
         assert sum(map(len, gpu.slots._free.values())) <= 4  # slots are used again
 
 
+def test_a_host_far_ahead_of_the_device_waits() -> None:
+    with emulated_gpu() as gpu:
+        gpu.__dict__["is_over"] = lambda event: False
+        waits = gpu.waits
+        slots = [gpu.slots.take(100) for _ in range(transfers.MOST_SLOTS)]
+        for slot in slots:
+            slot.event = gpu.mark(slot.event)
+            gpu.slots.give_back(slot)
+        assert gpu.waits == waits and gpu.slots.take(100) is slots[0] and gpu.waits == waits + 1
+        assert gpu.slots.take(100) not in slots  # fewer wait now: another one
+
+
 def test_weights_of_mapped_files_are_copied_once(tmp_path: Path) -> None:
     stored = np.random.default_rng(0).random((1024, 1024)).astype(f32)
     stored.tofile(tmp_path / "w")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16 << 20  # bytes of a slot for large copies
 DIRECT = 1 << 16  # bytes up to which the driver copies from ordinary memory without waiting
+MOST_SLOTS = 32  # of a size that wait for the GPU; then the host waits, too
 SMALLEST = 4096  # sizes of slots are powers of two from here on
 
 
@@ -47,9 +48,12 @@ class PinnedSlots:
         rounded = max(SMALLEST, 1 << (size - 1).bit_length())
         with self._lock:
             slots = self._free.setdefault(rounded, deque())
-            if slots and (slots[0].event is None or self._gpu.is_over(slots[0].event)):
-                return slots.popleft()
-        return Slot(self._gpu.pin(rounded))
+            oldest = slots[0] if slots else None
+            if oldest is None or not (len(slots) >= MOST_SLOTS or self._gpu.is_over(oldest.event)):
+                return Slot(self._gpu.pin(rounded))
+            slots.popleft()
+        self._gpu.wait(oldest.event)
+        return oldest
 
     def give_back(self, slot: Slot) -> None:
         """Returns a slot whose event is enqueued after its last use."""
