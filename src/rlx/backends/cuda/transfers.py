@@ -23,7 +23,7 @@ MOST_SLOTS = 32  # of a size that wait for the GPU; then the host waits, too
 SMALLEST = 4096  # sizes of slots are powers of two from here on
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """Pinned memory, and the event after which the GPU no longer touches it."""
 
