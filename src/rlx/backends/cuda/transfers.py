@@ -48,11 +48,12 @@ class PinnedSlots:
         rounded = max(SMALLEST, 1 << (size - 1).bit_length())
         with self._lock:
             slots = self._free.setdefault(rounded, deque())
-            oldest = slots[0] if slots else None
-            if oldest is None or not (len(slots) >= MOST_SLOTS or self._gpu.is_over(oldest.event)):
+            is_over = bool(slots) and self._gpu.is_over(slots[0].event)
+            if not is_over and len(slots) < MOST_SLOTS:
                 return Slot(self._gpu.pin(rounded))
-            slots.popleft()
-        self._gpu.wait(oldest.event)
+            oldest = slots.popleft()
+        if not is_over:
+            self._gpu.wait(oldest.event)
         return oldest
 
     def give_back(self, slot: Slot) -> None:
