@@ -41,6 +41,15 @@ class Target:
         """The KV-cache layout that attention reads directly."""
         return KvLayout()
 
+    @property
+    def runs_behind(self) -> bool:
+        """Whether `Executable.enqueue` returns while the device still works, so that a caller may look ahead."""
+        return False
+
+    def padded(self, tokens: int) -> int:
+        """The number of tokens per row to which calls are padded, so that few sizes occur; CPUs take any."""
+        return tokens
+
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         """Loop forms (see `lir/schedule.py`) by op name that replace the default ones on this target."""
         return {}

@@ -170,7 +170,7 @@ class LanguageModel(Model):
         from rlx.engine.sampling_graph import with_sampler  # a warm start builds no graph
 
         built = super()._build(capture)
-        return with_sampler(built, self.vocab_size) if capture is None else built
+        return with_sampler(built, self.vocab_size, feeds=self.runs_behind) if capture is None else built
 
     # -- parts --
     @cached_property
@@ -458,7 +458,7 @@ class LanguageModel(Model):
             # Values of stages are [batch, seq, ...]; those after the last-token gather are [seq, ...].
             types = compiled.signature.outputs
             if decoder.samples:
-                parts, types = parts[:-2], types[:-2]  # the next tokens and their log-probabilities
+                parts, types = parts[: -decoder.sampled_outputs], types[: -decoder.sampled_outputs]
             parts = [np.asarray(a)[0] if _has_rows(t) else np.asarray(a) for a, t in zip(parts, types, strict=True)]
             if not results:
                 size = sum(a[:1].nbytes for a in parts) * len(ids)
