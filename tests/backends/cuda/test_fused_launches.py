@@ -46,8 +46,8 @@ def run(size: int, rows: int, **options: Any) -> tuple[list[np.ndarray[Any, Any]
 def test_fused_launches_have_the_bits_of_single_ones(size: int, backwards: bool) -> None:
     fused, fewer = run(size, 1, backwards=backwards)
     with (
-        mock.patch.object(launch_plan, "fuse_prologues", lambda planned, program: list(planned)),
-        mock.patch.object(launch_plan, "fuse_sequences", lambda planned, launches, edges: list(planned)),
+        mock.patch.object(launch_plan, "fuse_prologues", lambda planned, *_: list(planned)),
+        mock.patch.object(launch_plan, "fuse_chains", lambda planned, *_: list(planned)),
     ):
         single, more = run(size, 1)
     assert fewer == 2 and more >= 5

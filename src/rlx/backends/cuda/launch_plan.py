@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.backends.cuda.chains import ChainKernel, fuse_chains
 from rlx.backends.cuda.generators import generator
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, AnyKernel, KernelPlan, entry
 from rlx.backends.cuda.prologues import PrologueKernel, fuse_prologues
-from rlx.backends.cuda.sequences import SequenceKernel, fuse_sequences
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Check, LoopKernel, statements
-from rlx.lir.program import CONST, WEIGHT, Launch, Program
+from rlx.lir.program import CONST, INPUT, WEIGHT, Launch, Program
 from rlx.lir.views import View, offset_steps
-from rlx.types import evaluate
+from rlx.types import evaluate, product
 
 SCRATCH, FAULT, LAUNCH_NUMBER = (-len(EXTRA_WORDS) + i for i in range(len(EXTRA_WORDS)))
 
@@ -39,14 +39,9 @@ class PlannedLaunch:
     @property
     def fault_words(self) -> tuple[int, ...]:
         """The words that say where faults are reported."""
-        match self.kernel:
-            case SequenceKernel(pieces):
-                lengths = [len(piece.kernel.words) + len(EXTRA_WORDS) for piece in pieces]
-            case PrologueKernel(producer, _, consumer):
-                lengths = [len(kernel.words) + len(EXTRA_WORDS) for kernel in (producer, consumer)]
-            case kernel:
-                lengths = [len(kernel.words) + len(EXTRA_WORDS)]
-        return tuple(int(end) + FAULT for end in np.cumsum(lengths))
+        if isinstance(self.kernel, ChainKernel | PrologueKernel):
+            return self.kernel.fault_words
+        return (len(self.kernel.words) + len(EXTRA_WORDS) + FAULT,)
 
     def __str__(self) -> str:
         passes = ", ".join(
@@ -63,11 +58,28 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
     """Plans every launch of a program."""
     symbols = program.loop_symbols()
     start = dict(sizes) | dict.fromkeys(symbols, 0)
-    fixed = {name for name, buffer in program.buffers.items() if buffer.kind in (WEIGHT, CONST)}
+    fixed = {name for name, buffer in program.buffers.items() if buffer.kind in (WEIGHT, CONST, INPUT)}
     fixed -= {view.buffer for launch in program.launches for view in launch.views(written=True)}
     planned = [_planned(i, launch, start, symbols, fixed, target) for i, launch in enumerate(program.launches)]
-    edges = (edge for control in program.controls for edge in control.edges)
-    return fuse_sequences(fuse_prologues(planned, program), program.launches, edges)
+
+    def small(i: int) -> dict[str, int]:
+        return fetched(program.launches[i], start, fixed)
+
+    return fuse_chains(fuse_prologues(planned, program, small), program, small, target)
+
+
+FETCHED = 16 << 10  # bytes of a weight up to which blocks ask for it before earlier launches have ended
+
+
+def fetched(launch: Launch, sizes: Mapping[str, int], fixed: set[str]) -> dict[str, int]:
+    """The bytes of small operands that no launch writes, by name: kernels may fetch them early."""
+    found: dict[str, int] = {}
+    for name, word in zip(launch.kernel.words, launch.words, strict=True):
+        if isinstance(word, View) and word.buffer in fixed and word.is_contiguous():
+            size = evaluate(product(word.shape), sizes) * word.dtype.size
+            if 0 < size <= FETCHED:
+                found[name] = size
+    return found
 
 
 def _planned(

@@ -15,9 +15,9 @@ from rlx.backends.cuda.matmul.common import flag, preamble
 from rlx.backends.cuda.matmul.fragments import FRAGMENTS
 from rlx.lir.kernels import MatmulKernel
 
-ROW = "row_of(w, b0, b1, first_row)"  # where rows of A are
 ALL = "\n  const Words& w = all.product;"
-LOADS = 16  # of 16 bytes in flight per lane
+LOADS = 16  # of 16 bytes in flight per lane, at most
+THREADS = 512  # of a block, at most
 
 KERNEL = r"""
 constexpr int STEPS = LOADS / ROWS;         // of 32 k, per piece
@@ -37,7 +37,7 @@ INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) NAME(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
   const int k = (int)w.k, chunk = chunk_size(k), chunks = k > 0 ? (k + chunk - 1) / chunk : 1;
@@ -77,54 +77,30 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(PARAMETERS) {
           if (s < steps) f[s][g] = load_once(from(g, s));
     }
   };
-  if (EARLY) fill();
+FETCHES  if (EARLY) fill();
   start_next();
   wait_for_inputs();
   if (GROUPED) group_offset = group_of(w, first_row) * w.b_batch0;
   if (!EARLY) fill();
-PROLOGUE
-
-  // Rows of A to shared memory, rounded; several loads of a thread are in flight.
-  {
-    const int eights = (k + 31) / 32 * 4, count = m * eights;
-    const A* a = A_ROW;
-    const i64 along = step_of(w), row = TRANSPOSED ? 1 : w.a_row;
-    const bool whole = !TRANSPOSED && k % 32 == 0 && ((u64)a & 15) == 0 && row % 8 == 0;
-    auto place = [&](int i, int& token) { token = i / eights; return 8 * (i - token * eights); };
-    if (whole) {
-      for (int i = threadIdx.x; i < count; i += AT_ONCE * blockDim.x) {
-        uint4 v[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-          int token;
-          const int at8 = place(i + j * blockDim.x, token);
-          if (i + j * blockDim.x < count) v[j] = eight(a + token * row + at8, 1, 8, true);
-        }
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-          int token;
-          const int at8 = place(i + j * blockDim.x, token);
-          if (i + j * blockDim.x < count) *(uint4*)(xs + token * pitch + at8) = v[j];
-        }
-      }
-    } else {
-      for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        int token;
-        const int at8 = place(i, token);
-        *(uint4*)(xs + token * pitch + at8) = eight(a + token * row + at8 * along, along, k - at8, false);
-      }
-    }
-  }
+ROWS_OF_A
   __syncthreads();
 
   const T* own = xs + (r < m ? r : 0) * pitch + begin + 8 * c;
   auto fragment = [&](int s) { return r < m ? *(const uint4*)(own + 32 * s) : make_uint4(0, 0, 0, 0); };
+  const bool few = m * TILE <= 32 * chunks;  // a thread finishes at most one element of a tile
   int turn = 0;
   for (; tile < tiles; tile += stride) {
     const int first = direct ? (int)least((i64)tile * TILE, w.n - TILE) : tile * TILE;
-    for (int i = part * 32 + lane; i < m * TILE; i += 32 * chunks) {
-      const int n = first + i % TILE;
-      if (n < w.n) expect(w, b0, b1, first_row + i / TILE, n);
+    // What the epilogue reads is on its way during the products.
+    Reads reads = {};
+    const int one = part * 32 + lane;
+    if (few) {
+      if (one < m * TILE && first + one % TILE < w.n) reads = read_at(w, b0, b1, first_row + one / TILE, first + one % TILE);
+    } else {
+      for (int i = one; i < m * TILE; i += 32 * chunks) {
+        const int n = first + i % TILE;
+        if (n < w.n) expect(w, b0, b1, first_row + i / TILE, n);
+      }
     }
     float sums[SUMS][4] = {};
     if (direct) {
@@ -167,15 +143,20 @@ PROLOGUE
       const int token = i / TILE, column = i % TILE;
       const int g = WEIGHTS == 2 ? 2 * (column >> 3) : column >> 3;
       const float* sum = here + (g * m + token) * 8 + (column & 7);
-      float acc = 0, acc1 = 0;
-      for (int p = 0; p < chunks; p++) {
-        acc += sum[p * per_chunk];
-        if (WEIGHTS == 2) acc1 += sum[p * per_chunk + m * 8];
+      float parts[WEIGHTS][MOST_CHUNKS], acc = 0, acc1 = 0;
+#pragma unroll
+      for (int p = 0; p < MOST_CHUNKS * WEIGHTS; p++)
+        parts[p / MOST_CHUNKS][p % MOST_CHUNKS] =
+            p % MOST_CHUNKS < chunks ? sum[p % MOST_CHUNKS * per_chunk + p / MOST_CHUNKS * m * 8] : 0;
+#pragma unroll
+      for (int p = 0; p < MOST_CHUNKS; p++) {
+        if (p < chunks) acc += parts[0][p];
+        if (WEIGHTS == 2 && p < chunks) acc1 += parts[WEIGHTS - 1][p];
       }
       const int n = first + column;
       if (n < w.n && n >= tile * TILE) {
         const i64 at = first_row + token;
-        finish(w, b0, b1, at, n, acc, acc1, read_at(w, b0, b1, at, n));
+        finish(w, b0, b1, at, n, acc, acc1, few ? reads : read_at(w, b0, b1, at, n));
       }
     }
   }
@@ -183,28 +164,71 @@ PROLOGUE
 """
 
 
+# Rows of A to shared memory, rounded; several loads of a thread are in flight.
+COPY = r"""
+  {
+    const int eights = (k + 31) / 32 * 4, count = m * eights;
+    const A* a = row_of(w, b0, b1, first_row);
+    const i64 along = step_of(w), row = TRANSPOSED ? 1 : w.a_row;
+    const bool whole = !TRANSPOSED && k % 32 == 0 && ((u64)a & 15) == 0 && row % 8 == 0;
+    auto place = [&](int i, int& token) { token = i / eights; return 8 * (i - token * eights); };
+    if (whole) {
+      for (int i = threadIdx.x; i < count; i += AT_ONCE * blockDim.x) {
+        uint4 v[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+          int token;
+          const int at8 = place(i + j * blockDim.x, token);
+          if (i + j * blockDim.x < count) v[j] = eight(a + token * row + at8, 1, 8, true);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+          int token;
+          const int at8 = place(i + j * blockDim.x, token);
+          if (i + j * blockDim.x < count) *(uint4*)(xs + token * pitch + at8) = v[j];
+        }
+      }
+    } else {
+      for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        int token;
+        const int at8 = place(i, token);
+        *(uint4*)(xs + token * pitch + at8) = eight(a + token * row + at8 * along, along, k - at8, false);
+      }
+    }
+  }
+"""
+
+
 @dataclass(frozen=True)
 class Prologue:
-    """Code that computes the only row of A: name of the kernel, parameter struct, statements (`prologues.py`)."""
+    """Code that computes the only row of A (`prologues.py`).
+
+    The name of the kernel, its parameter struct, statements that fetch operands early, and those that compute the row.
+    """
 
     name: str
     struct: str
+    fetches: str
     compute: str
 
 
-def source(kernel: MatmulKernel, variant: str, *, rows: int, early: bool, prologue: Prologue | None = None) -> str:
+def source(
+    kernel: MatmulKernel, variant: str, *, rows: int, loads: int, early: bool, prologue: Prologue | None = None
+) -> str:
     """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended."""
     constants = f"""
-constexpr int ROWS = {rows // 8}, LOADS = {LOADS}, AT_ONCE = 2;
+constexpr int ROWS = {rows // 8}, LOADS = {loads}, AT_ONCE = 2, THREADS = {THREADS}, BLOCKS = {LOADS // loads};
 constexpr bool EARLY = {flag(early)};
 """
     if prologue is None:
-        name, parameters, code, row = entry(kernel, variant), "const __grid_constant__ Words w", "", ROW
+        name, parameters, fetches, code = entry(kernel, variant), "const __grid_constant__ Words w", "", COPY
     else:
-        name, parameters, code, row = prologue.name, "const __grid_constant__ All all", prologue.compute, "produced"
+        name, parameters, fetches, code = (
+            prologue.name, "const __grid_constant__ All all", prologue.fetches, prologue.compute
+        )  # fmt: skip
         constants = f"{prologue.struct}\n{constants}"
     text = KERNEL.replace("(PARAMETERS) {", f"({parameters}) {{" + ("" if prologue is None else ALL))
-    text = text.replace("NAME", name).replace("PROLOGUE\n", code).replace("A_ROW", row)
+    text = text.replace("NAME", name).replace("FETCHES", fetches).replace("ROWS_OF_A\n", code)
     return preamble(kernel) + FRAGMENTS + constants + text
 
 
