@@ -32,8 +32,8 @@ from rlx.engine.generate import Decoder
 VOCABULARY = 151_936
 Shape = tuple[int, int, int]  # n, k, weights
 OTHERS = [  # height, teams, loads, resident
-    RowsChoice(16, 1), RowsChoice(16, 1, 16, 2), RowsChoice(16, 2), RowsChoice(32, 1), RowsChoice(32, 1, 16, 2),
-    RowsChoice(8, 1), RowsChoice(8, 2), RowsChoice(32, 2), RowsChoice(16, 2, 8, 1), RowsChoice(16, 2, 8, 2),
+    RowsChoice(16, 1, 16, 2), RowsChoice(16, 2), RowsChoice(32, 1), RowsChoice(32, 1, 16, 2), RowsChoice(8, 1),
+    RowsChoice(8, 1, 16, 2), RowsChoice(8, 2), RowsChoice(32, 2), RowsChoice(16, 2, 8, 1), RowsChoice(16, 2, 8, 2),
 ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ class Step:
 def sweep(step: Step, name: str, floor: float, parts: bool, few: bool) -> None:
     base, logits, prepared = step.time()
     print(f"{name}: {base * 1e3:.4f} ms, {floor / base:.1%} of the floor {floor * 1e3:.3f}", flush=True)
-    for launch in prepared.launches[-28:]:
+    for launch in prepared.launches[-24:]:
         if launch.plan.passes:
             print("   ", launch)
     print(f"    again {step.time()[0] * 1e3:.4f}")
@@ -114,7 +114,7 @@ def sweep(step: Step, name: str, floor: float, parts: bool, few: bool) -> None:
     best: dict[Shape, RowsChoice] = {}
     for part, shape in shapes(name).items():
         results = []
-        for other in OTHERS[: 6 if few else None]:
+        for other in OTHERS[: 5 if few else None]:
             if shape[2] == 2 and other.height < 16 or other.teams * generator.chunk_count(shape[1]) > 16:
                 continue
             try:

@@ -20,6 +20,7 @@ from rlx.arrays import Array
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, Pass, entry
 from rlx.backends.cuda.loops.emitter import BLOCK, WARP, Emitter, Variant
 from rlx.backends.cuda.loops.footprints import Footprint, footprints
+from rlx.backends.cuda.sized import Sizes, digest, with_sizes
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.loops import LoopKernel
 from rlx.lir.memory import lifetimes
@@ -44,10 +45,16 @@ class Piece:
     variant: str
     waits: bool  # for the pieces of the track before it
     fetched: tuple[str, ...]  # operands that no launch writes, which are fetched early
+    sizes: Sizes  # words that are constants
 
     @property
     def text(self) -> str:
-        return f"{self.kernel.fingerprint} {self.variant} {self.waits} {self.fetched}"
+        return f"{self.kernel.fingerprint} {self.variant} {self.waits} {self.fetched} {self.sizes}"
+
+    @property
+    def function(self) -> str:
+        """The name of its function."""
+        return f"{entry(self.kernel, self.variant)}_{digest(self.sizes)}"
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,10 @@ class ChainGenerator:
         functions: dict[str, str] = {}
         fields: list[str] = []
         for i, piece in enumerate(kernel.pieces):
-            name = entry(piece.kernel, piece.variant)
+            name = piece.function
             if name not in functions:
                 emitter = Emitter(piece.kernel, Variant.parse(piece.variant), name, ranged=True)
-                functions[name] = emitter.source()
+                functions[name] = with_sizes(emitter.source(), piece.sizes)
             fields += [f"  Words_{name} p{i};", f"  i64 share{i};"]
             fields += [f"  i64 bytes{i}_{operand};" for operand in piece.fetched]
         fields += [f"  i64 end{i};" for i in range(len(kernel.tracks))]
@@ -127,7 +134,7 @@ def _call(piece: Piece, i: int) -> list[str]:
     range_of = f"({kind})(group * w.share{i}), ({kind})smaller(group * w.share{i} + w.share{i}, (i64){units})"
     guard = f"if (threadIdx.x < {variant.lanes}) " if variant.lanes > WARP else ""
     barrier = ["    __syncthreads();"] if piece.waits else []
-    return [*barrier, f"    {guard}{entry(piece.kernel, piece.variant)}(w.p{i}, {range_of});"]
+    return [*barrier, f"    {guard}{piece.function}(w.p{i}, {range_of});"]
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -287,7 +294,7 @@ class _Fusion:
                 waits = any(self.conflict(before, c) or self.share_memory(before, c) for before in pending)
                 pending = [c] if waits else [*pending, c]
                 fetched = self.fetched(c.at)
-                pieces.append(Piece(c.kernel, str(c.variant), waits, tuple(fetched)))
+                pieces.append(Piece(c.kernel, str(c.variant), waits, tuple(fetched), c.launch.sizes))
                 operands += [(at + word, buffer) for word, buffer in c.launch.operands]
                 words.append(np.array([*c.launch.words, share, *fetched.values()], np.int64))
                 at += len(words[-1])
@@ -303,7 +310,7 @@ class _Fusion:
         for c in members:
             result[c.at] = replace(result[c.at], plan=KernelPlan(()))
         result[first] = replace(
-            result[first], kernel=kernel, plan=plan, words=np.concatenate(words), operands=tuple(operands)
+            result[first], kernel=kernel, plan=plan, words=np.concatenate(words), operands=tuple(operands), sizes=()
         )
 
 

@@ -8,6 +8,7 @@ import importlib
 from rlx.backends.cuda.chains import ChainKernel
 from rlx.backends.cuda.kernel_plan import AnyKernel, Generator
 from rlx.backends.cuda.prologues import PrologueKernel
+from rlx.backends.cuda.sized import SizedKernel
 from rlx.errors import LowerError
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, MatmulKernel
 from rlx.lir.loops import LoopKernel
@@ -19,6 +20,7 @@ WHERE: dict[type, str] = {
     AttentionGradKernel: "attention.gradient:AttentionGradGenerator",
     ChainKernel: "chains:ChainGenerator",
     PrologueKernel: "prologues:PrologueGenerator",
+    SizedKernel: "sized:SizedGenerator",
 }
 
 

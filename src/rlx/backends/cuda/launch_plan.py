@@ -6,7 +6,7 @@ The plan is data: it prints, and it is made without a GPU. `Executable` gives it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from rlx.backends.cuda.chains import ChainKernel, fuse_chains
 from rlx.backends.cuda.generators import generator
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, AnyKernel, KernelPlan, entry
 from rlx.backends.cuda.prologues import PrologueKernel, fuse_prologues
+from rlx.backends.cuda.sized import SizedKernel, Sizes
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Check, LoopKernel, statements
@@ -35,6 +36,7 @@ class PlannedLaunch:
     words: Array  # i64; operands hold their offset in bytes
     operands: tuple[tuple[int, str], ...]  # (word, buffer)
     steps: Mapping[str, Array]  # what one step of a loop adds to the words, by loop symbol
+    sizes: Sizes = ()  # words that are constants of the code
 
     @property
     def fault_words(self) -> tuple[int, ...]:
@@ -61,11 +63,25 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
     fixed = {name for name, buffer in program.buffers.items() if buffer.kind in (WEIGHT, CONST, INPUT)}
     fixed -= {view.buffer for launch in program.launches for view in launch.views(written=True)}
     planned = [_planned(i, launch, start, symbols, fixed, target) for i, launch in enumerate(program.launches)]
+    if program.symbols:  # other sizes are those of one call, whose code is worth sharing with calls of other sizes
+        planned = [replace(one, sizes=_sizes(one, program.launches[i])) for i, one in enumerate(planned)]
 
     def small(i: int) -> dict[str, int]:
         return fetched(program.launches[i], start, fixed)
 
-    return fuse_chains(fuse_prologues(planned, program, small), program, small, target)
+    fused = fuse_chains(fuse_prologues(planned, program, small), program, small, target)
+    return [replace(one, kernel=SizedKernel(one.kernel, one.sizes)) if one.sizes else one for one in fused]
+
+
+def _sizes(planned: PlannedLaunch, launch: Launch) -> Sizes:
+    """Sizes that every run of the program has; in launches of a few rows, also those that are 1."""
+    few = all(one.variant.startswith(("rows", "splits")) for one in planned.plan.passes)
+    found = []
+    for name, word, value in zip(launch.kernel.words, launch.words, planned.words.tolist(), strict=False):
+        is_size = word is not None and not isinstance(word, View)
+        if is_size and (isinstance(word, int) or (few and value == 1)):
+            found.append((name, value))
+    return tuple(found)
 
 
 FETCHED = 16 << 10  # bytes of a weight up to which blocks ask for it before earlier launches have ended

@@ -17,6 +17,7 @@ import numpy as np
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
 from rlx.backends.cuda.loops.emitter import WARP, Emitter, Variant
 from rlx.backends.cuda.matmul.common import multiplied
+from rlx.backends.cuda.sized import Sizes, with_sizes
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.dtypes import F32
 from rlx.lir.kernels import MatmulKernel
@@ -37,6 +38,7 @@ class PrologueKernel:
     consumer: MatmulKernel
     width: int  # threads that compute the row
     fetched: tuple[str, ...]  # operands of the producer that no launch writes, which are fetched early
+    sizes: tuple[Sizes, Sizes]  # words of the producer and of the matmul that are constants
 
     kind = "prologue"
 
@@ -52,7 +54,7 @@ class PrologueKernel:
 
     @property
     def symbol(self) -> str:
-        text = f"{self.producer.fingerprint} {self.variant} {self.consumer.fingerprint} {self.width} {self.fetched}"
+        text = f"{self.producer.fingerprint} {self.variant} {self.consumer.fingerprint} {self.width} {self.fetched} {self.sizes}"
         return f"prologue.{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
@@ -73,6 +75,7 @@ class PrologueGenerator:
         )
         producer, producer_variant = replace(kernel.producer, params=params), Variant.parse(kernel.variant)
         text = Emitter(producer, producer_variant, name, ranged=True, width=width).source()
+        text = with_sizes(text, kernel.sizes[0])
         fetches = "".join(f"  fetch(all.row.{operand}, all.bytes_{operand});\n" for operand in kernel.fetched)
         compute = f"""
   for (int i = k + threadIdx.x; i < (k + 31) / 32 * 32; i += blockDim.x) xs[i] = T{{}};
@@ -84,7 +87,9 @@ class PrologueGenerator:
 """
         sizes = "".join(f" i64 bytes_{operand};" for operand in kernel.fetched)
         struct = f"{text}\nstruct All {{ Words_{name} row; Words product;{sizes} }};"
-        return source_with_prologue(kernel.consumer, variant, target, entry(kernel, variant), struct, fetches, compute)
+        own = entry(kernel, variant)
+        source = source_with_prologue(kernel.consumer, variant, target, own, struct, fetches, compute)
+        return with_sizes(source, kernel.sizes[1])
 
 
 def fuse_prologues(
@@ -129,7 +134,7 @@ def _joined(first: PlannedLaunch, second: PlannedLaunch, fetched: Mapping[str, i
     assert isinstance(first.kernel, LoopKernel) and isinstance(second.kernel, MatmulKernel)
     variant, threads = first.plan.passes[0].variant, second.plan.passes[0].threads
     width = min(Variant.parse(variant).lanes, 1 << (threads.bit_length() - 1))  # powers of two
-    kernel = PrologueKernel(first.kernel, variant, second.kernel, width, tuple(fetched))
+    kernel = PrologueKernel(first.kernel, variant, second.kernel, width, tuple(fetched), (first.sizes, second.sizes))
     words = np.concatenate([first.words, second.words, np.array([*fetched.values()], np.int64)])
     operands = (*first.operands, *((len(first.words) + word, buffer) for word, buffer in second.operands))
-    return replace(second, kernel=kernel, words=words, operands=operands)
+    return replace(second, kernel=kernel, words=words, operands=operands, sizes=())

@@ -38,6 +38,7 @@ INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
+  start_next();
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
   const int k = (int)w.k, chunk = chunk_size(k), chunks = k > 0 ? (k + chunk - 1) / chunk : 1;
@@ -78,7 +79,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
     }
   };
 FETCHES  if (EARLY) fill();
-  start_next();
   wait_for_inputs();
   if (GROUPED) group_offset = group_of(w, first_row) * w.b_batch0;
   if (!EARLY) fill();
