@@ -32,8 +32,8 @@ from rlx.engine.generate import Decoder
 VOCABULARY = 151_936
 Shape = tuple[int, int, int]  # n, k, weights
 OTHERS = [  # height, teams, loads, resident
-    RowsChoice(16, 1, 16, 2), RowsChoice(16, 2), RowsChoice(32, 1), RowsChoice(32, 1, 16, 2), RowsChoice(8, 1),
-    RowsChoice(8, 1, 16, 2), RowsChoice(8, 2), RowsChoice(32, 2), RowsChoice(16, 2, 8, 1), RowsChoice(16, 2, 8, 2),
+    RowsChoice(16, 1), RowsChoice(16, 1, 16, 2), RowsChoice(16, 1, 16, 3), RowsChoice(16, 2), RowsChoice(32, 1),
+    RowsChoice(32, 1, 16, 2), RowsChoice(8, 1), RowsChoice(32, 1, 32, 1), RowsChoice(16, 1, 32, 1), RowsChoice(16, 1, 8, 3),
 ]  # fmt: skip
 
 
@@ -54,7 +54,9 @@ def chosen(choices: dict[Shape, RowsChoice]) -> Iterator[None]:
         return choices.get((n, k, weights)) or own(n, k, weights, target)
 
     with mock.patch.object(generator, "choose_rows", choose):
+        launch_plan.plans.clear()
         yield
+    launch_plan.plans.clear()
 
 
 class Step:
@@ -73,6 +75,7 @@ class Step:
 
     def time(self, repeats: int = 30, skipped: Callable[[Any], bool] | None = None) -> tuple[float, bytes, Any]:
         """Seconds of a replay, and the logits."""
+        self.executable._plans.clear()
         prepared = _Prepared(self.executable, self.key)
         if skipped is not None:
             prepared._launch_order = lambda: (
@@ -114,7 +117,7 @@ def sweep(step: Step, name: str, floor: float, parts: bool, few: bool) -> None:
     best: dict[Shape, RowsChoice] = {}
     for part, shape in shapes(name).items():
         results = []
-        for other in OTHERS[: 5 if few else None]:
+        for other in OTHERS[: 6 if few else None]:
             if shape[2] == 2 and other.height < 16 or other.teams * generator.chunk_count(shape[1]) > 16:
                 continue
             try:

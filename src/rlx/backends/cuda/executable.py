@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.base import ArrayType, Executable, InputSpec, Key
-from rlx.backends.cuda.gpu import Gpu, Graph
-from rlx.backends.cuda.launch_plan import SCRATCH, can_fault, plan_launches, variants
+from rlx.backends.cuda.gpu import Function, Gpu, Graph
+from rlx.backends.cuda.launch_plan import SCRATCH, PlannedLaunch, can_fault, plan_launches, variants
 from rlx.backends.cuda.memory import ALIGNMENT, CudaArray, Memory
 from rlx.backends.cuda.modules import load_variants
 from rlx.backends.cuda.targets import CudaTarget
@@ -27,6 +27,7 @@ from rlx.lir.views import View
 from rlx.types import concrete, evaluate
 
 MOST_GRAPHS = 64  # sizes of a program whose graphs are kept
+Planned = tuple[list[PlannedLaunch], Mapping[tuple[str, str], Function]]
 LARGEST_COPY = 64 << 20  # bytes of inputs and outputs up to which a run is captured: a graph copies them
 
 
@@ -48,6 +49,7 @@ class CudaExecutable(Executable):
         self._arena: Memory | None = None
         self._fault: Memory | None = None
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._plans: dict[Key, Planned] = {}
         self.faults = any(can_fault(kernel) for kernel in program.kernels().values())
 
     @property
@@ -89,6 +91,17 @@ class CudaExecutable(Executable):
         buffers = self._program.buffers
         rounded = {x.name: _round(evaluate(buffers[x.name].type.bytes, sizes)) for x in self._lives}
         return plan(self._lives, rounded)
+
+    def planned(self, key: Key, sizes: Mapping[str, int]) -> Planned:
+        """The launches of a run and their functions, which do not depend on where states are."""
+        planned = self._plans.pop(key, None)
+        if planned is None:
+            launches = plan_launches(self._program, sizes, self.target)
+            planned = launches, load_variants(list(variants(launches)), self.target, self.gpu)
+            while len(self._plans) >= MOST_GRAPHS:
+                self._plans.pop(next(iter(self._plans)))
+        self._plans[key] = planned  # the most recently used is last
+        return planned
 
     def memory(self, key: Key) -> RunMemory:
         return RunMemory(key, self.plan(dict(zip(self.symbols, key, strict=True))), 0)
@@ -167,8 +180,7 @@ class _Prepared:
         self.sizes = dict(zip(owner.symbols, key, strict=True))
         check_sizes(program, self.sizes)
         self.types = owner.outputs(key)
-        self.launches = plan_launches(program, self.sizes, owner.target)
-        self.functions = load_variants(list(variants(self.launches)), owner.target, self.gpu)
+        self.launches, self.functions = owner.planned(key, self.sizes)
         arena = owner.plan(self.sizes)
         self.memory = owner.arena(arena.size)
         self.addresses = {name: self.memory.address + at for name, at in arena.offsets.items()}

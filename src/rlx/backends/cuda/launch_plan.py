@@ -122,8 +122,22 @@ def _planned(
         else:
             words[i] = known[name] = evaluate(word, sizes)
     words[LAUNCH_NUMBER] = number
-    plan = generator(kernel).plan(kernel, known, target)
-    return PlannedLaunch(number, kernel, plan, words, tuple(operands), steps)
+    return PlannedLaunch(number, kernel, _plan(kernel, known, target), words, tuple(operands), steps)
+
+
+MOST_PLANS = 4096
+plans: dict[tuple[object, ...], KernelPlan] = {}  # layers repeat, and so do sizes
+
+
+def _plan(kernel: Kernel, known: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+    """The plan of a kernel for these words; the most recent ones are kept."""
+    key = kernel.symbol, kernel.fingerprint, target, *known.items()
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = generator(kernel).plan(kernel, known, target)
+        if len(plans) > MOST_PLANS:
+            plans.pop(next(iter(plans)), None)
+    return plan
 
 
 def can_fault(kernel: Kernel) -> bool:

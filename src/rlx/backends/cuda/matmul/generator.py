@@ -1,7 +1,7 @@
 """Plans launches of matmul kernels and writes their CUDA C.
 
 Names of variants: `rows16x8_e` (16 rows of the weights per warp, 8 loads in flight) and `tile128x64_as` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as`
-prepares an operand. Letters say: a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e,
+prepares an operand. Letters say: d, twice the threads; a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e,
 weights are read early, before earlier launches have ended; k, n, the axis along which weights are contiguous.
 """
 
@@ -63,7 +63,7 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
     a, b, wide, split, early = (letter in letters for letter in "abwse")
     if name.startswith("rows"):
         height, _, loads = name.removeprefix("rows").partition("x")
-        return rows.source(kernel, variant, rows=int(height), loads=int(loads), early=early)
+        return rows.source(kernel, variant, rows=int(height), loads=int(loads), early=early, double="d" in letters)
     if name.startswith("tile"):
         tile = TILES[name.removeprefix("tile")]
         return tiles.tile_source(
@@ -85,7 +85,10 @@ def source_with_prologue(
     sizes, _, letters = variant.removeprefix("rows").partition("_")
     height, _, loads = sizes.partition("x")
     prologue = rows.Prologue(name, struct, fetches, compute)
-    return rows.source(kernel, variant, rows=int(height), loads=int(loads), early="e" in letters, prologue=prologue)
+    early, double = "e" in letters, "d" in letters
+    return rows.source(
+        kernel, variant, rows=int(height), loads=int(loads), early=early, double=double, prologue=prologue
+    )
 
 
 def _matmul(kernel: Kernel) -> MatmulKernel:
@@ -125,14 +128,15 @@ def plan_rows(
     pairs = m * batch if grouped else batch
     choice = choice or choose_rows(n * pairs, k, kernel.weights, target)
     columns = choice.height // kernel.weights
-    shared = rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks)
+    shared = rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
     if shared > target.shared_bytes:
         return None
     count = -(-n // (columns * choice.teams))
     blocks = min(count, max(1, -(-target.processors * choice.resident // pairs)))
-    variant = f"rows{choice.height}x{choice.loads}_{'e' if _are_early(kernel, words) else ''}"
+    threads = 32 * chunks * choice.teams
+    letters = "e" * _are_early(kernel, words) + "d" * (threads > rows.THREADS)
     grid = (blocks * batch, m if grouped else 1, 1)
-    return KernelPlan((Pass(variant, grid, 32 * chunks * choice.teams, shared),))
+    return KernelPlan((Pass(f"rows{choice.height}x{choice.loads}_{letters}", grid, threads, shared),))
 
 
 def choose_rows(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice:

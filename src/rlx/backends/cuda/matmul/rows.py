@@ -1,9 +1,11 @@
-"""Few rows of A times 16-bit weights, limited by memory speed: weights go from memory straight into mma fragments.
+"""Few rows of A times 16-bit weights, limited by memory speed: every lane copies its own mma fragments.
 
 A block holds the rows of A in shared memory, rounded to the type of the weights. A warp multiplies one chunk of k by
 8, 16 or 32 rows of the weights (columns of B), which are the 16-row operand of mma; the rows of A are its 8 columns.
-A lane loads 16 bytes, eight consecutive k of one row, which are its fragments of two mma steps: within 32 consecutive
-k, step 0 multiplies k % 8 < 4 and step 1 the others, here and in the tiles. The sums of chunks meet in shared memory.
+A lane copies 16 bytes, eight consecutive k of one row, which are its fragments of two mma steps: within 32 consecutive
+k, step 0 multiplies k % 8 < 4 and step 1 the others, here and in the tiles. Copies go to shared memory, from where the
+same lane reads them, without barriers: so much can be on its way that registers would not hold it, before earlier
+launches have ended. The sums of chunks meet in shared memory.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from rlx.backends.cuda.matmul.fragments import FRAGMENTS
 from rlx.lir.kernels import MatmulKernel
 
 ALL = "\n  const Words& w = all.product;"
-LOADS = 16  # of 16 bytes in flight per lane, at most
-THREADS = 512  # of a block, at most
+LOADS = 16  # copies of 16 bytes on their way per lane
+THREADS = 256  # of a block, at most; twice as many in `double` variants
 
 KERNEL = r"""
-constexpr int STEPS = LOADS / ROWS;         // of 32 k, per piece
+constexpr int STEPS = LOADS / ROWS;         // of 32 k, whose copies are on their way
 constexpr int TILE = 8 * ROWS / WEIGHTS;    // columns
 constexpr int SUMS = (ROWS + 1) / 2;        // mma accumulators
 
@@ -50,6 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   const int pitch = (k + 63) / 64 * 64 + 32;                       // of a row of x, in elements
   T* xs = (T*)shared;
   float* meeting = (float*)(shared + (i64)m * pitch * 2);          // [2][teams][chunks][ROWS][m][8]
+  // [STEPS][ROWS][threads][16 bytes]: what this thread copies
+  const u32 own_copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 16 * threadIdx.x, next_copy = 16 * blockDim.x;
   const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
   const int begin = part * chunk, depth = (int)least(chunk, k - begin), steps = (depth + 31) / 32;
   const int tiles = (u32)(w.n + TILE - 1) / TILE, stride = blocks * teams;
@@ -57,9 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   i64 group_offset = b0 * w.b_batch0 + b1 * w.b_batch1;
 
   const bool whole_rows = w.b_n % 8 == 0 && w.b_batch0 % 8 == 0 && w.b_batch1 % 8 == 0;
-  const bool direct = w.n >= TILE && w.b_k == 1 && k % 32 == 0 && whole_rows
+  const bool direct = w.n >= TILE && w.b_k == 1 && k > 0 && k % 32 == 0 && whole_rows
       && ((u64)weights_of(w, 0) & 15) == 0 && ((u64)weights_of(w, WEIGHTS - 1) & 15) == 0;
-  uint4 f[STEPS][ROWS];
   const B* at[WEIGHTS] = {};
   auto from = [&](int g, int s) { return at[WEIGHTS == 2 ? g & 1 : 0] + column_of(g) * w.b_n + s * 32; };
   // The last tile begins early enough to be whole; it stores only what is its own.
@@ -68,15 +71,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
     for (int i = 0; i < WEIGHTS; i++)
       at[i] = weights_of(w, i) + group_offset + (least((i64)t * TILE, w.n - TILE) + r) * w.b_n + begin + 8 * c;
   };
-  auto fill = [&] {
-    if (direct && tile < tiles) {
-      locate(tile);
+  // Copies the next step of 32 k, of this tile or a later one. A step is one group, also where there is none left.
+  int next_tile = tile, next_step = 0;
+  auto copy_next = [&](int slot) {
+    if (next_tile < tiles) {
+      if (next_step == 0) locate(next_tile);
 #pragma unroll
-      for (int s = 0; s < STEPS; s++)
-#pragma unroll
-        for (int g = 0; g < ROWS; g++)
-          if (s < steps) f[s][g] = load_once(from(g, s));
+      for (int g = 0; g < ROWS; g++) copy16(own_copies + (slot * ROWS + g) * next_copy, from(g, next_step), 16);
+      if (++next_step == steps) next_step = 0, next_tile += stride;
     }
+    commit();
+  };
+  auto fill = [&] {
+    if (direct)
+      for (int slot = 0; slot < STEPS; slot++) copy_next(slot);
   };
 FETCHES  if (EARLY) fill();
   wait_for_inputs();
@@ -88,7 +96,7 @@ ROWS_OF_A
   const T* own = xs + (r < m ? r : 0) * pitch + begin + 8 * c;
   auto fragment = [&](int s) { return r < m ? *(const uint4*)(own + 32 * s) : make_uint4(0, 0, 0, 0); };
   const bool few = m * TILE <= 32 * chunks;  // a thread finishes at most one element of a tile
-  int turn = 0;
+  int turn = 0, slot = 0;
   for (; tile < tiles; tile += stride) {
     const int first = direct ? (int)least((i64)tile * TILE, w.n - TILE) : tile * TILE;
     // What the epilogue reads is on its way during the products.
@@ -104,18 +112,15 @@ ROWS_OF_A
     }
     float sums[SUMS][4] = {};
     if (direct) {
-      const bool again = tile + stride < tiles;
-      for (int done = 0; done < steps; done += STEPS) {
-        const bool last = done + STEPS >= steps;
-        if (last && again) locate(tile + stride);
-        const int ahead = last ? 0 : done + STEPS, more = last ? (again ? steps : 0) : steps;
+#pragma unroll 4
+      for (int s = 0; s < steps; s++) {
+        await<STEPS - 1>();
+        uint4 f[ROWS];
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-          if (done + s < steps) step(sums, f[s], fragment(done + s));
-#pragma unroll
-          for (int g = 0; g < ROWS; g++)
-            if (ahead + s < more) f[s][g] = load_once(from(g, ahead + s));
-        }
+        for (int g = 0; g < ROWS; g++) f[g] = read16(own_copies + (slot * ROWS + g) * next_copy);
+        step(sums, f, fragment(s));
+        copy_next(slot);
+        slot = slot + 1 == STEPS ? 0 : slot + 1;
       }
     } else {
       for (int s = 0; s < steps; s++) {
@@ -213,11 +218,16 @@ class Prologue:
 
 
 def source(
-    kernel: MatmulKernel, variant: str, *, rows: int, loads: int, early: bool, prologue: Prologue | None = None
-) -> str:
-    """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended."""
+    kernel: MatmulKernel, variant: str, *, rows: int, loads: int, early: bool, double: bool = False,
+    prologue: Prologue | None = None,
+) -> str:  # fmt: skip
+    """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended.
+
+    `double`: blocks have up to twice the usual threads.
+    """
     constants = f"""
-constexpr int ROWS = {rows // 8}, LOADS = {loads}, AT_ONCE = 2, THREADS = {THREADS}, BLOCKS = {LOADS // loads};
+constexpr int ROWS = {rows // 8}, LOADS = {loads}, AT_ONCE = 2;
+constexpr int THREADS = {THREADS * (1 + double)}, BLOCKS = {1 if double else 3};
 constexpr bool EARLY = {flag(early)};
 """
     if prologue is None:
@@ -232,7 +242,8 @@ constexpr bool EARLY = {flag(early)};
     return preamble(kernel) + FRAGMENTS + constants + text
 
 
-def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int) -> int:
+def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int, loads: int) -> int:
     """Dynamic shared memory of a block."""
     pitch = -(-k // 64) * 64 + 32
-    return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4
+    copies = loads // (rows // 8) * (rows // 8) * 32 * teams * chunks * 16
+    return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4 + copies
