@@ -33,7 +33,8 @@ VOCABULARY = 151_936
 Shape = tuple[int, int, int]  # n, k, weights
 OTHERS = [  # height, teams, loads, resident
     RowsChoice(16, 1), RowsChoice(16, 1, 16, 2), RowsChoice(16, 1, 16, 3), RowsChoice(16, 2), RowsChoice(32, 1),
-    RowsChoice(32, 1, 16, 2), RowsChoice(8, 1), RowsChoice(32, 1, 32, 1), RowsChoice(16, 1, 32, 1), RowsChoice(16, 1, 8, 3),
+    RowsChoice(32, 1, 16, 2), RowsChoice(8, 1), RowsChoice(8, 2), RowsChoice(32, 2),
+    RowsChoice(32, 1, 32, 1), RowsChoice(16, 1, 32, 1), RowsChoice(16, 1, 8, 3),
 ]  # fmt: skip
 
 
@@ -108,8 +109,8 @@ def sweep(step: Step, name: str, floor: float, parts: bool, few: bool) -> None:
             def is_of(launch: Any, kind: str = kind) -> bool:
                 passes = launch.plan.passes
                 own = launch.kernel.kind == "loops" and "sample" not in launch.kernel.symbol
-                return bool(passes) and (launch.kernel.symbol.startswith(kind) or passes[-1].variant.startswith(kind)
-                                         and kind != "loops" or kind == "loops" and own)  # fmt: skip
+                return bool(passes) and (launch.kernel.symbol.startswith(kind) or (passes[-1].variant.startswith(kind)
+                                         and kind != "loops") or (kind == "loops" and own))  # fmt: skip
 
             without = step.time(skipped=is_of)[0]
             only = step.time(skipped=lambda x, f=is_of: not f(x))[0]
@@ -118,7 +119,7 @@ def sweep(step: Step, name: str, floor: float, parts: bool, few: bool) -> None:
     for part, shape in shapes(name).items():
         results = []
         for other in OTHERS[: 6 if few else None]:
-            if shape[2] == 2 and other.height < 16 or other.teams * generator.chunk_count(shape[1]) > 16:
+            if (shape[2] == 2 and other.height < 16) or other.teams * generator.chunk_count(shape[1]) > 16:
                 continue
             try:
                 with chosen({shape: other}):

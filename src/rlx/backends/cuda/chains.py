@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, Pass, entry
-from rlx.backends.cuda.loops.emitter import BLOCK, WARP, Emitter, Variant
+from rlx.backends.cuda.loops.emitter import WARP, Emitter, Variant
 from rlx.backends.cuda.loops.footprints import Footprint, footprints
 from rlx.backends.cuda.sized import Sizes, digest, with_sizes
 from rlx.backends.cuda.targets import CudaTarget
@@ -110,7 +110,7 @@ class ChainGenerator:
         head = (
             f'extern "C" __global__ void __launch_bounds__({THREADS}) {own}(const __grid_constant__ Words_{own} w) {{'
         )
-        lines = [*functions.values(), f"struct Words_{own} {{", *fields, "};", head, "  start_next();"]
+        lines = [*functions.values(), f"struct Words_{own} {{", *fields, "};", head]
         at = 0
         for i, track in enumerate(kernel.tracks):
             begin = f"w.end{i - 1}" if i else "0"
@@ -119,7 +119,7 @@ class ChainGenerator:
             lines += [
                 f"    fetch(w.p{at + j}.{x}, w.bytes{at + j}_{x});" for j, p in enumerate(track) for x in p.fetched
             ]
-            lines.append("    wait_for_inputs();")
+            lines += ["    wait_for_inputs();", "    start_next();"]
             for j, piece in enumerate(track):
                 lines += _call(piece, at + j)
             lines.append("  }")

@@ -54,7 +54,8 @@ class PrologueKernel:
 
     @property
     def symbol(self) -> str:
-        text = f"{self.producer.fingerprint} {self.variant} {self.consumer.fingerprint} {self.width} {self.fetched} {self.sizes}"
+        kernels = f"{self.producer.fingerprint} {self.variant} {self.consumer.fingerprint}"
+        text = f"{kernels} {self.width} {self.fetched} {self.sizes}"
         return f"prologue.{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 

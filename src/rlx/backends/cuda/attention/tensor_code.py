@@ -229,7 +229,10 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   const i32 head = unit % kv_heads, batch = unit / kv_heads;
   const i32 first_row = tile * 16, rows = min(16, all_rows - first_row);
   if (EARLY) fetch_early(w, batch, head, (first_row + rows - 1) / GROUP, worker);
-  if (!REST && !EARLY) wait_for_inputs();
+  if (!REST && !EARLY) {
+    wait_for_inputs();
+    start_next();
+  }
 
   fetch_pages(w, batch, worker);
   const i32 newest = newest_position(w, batch);
@@ -240,7 +243,10 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   const i32 first_split = seen.low / SPLIT, splits = sees_any(seen) ? seen.high / SPLIT - first_split + 1 : 0;
   const i32 workers = REST ? 1 : min((i32)gridDim.y, max(splits, 1));
   if (worker >= workers) return;
-  if (EARLY) wait_for_inputs();
+  if (EARLY) {
+    wait_for_inputs();
+    start_next();
+  }
 
   const Source source = source_of(w, batch, head);
   const bool aligned = is_aligned(w, source), uneven = is_uneven(seen);
@@ -419,9 +425,9 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
 }
 
 extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
-  start_next();
   if constexpr (REST) {
     wait_for_inputs();
+    start_next();
     const i32 units = (i32)(w.batch * w.kv_heads);
     for (i32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const i32 token = unit / (i32)w.kv_heads, tokens = max(REST / GROUP, 1);

@@ -188,8 +188,8 @@ class Emitter:
     # -- kernels --
     def prologue(self) -> None:
         if not self.ranged:
-            self.line("start_next();")
             self.line("wait_for_inputs();")
+            self.line("start_next();")
         for param in self.kernel.params:
             kind = MEMORY[param.dtype.name]
             const = "" if param.written else "const "

@@ -1,14 +1,15 @@
 """Plans launches of matmul kernels and writes their CUDA C.
 
-Names of variants: `rows16x8_e` (16 rows of the weights per warp, 8 loads in flight) and `tile128x64_as` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as`
-prepares an operand. Letters say: d, twice the threads; a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e,
-weights are read early, before earlier launches have ended; k, n, the axis along which weights are contiguous.
+Names of variants: `rows16x8_e` (16 rows of the weights per warp, 8 copies on their way per lane) and `tile128x64_as`
+run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as` prepares an operand. Letters say: a, b, the
+operand is in scratch memory; w, A is read in f32; s, blocks split k; e, weights are read early, before earlier launches
+have ended; d, blocks have twice the usual threads; k, n, the axis along which weights are contiguous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
@@ -108,11 +109,11 @@ def _are_early(kernel: MatmulKernel, words: Mapping[str, int]) -> bool:
 # -- tensor cores -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class RowsChoice:
-    """Rows of the weights per warp, teams of warps per block, loads in flight per lane, blocks per processor."""
+    """Rows of the weights per warp, teams of warps per block, copies on their way per lane, blocks per processor."""
 
     height: int
     teams: int
-    loads: int = 16
+    loads: int = rows.LOADS
     resident: int = 1
 
 
@@ -127,34 +128,33 @@ def plan_rows(
     tokens, chunks = 1 if grouped else m, chunk_count(k)
     pairs = m * batch if grouped else batch
     choice = choice or choose_rows(n * pairs, k, kernel.weights, target)
-    columns = choice.height // kernel.weights
-    shared = rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
-    if shared > target.shared_bytes:
+
+    def shared_bytes() -> int:
+        return rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
+
+    while shared_bytes() > target.shared_bytes and choice.teams > 1:  # long rows of A leave less room
+        choice = replace(choice, teams=choice.teams // 2)
+    while shared_bytes() > target.shared_bytes and choice.loads > rows.LOADS // 2:
+        choice = replace(choice, loads=choice.loads // 2)
+    if shared_bytes() > target.shared_bytes:
         return None
-    count = -(-n // (columns * choice.teams))
+    count = -(-n // (choice.height // kernel.weights * choice.teams))
     blocks = min(count, max(1, -(-target.processors * choice.resident // pairs)))
     threads = 32 * chunks * choice.teams
     letters = "e" * _are_early(kernel, words) + "d" * (threads > rows.THREADS)
     grid = (blocks * batch, m if grouped else 1, 1)
-    return KernelPlan((Pass(f"rows{choice.height}x{choice.loads}_{letters}", grid, threads, shared),))
+    return KernelPlan((Pass(f"rows{choice.height}x{choice.loads}_{letters}", grid, threads, shared_bytes()),))
 
 
 def choose_rows(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice:
-    """Blocks of at most 256 threads, so that a processor has room for one of the next launch as well.
+    """Blocks of 16 warps, so large that a processor has one: then each gets the same share of every launch.
 
-    Its weights are then on their way before it may start. Of the ways to cut n into tiles, the one that keeps
-    processors equally busy.
+    Fewer warps if processors would get none.
     """
-    teams, best = max(1, CHUNKS // chunk_count(k)), []
-    for height in (32, 16, 8)[: 2 if weights == 2 else 3]:
-        for count in range(teams, 0, -1):
-            columns = height // weights * count
-            tiles = -(-n // columns)
-            for resident in (1, 2):
-                blocks = min(tiles, target.processors * resident)
-                busiest = -(-tiles // blocks) * -(-blocks // target.processors) * columns
-                best.append((busiest, resident, -height, RowsChoice(height, count, rows.LOADS, resident)))
-    return min(best, key=lambda choice: choice[:3])[-1]
+    chunks = chunk_count(k)
+    tiles = -(-n * weights // 16)
+    teams = 2 if 2 * chunks > CHUNKS else max(1, min(CHUNKS, 2 * CHUNKS // chunks, tiles // target.processors))
+    return RowsChoice(16, teams)
 
 
 def plan_tiles(

@@ -40,7 +40,6 @@ INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
-  start_next();
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
   const int k = (int)w.k, chunk = chunk_size(k), chunks = k > 0 ? (k + chunk - 1) / chunk : 1;
@@ -53,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   T* xs = (T*)shared;
   float* meeting = (float*)(shared + (i64)m * pitch * 2);          // [2][teams][chunks][ROWS][m][8]
   // [STEPS][ROWS][threads][16 bytes]: what this thread copies
-  const u32 own_copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 16 * threadIdx.x, next_copy = 16 * blockDim.x;
+  const u32 own_copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 16 * threadIdx.x;
+  const u32 next_copy = 16 * blockDim.x;
   const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
   const int begin = part * chunk, depth = (int)least(chunk, k - begin), steps = (depth + 31) / 32;
   const int tiles = (u32)(w.n + TILE - 1) / TILE, stride = blocks * teams;
@@ -87,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
       for (int slot = 0; slot < STEPS; slot++) copy_next(slot);
   };
 FETCHES  if (EARLY) fill();
+  start_next();
   wait_for_inputs();
   if (GROUPED) group_offset = group_of(w, first_row) * w.b_batch0;
   if (!EARLY) fill();
@@ -103,7 +104,8 @@ ROWS_OF_A
     Reads reads = {};
     const int one = part * 32 + lane;
     if (few) {
-      if (one < m * TILE && first + one % TILE < w.n) reads = read_at(w, b0, b1, first_row + one / TILE, first + one % TILE);
+      const int n = first + one % TILE;
+      if (one < m * TILE && n < w.n) reads = read_at(w, b0, b1, first_row + one / TILE, n);
     } else {
       for (int i = one; i < m * TILE; i += 32 * chunks) {
         const int n = first + i % TILE;
