@@ -90,7 +90,7 @@ class Step:
         return seconds, logits, prepared
 
 
-def sweep(step: Step, name: str, floor: float, parts: bool, few: bool) -> None:
+def sweep(step: Step, name: str, floor: float, parts: bool, others: int) -> None:
     base, logits, prepared = step.time()
     print(f"{name}: {base * 1e3:.4f} ms, {floor / base:.1%} of the floor {floor * 1e3:.3f}", flush=True)
     for launch in prepared.launches[-24:]:
@@ -118,7 +118,7 @@ def sweep(step: Step, name: str, floor: float, parts: bool, few: bool) -> None:
     best: dict[Shape, RowsChoice] = {}
     for part, shape in shapes(name).items():
         results = []
-        for other in OTHERS[: 6 if few else None]:
+        for other in OTHERS[:others]:
             if (shape[2] == 2 and other.height < 16) or other.teams * generator.chunk_count(shape[1]) > 16:
                 continue
             try:
@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--kv", nargs="+", type=int, default=[512])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--few", action="store_true", help="fewer other plans")
+    parser.add_argument("--others", type=int, default=len(OTHERS), help="other plans per shape, at most")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     speed = read_speed(gpu(0))
@@ -161,7 +161,7 @@ def main() -> int:
                     c = config(name)
                     floor = (weight_bytes(c) + batch * kv_bytes(c, positions)) / speed
                     sweep(Step(model, positions, batch), f"{name} kv {positions} batch {batch}".split()[0], floor,
-                          args.parts, args.few)  # fmt: skip
+                          args.parts, args.others)  # fmt: skip
             model.close()
     return 0
 
