@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.backends.cuda.arena import lifetimes
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, Pass, entry
 from rlx.backends.cuda.loops.emitter import WARP, Emitter, Variant
 from rlx.backends.cuda.loops.footprints import Footprint, footprints
 from rlx.backends.cuda.sized import Sizes, digest, with_sizes
 from rlx.backends.cuda.targets import CudaTarget
-from rlx.lir.kernels import AttentionKernel
 from rlx.lir.loops import LoopKernel
+from rlx.lir.memory import lifetimes
 from rlx.lir.program import Program
 
 if TYPE_CHECKING:
@@ -71,24 +70,13 @@ class ChainKernel:
         return tuple(piece for track in self.tracks for piece in track)
 
     @property
-    def numbered(self) -> list[tuple[tuple[Piece, ...], int]]:
-        """Tracks, and the number of the first piece of each."""
-        firsts = accumulate((len(track) for track in self.tracks), initial=0)
-        return list(zip(self.tracks, firsts, strict=False))
-
-    @property
-    def piece_words(self) -> tuple[str, ...]:
-        """Those of each piece, the units of a block, and the bytes of fetched operands."""
+    def words(self) -> tuple[str, ...]:
+        """Those of each piece, the units of a block and the bytes of fetched operands; then the blocks of tracks."""
         names: list[str] = []
         for i, piece in enumerate(self.pieces):
             own = (*piece.kernel.words, *EXTRA_WORDS, "share", *(f"bytes_{name}" for name in piece.fetched))
             names += (f"{name}.{i}" for name in own)
-        return tuple(names)
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Those of the pieces, then the blocks of tracks."""
-        return (*self.piece_words, *(f"end.{i}" for i in range(len(self.tracks))))
+        return (*names, *(f"end.{i}" for i in range(len(self.tracks))))
 
     @property
     def fault_words(self) -> tuple[int, ...]:
@@ -108,45 +96,35 @@ class ChainGenerator:
         raise AssertionError("plans of chains are made by `fuse_chains`")
 
     def source(self, kernel: ChainKernel, variant: str, target: CudaTarget) -> str:
-        code, fields = functions(kernel.pieces)
+        functions: dict[str, str] = {}
+        fields: list[str] = []
+        for i, piece in enumerate(kernel.pieces):
+            name = piece.function
+            if name not in functions:
+                emitter = Emitter(piece.kernel, Variant.parse(piece.variant), name, ranged=True)
+                functions[name] = with_sizes(emitter.source(), piece.sizes)
+            fields += [f"  Words_{name} p{i};", f"  i64 share{i};"]
+            fields += [f"  i64 bytes{i}_{operand};" for operand in piece.fetched]
         fields += [f"  i64 end{i};" for i in range(len(kernel.tracks))]
         own = entry(kernel, variant)
         head = (
             f'extern "C" __global__ void __launch_bounds__({THREADS}) {own}(const __grid_constant__ Words_{own} w) {{'
         )
-        lines = [*code, f"struct Words_{own} {{", *fields, "};", head]
-        for i, (track, first) in enumerate(kernel.numbered):
+        lines = [*functions.values(), f"struct Words_{own} {{", *fields, "};", head]
+        at = 0
+        for i, track in enumerate(kernel.tracks):
             begin = f"w.end{i - 1}" if i else "0"
             lines.append(f"  if (blockIdx.x >= {begin} && blockIdx.x < w.end{i}) {{")
             lines.append(f"    const i64 group = blockIdx.x - {begin};")
-            lines += [*fetches(track, first), "    wait_for_inputs();", "    start_next();"]
-            lines += [*run_group(track, first), "  }"]
+            lines += [
+                f"    fetch(w.p{at + j}.{x}, w.bytes{at + j}_{x});" for j, p in enumerate(track) for x in p.fetched
+            ]
+            lines += ["    wait_for_inputs();", "    start_next();"]
+            for j, piece in enumerate(track):
+                lines += _call(piece, at + j)
+            lines.append("  }")
+            at += len(track)
         return "\n".join((*lines, "}", ""))
-
-
-def functions(pieces: Sequence[Piece]) -> tuple[list[str], list[str]]:
-    """The functions of pieces, and the fields of a struct `w` with their words."""
-    code: dict[str, str] = {}
-    fields: list[str] = []
-    for i, piece in enumerate(pieces):
-        name = piece.function
-        if name not in code:
-            emitter = Emitter(piece.kernel, Variant.parse(piece.variant), name, ranged=True)
-            code[name] = with_sizes(emitter.source(), piece.sizes)
-        fields += [f"  Words_{name} p{i};", f"  i64 share{i};"]
-        fields += [f"  i64 bytes{i}_{operand};" for operand in piece.fetched]
-    return list(code.values()), fields
-
-
-def fetches(track: Sequence[Piece], first: int) -> list[str]:
-    """Statements that ask for what pieces read of weights."""
-    named = [(i, name) for i, piece in enumerate(track, first) for name in piece.fetched]
-    return [f"    fetch(w.p{i}.{name}, w.bytes{i}_{name});" for i, name in named]
-
-
-def run_group(track: Sequence[Piece], first: int) -> list[str]:
-    """Statements that run the units of `group` of all pieces."""
-    return [line for i, piece in enumerate(track, first) for line in _call(piece, i)]
 
 
 def _call(piece: Piece, i: int) -> list[str]:
@@ -196,12 +174,11 @@ class _Fusion:
     ) -> None:
         self.planned, self.program, self.fetched, self.target = planned, program, fetched, target
         self.lives = {x.name: x for x in lifetimes(program)}
-        self.stops = {edge for control in program.controls for edge in control.edges}
         self.known: dict[tuple[object, ...], list[_Track]] = {}
 
     def fused(self) -> list[PlannedLaunch]:
         result = list(self.planned)
-        stops = self.stops
+        stops = {edge for control in self.program.controls for edge in control.edges}
         run: list[_Candidate] = []
         for i in range(len(result) + 1):
             candidate = self.candidate(i) if i < len(result) else None
@@ -295,8 +272,7 @@ class _Fusion:
         result = []
         for f in footprints(c.kernel, words, c.units):
             size, offset = c.kernel.params[f.param].dtype.size, int(c.launch.words[f.param])
-            low, high = f.low * size + offset, f.high * size + (size - 1) + offset
-            moved = replace(f, low=low, high=high, period=f.period * size)
+            moved = replace(f, low=f.low * size + offset, high=f.high * size + (size - 1) + offset)
             result.append((buffers[f.param], moved))
         return result
 
@@ -324,66 +300,18 @@ class _Fusion:
                 at += len(words[-1])
             kernels.append(tuple(pieces))
         ends = list(accumulate(track.groups for track in tracks))
-        kernel = ChainKernel(tuple(kernels))
-        first = min(c.at for c in members)
-        for c in members:
-            result[c.at] = replace(result[c.at], plan=KernelPlan(()))
-        if self.is_prologue(run, tracks):
-            self.join_attention(result, run, tracks, kernel, np.concatenate(words), operands)
-            return
         words.append(np.array(ends, np.int64))
+        kernel = ChainKernel(tuple(kernels))
         shares = [(run[i], s) for track in tracks for i, s in zip(track.members, track.shares, strict=True)]
         most = max(max(c.threads(s), c.variant.lanes) for c, s in shares)
         threads = min(THREADS, max(WARP, 1 << (most - 1).bit_length()))
         plan = KernelPlan((Pass(VARIANT, (ends[-1], 1, 1), threads),))
+        first = min(c.at for c in members)
+        for c in members:
+            result[c.at] = replace(result[c.at], plan=KernelPlan(()))
         result[first] = replace(
             result[first], kernel=kernel, plan=plan, words=np.concatenate(words), operands=tuple(operands), sizes=()
         )
-
-    # -- attention --
-    def is_prologue(self, run: Sequence[_Candidate], tracks: Sequence[_Track]) -> bool:
-        """Whether blocks of the attention launch after a run may run the groups of their heads themselves."""
-        from rlx.backends.cuda import heads
-
-        at = run[-1].at + 1
-        reads = heads.reads_of(self.planned[at]) if at < len(self.planned) and at not in self.stops else None
-        if reads is None or sum(len(track.members) for track in tracks) < len(run):
-            return False
-        count = len(next(iter(reads.values())).low)
-        if any(track.groups % count for track in tracks) or any(c.variant.lanes > heads.THREADS for c in run):
-            return False
-        # Blocks repeat the work of others, so nothing may be read before it is written.
-        if any(a.reads & b.writes for i, a in enumerate(run) for b in run[i:]):
-            return False
-        others = {v.buffer for v in self.program.launches[at].views()} - {*reads}
-        touched = {buffer for c in run for buffer in c.reads | c.writes}
-        outputs = {v.buffer for v in self.program.launches[at].views(written=True)}
-        if any(c.writes & others for c in run) or any(self.may_alias(x, y) for x in outputs for y in touched):
-            return False
-        writes = [(buffer, f) for c in run for buffer, f in self.touched(c) if f.written]
-        return heads.are_apart(writes, reads)
-
-    def join_attention(
-        self, result: list[PlannedLaunch], run: Sequence[_Candidate], tracks: Sequence[_Track], chain: ChainKernel,
-        words: Array, operands: Sequence[tuple[int, str]],
-    ) -> None:  # fmt: skip
-        """Replaces the attention launch after a run by one that runs the chain as well."""
-        from rlx.backends.cuda import heads
-
-        at = run[-1].at + 1
-        attention = result[at]
-        assert isinstance(attention.kernel, AttentionKernel)
-        kernel = heads.HeadsKernel(chain, attention.kernel, attention.sizes)
-        count = int(attention.words[attention.kernel.words.index("kv_heads")])
-        words, names = words.copy(), chain.piece_words
-        groups = [track.groups for track in tracks for _ in track.members]
-        for i, of_track in enumerate(groups):
-            words[names.index(f"share.{i}")] *= of_track // count
-        moved = [(len(words) + word, buffer) for word, buffer in attention.operands]
-        result[at] = replace(
-            attention, kernel=kernel, words=np.concatenate([words, attention.words]),
-            operands=(*operands, *moved), sizes=(),
-        )  # fmt: skip
 
 
 def _apart(a: Iterable[tuple[str, Footprint]], b: Sequence[tuple[str, Footprint]], groups: int) -> bool:
@@ -397,8 +325,6 @@ def _apart(a: Iterable[tuple[str, Footprint]], b: Sequence[tuple[str, Footprint]
 
 def _in_order(a: Footprint, b: Footprint, groups: int) -> bool:
     """Whether what group i of `a` touches is before group i + 1 of `b` and after group i - 1."""
-    if a.period or b.period:
-        return False
     low, high = a.low.reshape(groups, -1).min(1), a.high.reshape(groups, -1).max(1)
     other_low, other_high = b.low.reshape(groups, -1).min(1), b.high.reshape(groups, -1).max(1)
     rising = bool((other_low[1:] > other_high[:-1]).all())

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.base import ArrayType, Executable, InputSpec, Key
-from rlx.backends.cuda.arena import lifetimes
 from rlx.backends.cuda.gpu import Function, Gpu, Graph
 from rlx.backends.cuda.launch_plan import SCRATCH, PlannedLaunch, can_fault, plan_launches, variants
 from rlx.backends.cuda.memory import ALIGNMENT, CudaArray, Memory
@@ -22,7 +21,7 @@ from rlx.backends.cuda.targets import CudaTarget
 from rlx.backends.reports import RunMemory, Trace
 from rlx.backends.run_time_errors import check_sizes, fault
 from rlx.errors import BindError
-from rlx.lir.memory import Plan, plan
+from rlx.lir.memory import Plan, lifetimes, plan
 from rlx.lir.program import ENTER, JUMP, LAUNCH, LEAVE, NEXT, Branch, Loop, Program, Step
 from rlx.lir.views import View
 from rlx.types import concrete, evaluate

@@ -6,7 +6,6 @@ import functools
 import importlib
 
 from rlx.backends.cuda.chains import ChainKernel
-from rlx.backends.cuda.heads import HeadsKernel
 from rlx.backends.cuda.kernel_plan import AnyKernel, Generator
 from rlx.backends.cuda.prologues import PrologueKernel
 from rlx.backends.cuda.sized import SizedKernel
@@ -20,7 +19,6 @@ WHERE: dict[type, str] = {
     AttentionKernel: "attention.generator:AttentionGenerator",
     AttentionGradKernel: "attention.gradient:AttentionGradGenerator",
     ChainKernel: "chains:ChainGenerator",
-    HeadsKernel: "heads:HeadsGenerator",
     PrologueKernel: "prologues:PrologueGenerator",
     SizedKernel: "sized:SizedGenerator",
 }

@@ -13,7 +13,6 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends.cuda.chains import ChainKernel, fuse_chains
 from rlx.backends.cuda.generators import generator
-from rlx.backends.cuda.heads import HeadsKernel
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, AnyKernel, KernelPlan, entry
 from rlx.backends.cuda.prologues import PrologueKernel, fuse_prologues
 from rlx.backends.cuda.sized import SizedKernel, Sizes
@@ -42,7 +41,7 @@ class PlannedLaunch:
     @property
     def fault_words(self) -> tuple[int, ...]:
         """The words that say where faults are reported."""
-        if isinstance(self.kernel, ChainKernel | HeadsKernel | PrologueKernel):
+        if isinstance(self.kernel, ChainKernel | PrologueKernel):
             return self.kernel.fault_words
         return (len(self.kernel.words) + len(EXTRA_WORDS) + FAULT,)
 

@@ -63,7 +63,12 @@ class AttentionGenerator:
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         assert isinstance(kernel, AttentionKernel)
         name = entry(kernel, variant)
-        common = _common(kernel)
+        common = [
+            instructions.SCALAR,
+            rows_code.ROWS,
+            rows_code.CACHED_ROWS if kernel.cached else rows_code.DENSE_ROWS,
+            rows_code.MASKS,
+        ]
         if variant == "scalar":
             more = {
                 "SLICE": min(kernel.value_dim, WIDEST_SLICE),
@@ -72,7 +77,17 @@ class AttentionGenerator:
             }
             parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
         elif variant.startswith(("splits", "rest")):
-            return heads_source(kernel, variant, target) + tensor_code.SPLITS_ENTRY.replace("ENTRY(", f"{name}(")
+            more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
+            more["EARLY"] = variant == "splits_early"
+            more["REST"] = int(variant.removeprefix("rest_")) if variant.startswith("rest_") else 0
+            parts = [
+                *common,
+                rows_code.COMBINE,
+                rows_code.LOG_SUM,
+                instructions.TENSOR,
+                tensor_code.TILES,
+                tensor_code.SPLITS,
+            ]
         else:
             warps, shared = _tile(variant)
             more = {"SLICE": slice_width(kernel), "SLICES": slices(kernel), "WARPS": warps}
@@ -81,23 +96,6 @@ class AttentionGenerator:
             parts = [*common, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES, tensor_code.ROW_TILES]
         text = "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
         return text.replace("ENTRY(", f"{name}(")
-
-
-def _common(kernel: AttentionKernel) -> list[str]:
-    cached = rows_code.CACHED_ROWS if kernel.cached else rows_code.DENSE_ROWS
-    return [instructions.SCALAR, rows_code.ROWS, cached, rows_code.MASKS]
-
-
-def heads_source(kernel: AttentionKernel, variant: str, target: CudaTarget) -> str:
-    """CUDA C of `splits` and `rest` variants without an entry: the function `attend`."""
-    more: dict[str, int | bool] = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
-    more["EARLY"] = variant == "splits_early"
-    more["REST"] = int(variant.removeprefix("rest_")) if variant.startswith("rest_") else 0
-    parts = [
-        *_common(kernel), rows_code.COMBINE, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES,
-        tensor_code.SPLITS,
-    ]  # fmt: skip
-    return "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
 
 
 def _places(kernel: AttentionKernel) -> tuple[str, ...]:

@@ -213,13 +213,12 @@ INLINE u32 weights_of(float low, float high, float base) {  // `base` is in base
 
 # A block has a tile of 16 rows and takes every workers-th split: four warps share the keys of a split for scores, and
 # the columns of values for products. A block that takes all splits merges them itself; else the last one does.
-# `before(head)` runs once earlier launches have ended (`heads.py`).
 SPLITS = r"""
 constexpr int PAIRS = SLICE / 16, OWN_PAIRS = (PAIRS + 3) / 4;  // pairs of tiles of 8 columns
 constexpr int KEY_BYTES = SPLIT * HEAD_PITCH, VALUE_BYTES = SPLIT * VALUE_PITCH, WEIGHT_PITCH = (SPLIT / 8 | 1) * 16;
 constexpr int WEIGHTS_AT = SEPARATE ? KEY_BYTES + VALUE_BYTES : (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES);
 
-template <typename Before> INLINE void attend(const Words& w, i32 number, i32 count, i32 worker, Before before) {
+INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ float tops[4][16];
   __shared__ Range ranges[16];
@@ -248,7 +247,6 @@ template <typename Before> INLINE void attend(const Words& w, i32 number, i32 co
     wait_for_inputs();
     start_next();
   }
-  before(head);
 
   const Source source = source_of(w, batch, head);
   const bool aligned = is_aligned(w, source), uneven = is_uneven(seen);
@@ -426,9 +424,6 @@ template <typename Before> INLINE void attend(const Words& w, i32 number, i32 co
   });
 }
 
-"""
-
-SPLITS_ENTRY = r"""
 extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
   if constexpr (REST) {
     wait_for_inputs();
@@ -437,11 +432,11 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
     for (i32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const i32 token = unit / (i32)w.kv_heads, tokens = max(REST / GROUP, 1);
       if (is_shared(w, token, token / tokens * tokens, tokens)) continue;
-      attend(w, unit, units, 0, [](i32) {});
+      attend(w, unit, units, 0);
       __syncthreads();
     }
   } else {
-    attend(w, blockIdx.x, gridDim.x, blockIdx.y, [](i32) {});
+    attend(w, blockIdx.x, gridDim.x, blockIdx.y);
   }
 }
 """

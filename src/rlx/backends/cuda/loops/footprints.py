@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -30,20 +29,17 @@ from rlx.lir.loops import (
 )
 
 Spans = tuple[Array, Array]  # lowest and highest value, by unit
+EVERYTHING = 1 << 60  # the end of what data selects
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Footprint:
-    """The elements [low, high] of a parameter that a load or store may touch, by unit.
-
-    With a `period`, these and others a multiple of it away: data selects the page.
-    """
+    """The elements [low, high] of a parameter that a load or store may touch, by unit."""
 
     param: int
     written: bool
     low: Array
     high: Array
-    period: int = 0
 
 
 @dataclass
@@ -87,16 +83,14 @@ class _Footprints:
 
     def footprint(self, param: int, written: bool, at: Place) -> Footprint:
         low = high = np.zeros(self.units, np.int64)
-        period = 0
         for index, stride in at:
             span = self.span(index)
-            step = stride if isinstance(stride, int) else self.words[stride.name]
             if span is None:
-                period = math.gcd(period, step)
-            else:
-                ends = span[0] * step, span[1] * step
-                low, high = low + np.minimum(*ends), high + np.maximum(*ends)
-        return Footprint(param, written, low, high, period)
+                return Footprint(param, written, np.zeros_like(low), np.full_like(high, EVERYTHING))
+            step = stride if isinstance(stride, int) else self.words[stride.name]
+            ends = span[0] * step, span[1] * step
+            low, high = low + np.minimum(*ends), high + np.maximum(*ends)
+        return Footprint(param, written, low, high)
 
     def span(self, expr: Expr) -> Spans | None:
         """The range of an index by unit; None for what depends on data."""
@@ -114,8 +108,6 @@ class _Footprints:
                 return one and other and (np.minimum(one[0], other[0]), np.maximum(one[1], other[1]))
             case Apply(op=op, args=(a, b)):
                 left, right = self.span(a), self.span(b)
-                if op == "rem" and left is None and right is not None:  # of a position: not negative
-                    return np.zeros_like(right[1]), right[1] - 1
                 return left and right and _combined(op, left, right)
         return None
 
