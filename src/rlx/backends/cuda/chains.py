@@ -200,7 +200,7 @@ class _Fusion:
             return None
         extent = launch.kernel.root.extent
         words = dict(zip(launch.kernel.words, launch.words.tolist(), strict=False))
-        units = extent if isinstance(extent, int) else words[extent.name]  # type: ignore[union-attr]
+        units = extent if isinstance(extent, int) else words[extent.name]
         touched = [frozenset(v.buffer for v in self.program.launches[i].views(written=w)) for w in (False, True)]
         return _Candidate(i, launch, variant, units, *touched)
 

@@ -127,23 +127,23 @@ def plan_rows(
         return None
     tokens, chunks = 1 if grouped else m, chunk_count(k)
     pairs = m * batch if grouped else batch
-    choice = choice or choose_rows(n * pairs, k, kernel.weights, target)
 
-    def shared_bytes() -> int:
+    def shared_bytes(choice: RowsChoice) -> int:
         return rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
 
-    while shared_bytes() > target.shared_bytes and choice.teams > 1:  # long rows of A leave less room
+    choice = choice or choose_rows(n * pairs, k, kernel.weights, target)
+    while shared_bytes(choice) > target.shared_bytes and choice.teams > 1:  # long rows of A leave less room
         choice = replace(choice, teams=choice.teams // 2)
-    while shared_bytes() > target.shared_bytes and choice.loads > rows.LOADS // 2:
+    while shared_bytes(choice) > target.shared_bytes and choice.loads > rows.LOADS // 2:
         choice = replace(choice, loads=choice.loads // 2)
-    if shared_bytes() > target.shared_bytes:
+    if shared_bytes(choice) > target.shared_bytes:
         return None
     count = -(-n // (choice.height // kernel.weights * choice.teams))
     blocks = min(count, max(1, -(-target.processors * choice.resident // pairs)))
     threads = 32 * chunks * choice.teams
     letters = "e" * _are_early(kernel, words) + "d" * (threads > rows.THREADS)
     grid = (blocks * batch, m if grouped else 1, 1)
-    return KernelPlan((Pass(f"rows{choice.height}x{choice.loads}_{letters}", grid, threads, shared_bytes()),))
+    return KernelPlan((Pass(f"rows{choice.height}x{choice.loads}_{letters}", grid, threads, shared_bytes(choice)),))
 
 
 def choose_rows(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice:
