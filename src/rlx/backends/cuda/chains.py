@@ -251,19 +251,19 @@ class _Fusion:
 
     def groups(self, members: Sequence[_Candidate]) -> tuple[int, tuple[int, ...]]:
         """The most groups of consecutive units that do not depend on each other, and the units of each in a group."""
-        whole = 1, tuple(c.units for c in members)
+        together = 1, tuple(c.units for c in members)
         most = BLOCKS_PER_PROCESSOR * self.target.processors
         if any(c.kernel.chunk or c.threads(c.units) > MOST_WORK * most for c in members):
-            return whole
+            return together
         if any(self.share_memory(a, b) for a, b in combinations(members, 2)):
-            return whole
+            return together
         touched = [self.touched(c) for c in members]
         for groups in range(min(most, *(c.units for c in members)), 1, -1):
             if any(c.units % groups for c in members):
                 continue
             if all(_apart(a, b, groups) for a, b in combinations(touched, 2)):
                 return groups, tuple(c.units // groups for c in members)
-        return whole
+        return together
 
     def touched(self, c: _Candidate) -> list[tuple[str, Footprint]]:
         """Footprints in bytes of buffers."""

@@ -76,12 +76,12 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
 def _sizes(planned: PlannedLaunch, launch: Launch) -> Sizes:
     """Sizes that every run of the program has; in launches of a few rows, also those that are 1."""
     few = all(one.variant.startswith(("rows", "splits")) for one in planned.plan.passes)
-    found = []
+    constants = []
     for name, word, value in zip(launch.kernel.words, launch.words, planned.words.tolist(), strict=False):
         is_size = word is not None and not isinstance(word, View)
         if is_size and (isinstance(word, int) or (few and value == 1)):
-            found.append((name, value))
-    return tuple(found)
+            constants.append((name, value))
+    return tuple(constants)
 
 
 FETCHED = 16 << 10  # bytes of a weight up to which blocks ask for it before earlier launches have ended
@@ -89,13 +89,13 @@ FETCHED = 16 << 10  # bytes of a weight up to which blocks ask for it before ear
 
 def fetched(launch: Launch, sizes: Mapping[str, int], fixed: set[str]) -> dict[str, int]:
     """The bytes of small operands that no launch writes, by name: kernels may fetch them early."""
-    found: dict[str, int] = {}
+    small_operands: dict[str, int] = {}
     for name, word in zip(launch.kernel.words, launch.words, strict=True):
         if isinstance(word, View) and word.buffer in fixed and word.is_contiguous():
             size = evaluate(product(word.shape), sizes) * word.dtype.size
             if 0 < size <= FETCHED:
-                found[name] = size
-    return found
+                small_operands[name] = size
+    return small_operands
 
 
 def _planned(
