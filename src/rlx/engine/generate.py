@@ -26,15 +26,22 @@ from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec
+from rlx.target import Target
 
 if TYPE_CHECKING:
     from rlx.engine.logprobs import Logprob, TokenBytes
     from rlx.inspect.call_report import CallRecorder
 
 Inputs = Mapping[str, Array]
-CHUNK = 256  # prompt tokens per call: more are hardly faster, and an interrupt waits for the end of a call
+CHUNK = 256  # prompt tokens per call, unless the target wants more: an interrupt waits for the end of a call
 ROWS = 8  # sequences of a batch
 WASTE = 1.25  # maximum padding when prompts are prefilled together
+
+
+def chunk_tokens(target: Target, spec: KvCacheSpec) -> int:
+    """Prompt tokens per call. Rings hold `SPARE` positions beyond their windows."""
+    tokens = target.prompt_tokens or CHUNK
+    return min(tokens, SPARE) if any(spec.windows) else tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,7 @@ class Decoder:
         tokens, offsets = self._with_recomputed(tokens, offsets, first)
         lengths = [start + len(row) for row, start in zip(tokens, offsets, strict=True)]
         longest = max(len(row) for row in tokens)
-        chunk = aligned(min(CHUNK // len(tokens), SPARE), self.cache.spec)
+        chunk = aligned(chunk_tokens(self.compiled.target, self.cache.spec) // len(tokens), self.cache.spec)
         picks: list[Pick] = []
         for at in range(0, longest, chunk):
             pieces = [row[at : at + chunk] for row in tokens]

@@ -31,7 +31,7 @@ from rlx.engine.fair_shares import FairShares
 from rlx.engine.generate import Decoder, DecodeStep, Inputs, Pick
 from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.kv_cache import CHECKPOINT, CUT, KvCache
-from rlx.engine.page_pool import SPARE, PagePool, PoolFull
+from rlx.engine.page_pool import PagePool, PoolFull
 from rlx.engine.prefix_tree import common
 from rlx.engine.sampler import GREEDY, BatchSampling, Sampler, Sampling
 from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
@@ -644,7 +644,7 @@ class Scheduler:
 
     def _slice_tokens(self) -> int:
         """Tokens of the next slice: full chunks while nobody decodes, otherwise what takes `stall` seconds."""
-        chunk = min(generation.CHUNK, SPARE)
+        chunk = generation.chunk_tokens(self._execution.compiled.target, self.pool.spec)
         if self._stall == math.inf or not any(job is not None and job.decodes for job in self._rows):
             return chunk
         count = int(self._speed * self._stall) if self._speed else 2 * SLICE

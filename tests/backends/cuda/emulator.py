@@ -60,6 +60,7 @@ def missing() -> str:
 
 
 TARGET = SM_90
+_HEADER = threading.Lock()
 
 
 def _compile(*arguments: str) -> None:
@@ -167,9 +168,10 @@ class EmulatedGpu(Gpu):
     def precompiled_header(self) -> Path:
         text = HEADER + SCALARS
         header = self.folder / f"{hashlib.blake2b(f'{FLAGS}{text}'.encode(), digest_size=6).hexdigest()}.hpp"
-        if not header.exists():
-            header.write_text(text)
-            _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
+        with _HEADER:  # translation units are built at the same time
+            if not header.exists():
+                header.write_text(text)
+                _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
         return header
 
     def load(self, cubin: bytes, names: dict[str, int]) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.backends.base import Enqueued, InputSpec, Key
-from rlx.backends.cuda.gpu import Gpu, Graph
-from rlx.backends.cuda.launch_plan import SCRATCH, can_fault, plan_launches, variants
+from rlx.backends.cuda.gpu import Function, Gpu, Graph
+from rlx.backends.cuda.launch_plan import SCRATCH, PlannedLaunch, can_fault, plan_launches, variants
 from rlx.backends.cuda.memory import ALIGNMENT, CudaArray, Memory
 from rlx.backends.cuda.modules import load_variants
 from rlx.backends.cuda.targets import CudaTarget
@@ -29,6 +29,7 @@ from rlx.types import evaluate
 
 FAULT_BYTES = 8  # number of the launch and code
 MOST_GRAPHS = 64  # sizes of a program whose graphs are kept
+Planned = tuple[list[PlannedLaunch], Mapping[tuple[str, str], Function]]
 LARGEST_COPY = 64 << 20  # bytes of inputs and outputs up to which a run is captured: a graph copies them
 
 
@@ -48,6 +49,7 @@ class CudaExecutable(ProgramExecutable):
         self._arena: Memory | None = None
         self._fault: Memory | None = None
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._plans: dict[Key, Planned] = {}
         self.faults = any(can_fault(kernel) for kernel in program.kernels().values())
 
     def bind(self, weights: Mapping[str, Any]) -> None:
@@ -63,6 +65,17 @@ class CudaExecutable(ProgramExecutable):
         self._prepared = {}
 
     # -- sizes --
+    def planned(self, key: Key, sizes: Mapping[str, int]) -> Planned:
+        """The launches of a run and their functions, which do not depend on where states are."""
+        planned = self._plans.pop(key, None)
+        if planned is None:
+            launches = plan_launches(self._program, sizes, self.target)
+            planned = launches, load_variants(list(variants(launches)), self.target, self.gpu)
+            while len(self._plans) >= MOST_GRAPHS:
+                self._plans.pop(next(iter(self._plans)))
+        self._plans[key] = planned  # the most recently used is last
+        return planned
+
     def units(self, key: Key) -> list[int]:
         sizes = self.sizes(key)
         return [
@@ -191,8 +204,7 @@ class _Prepared:
         self.sizes = owner.sizes(key)
         check_sizes(program, self.sizes)
         self.types = owner.outputs(key)
-        self.launches = plan_launches(program, self.sizes, owner.target)
-        self.functions = load_variants(list(variants(self.launches)), owner.target, self.gpu)
+        self.launches, self.functions = owner.planned(key, self.sizes)
         arena = owner.plan(self.sizes)
         self.memory = owner.arena(arena.size)
         self.addresses = {name: self.memory.address + at for name, at in arena.offsets.items()}

@@ -20,6 +20,7 @@ class CudaTarget(Target):
 
     device: str = "cuda"
     reads_rows: bool = True
+    prompt_tokens: int = 4096
     arch: str = ""  # sm_90a
     capability: int = 80  # 10 * major + minor
     processors: int = 108  # streaming multiprocessors
