@@ -190,7 +190,9 @@ class _Vocabulary:
         """The tokens that spell a text which follows others: no space is added before it."""
         data = text.encode() if isinstance(text, str) else text
         ids = self._tokenizer.encode_parts(["", data.decode("utf-8", "replace")])
-        return ids if b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == data else self._longest_match(data)
+        return (
+            ids if b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == data else self._longest_match(data)
+        )
 
     def _longest_match(self, data: bytes) -> list[int]:
         """The tokens of bytes that encoding does not spell: part of a character, or a text that it normalises."""
