@@ -137,7 +137,10 @@ def compare(folder: Path, first: int, count: int) -> Counter[str]:
             rng = random.Random(start)
             cases = [Case(seed) for seed in range(start, min(start + 100, first + count))]
             pages = rng.choice((10, 24, 200))  # few pages: running requests are preempted
-            options = {"rows": rng.choice((1, 4, 8, 16)), "cache_bytes": max(pages * model.caches.bytes_for(1), 1 << 16)}
+            options = {
+                "rows": rng.choice((1, 4, 8, 16)),
+                "cache_bytes": max(pages * model.caches.bytes_for(1), 1 << 16),
+            }
             with running({"tiny": lambda: rlx.load(folder)}, ServerSettings(port=0), **options) as server:
                 results = asyncio.run(under_load(server.address, cases, rng.choice((1, 8, 32))))
                 scheduler = server.state.engine.served["tiny"].scheduler

@@ -138,8 +138,15 @@ def test_hostile_texts_are_text(page: Page) -> None:
         page.value("document.querySelectorAll('article script, article img, article svg, article a, article b').length")
         == 0
     )
+    for text in HOSTILE[:4]:  # the model writes it
+        page.set("schema", json.dumps({"const": text}))
+        page.set("max_tokens", "200")
+        assert json.loads(page.ask("say it")) == text
+    page.set("schema", "")
+    page.set("max_tokens", "5")
+    shown += ["say it"] * 4
     page.open()  # the conversation is kept, and still text
-    assert page.value("[...document.querySelectorAll('article.user .text')].map(node => node.textContent)") == HOSTILE
+    assert page.value("[...document.querySelectorAll('article.user .text')].map(node => node.textContent)") == shown
     assert page.value("document.title") == "rlx" and page.browser.complaints == []
 
 
