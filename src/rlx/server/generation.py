@@ -56,10 +56,11 @@ class Generation:
 
     def _receiver(self, row: Row) -> Any:
         def receive(item: tuple[Ticket, str]) -> None:
-            ticket, piece = item
+            _, piece = item
             if piece:
                 row.waiting.append(piece)
-            row.ended = row.ended or ticket.done
+            else:  # the end; the ticket itself may be done while pieces are still on their way here
+                row.ended = True
             self._news.set()
 
         return receive
