@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.backends.base import Enqueued
 from rlx.engine.interventions import Execute
-from rlx.engine.kv_cache import KvCache, aligned
-from rlx.engine.logprobs import Logprob, TokenBytes, logprob_of
+from rlx.engine.kv_cache import PENDING, KvCache, aligned
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import SPARE, PagePool
 from rlx.engine.sampler import BatchSampling, Sampler, no_token, operand_input, short_repr
@@ -28,6 +28,7 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec
 
 if TYPE_CHECKING:
+    from rlx.engine.logprobs import Logprob, TokenBytes
     from rlx.inspect.call_report import CallRecorder
 
 Inputs = Mapping[str, Array]
@@ -52,6 +53,26 @@ class Pick:
         return logits
 
 
+class DecodeStep:
+    """A decode step that may still be under way on the device. `picks` waits for it."""
+
+    def __init__(self, run: Enqueued, rows: abc.Sequence[list[int]], feeds: bool) -> None:
+        self._run = run
+        self._rows = [(row, len(row)) for row in rows]  # tokens of the cache, and how many there were before
+        self.next_input = run.outputs[-3] if feeds else None  # the input `tokens` of the next step, in device memory
+
+    def picks(self) -> list[Pick]:
+        """The next token of each row; raises what went wrong on the device."""
+        tokens, logprobs = self._run.read()
+        pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return [Pick(token, logprob, self._run.outputs[0], row) for row, (token, logprob) in enumerate(pairs)]
+
+    def undo(self) -> None:
+        """Forget the tokens that the step fed, and later ones: it failed."""
+        for row, length in self._rows:
+            del row[length:]
+
+
 class Decoder:
     """A compiled decoder and the cache of one batch of sequences."""
 
@@ -61,9 +82,11 @@ class Decoder:
         self.cache = cache
         self._execute = execute
         self.samples = operand_input("uniform") in compiled.input_types
+        self.feeds = self.samples and compiled.target.runs_behind  # a step may start before the tokens are known
+        self.sampled_outputs = (2 + self.feeds) * self.samples  # the last outputs, after those of the model
         self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls without `sampling`
         # the inputs of a decode step, and the rows, capacity, pools and sampling that they are for
-        self._step_inputs: dict[str, Any] = {}
+        self.step_inputs: dict[str, Any] = {}
         self._step_rows: tuple[int, ...] = ()
         self._step_sampling: Inputs | None = None
 
@@ -90,17 +113,21 @@ class Decoder:
             width = max(len(piece) for piece in pieces)
             picked = [i * width + max(len(piece) - 1, 0) for i, piece in enumerate(pieces)]
             begins = [s + at for s in offsets]
-            outputs = self.run(pieces, begins, np.array(picked, np.int32), first, lengths=lengths, sampling=sampling)
+            places = np.array(picked, np.int32)
+            outputs = self.run(pieces, begins, places, first, lengths=lengths, sampling=sampling, pads=True)
             self.compiled.drop_table_pages()
             latest = self.picks(outputs)
             ended = zip(picks or latest, latest, pieces, strict=True)
             picks = [new if piece else old for old, new, piece in ended]
         return picks
 
-    def picks(self, outputs: abc.Sequence[Any]) -> list[Pick]:
-        """The next token of each row, of the outputs of a call."""
+    def _check_samples(self) -> None:
         if not self.samples:
             raise CapabilityError(f"generate: the main output of {self.compiled.name} is not logits [rows, vocab]")
+
+    def picks(self, outputs: abc.Sequence[Any]) -> list[Pick]:
+        """The next token of each row, of the outputs of a call."""
+        self._check_samples()
         rows = zip(np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), strict=True)
         return [Pick(token, logprob, outputs[0], row) for row, (token, logprob) in enumerate(rows)]
 
@@ -128,16 +155,19 @@ class Decoder:
     def run(
         self, rows: abc.Sequence[abc.Sequence[int]], offsets: abc.Sequence[int], picked: Array, first: int = 0,
         more: Mapping[str, Any] | None = None, lengths: abc.Sequence[int] | None = None,
-        sampling: Inputs | None = None,
+        sampling: Inputs | None = None, pads: bool = False,
     ) -> list[Any]:  # fmt: skip
         """Run the decoder once. Returns its outputs for these tokens, with logits at `picked` places of padded rows.
 
         `more` are additional inputs of this graph. `lengths` are the sequence lengths that RoPE uses, if it depends on
-        them; by default the ends of the rows.
+        them; by default the ends of the rows. With `pads`, values of tokens may have more columns than the longest row.
         """
         ends = [start + len(row) for row, start in zip(rows, offsets, strict=True)]
         lengths = ends if lengths is None else lengths
-        width = max(len(row) for row in rows)
+        width = longest = max(len(row) for row in rows)
+        if pads and not self.cache.spec.states:  # the way of the delta rule depends on the width
+            width = self.compiled.target.padded(longest)
+            picked = picked // longest * width + picked % longest
         tokens = np.zeros((len(rows), width), np.int32)
         positions = np.full((len(rows), width), -1, np.int32)
         for i, (row, start) in enumerate(zip(rows, offsets, strict=True)):
@@ -167,27 +197,57 @@ class Decoder:
 
     def decode(self, tokens: abc.Sequence[int], first: int = 0, sampling: Inputs | None = None) -> list[Pick]:
         """The next token after one more token per row; -1 skips a row. Faster than `prefill`."""
-        rows = self.cache.tokens[first : first + len(tokens)]
         sampling = self._sampling(len(tokens)) if sampling is None else sampling
-        if self.cache.spec.lengths:
-            recomputed = [
-                i
-                for i, row in enumerate(rows)
-                if tokens[i] >= 0 and self.cache.spec.must_prefill_again(len(row), len(row) + 1)
-            ]
-            if recomputed:
-                return self._decode_recomputing(tokens, recomputed, first, sampling)
+        recomputed = self._recomputed(tokens, first)
+        if recomputed:
+            return self._decode_recomputing(tokens, recomputed, first, sampling)
+        return self.start_step(tokens, first, sampling).picks()
+
+    def _recomputed(self, tokens: abc.Sequence[int], first: int) -> list[int]:
+        """Rows that reach a length at which all their keys need other RoPE frequencies."""
+        if not self.cache.spec.lengths:
+            return []
+        lengths = [len(row) for row in self.cache.tokens[first : first + len(tokens)]]
+        again = self.cache.spec.must_prefill_again
+        return [i for i, n in enumerate(lengths) if tokens[i] >= 0 and again(n, n + 1)]
+
+    def can_start(self, tokens: abc.Sequence[int], first: int) -> bool:
+        """Whether `start_step` takes these rows."""
+        return self._execute is None and not self._recomputed(tokens, first)
+
+    def start_step(
+        self, tokens: abc.Sequence[int], first: int, sampling: Inputs, before: DecodeStep | None = None
+    ) -> DecodeStep:
+        """Start a decode step, which may still be under way when this returns.
+
+        With the step `before`, whose tokens are not known yet, these are fed, and `tokens` only says which rows take
+        part.
+        """
+        self._check_samples()
+        rows = self.cache.tokens[first : first + len(tokens)]
         self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             if token >= 0:
                 self.cache.prepare_write(first + i, len(row), len(row) + 1)
         with self.cache.pool.calling():
             inputs = self._fill_step(tokens, rows, first, sampling)
-            outputs = self._call(inputs, first, first + len(tokens))
+            if before is not None:
+                inputs = {**inputs, "tokens": before.next_input}
+            step = DecodeStep(self._enqueue(inputs, first, first + len(tokens)), rows, self.feeds)
         for token, row in zip(tokens, rows, strict=True):
             if token >= 0:
-                row.append(token)
-        return self.picks(outputs)
+                row.append(token if before is None else PENDING)
+        return step
+
+    def _enqueue(self, inputs: Mapping[str, Any], first: int, end: int) -> Enqueued:
+        read = (-2, -1)
+        if self._execute is not None:
+            return Enqueued(self._call(inputs, first, end), read)
+        try:
+            return self.compiled.enqueue(inputs, read)
+        except BaseException:
+            self.cache.discard_interrupted(first, end)
+            raise
 
     def _fill_step(
         self, tokens: abc.Sequence[int], rows: abc.Sequence[list[int]], first: int, sampling: Inputs
@@ -200,9 +260,9 @@ class Decoder:
             inputs["last_token_idx"] = np.arange(count, dtype=np.int32)
             if self.cache.spec.lengths:
                 inputs["lengths"] = np.zeros(count, np.int32)
-            self._step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
+            self.step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
             self._step_rows, self._step_sampling = key, sampling
-        inputs = self._step_inputs
+        inputs = self.step_inputs
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             inputs["tokens"][i, 0] = max(token, 0)
             inputs["positions"][i, 0] = -1 if token < 0 else len(row)
@@ -300,6 +360,8 @@ class Sequence:
         self.sampler.accept(token)
         self.tokens.append(token)
         if self.logprobs is not None:
+            from rlx.engine.logprobs import logprob_of  # a warm start needs no log-probabilities
+
             logits, logprob = pick.logits[: self.vocab], pick.logprob
             if token != pick.token:  # of processed logits; log-probabilities are the model's
                 logprob += float(logits[token]) - float(logits[pick.token])

@@ -23,11 +23,15 @@ from rlx.free_memory import require
 from rlx.runtime.kv_spec import KvCacheSpec, table_name
 
 CUT = 64  # prompts of models with recurrent states are cut at multiples of it, a multiple of the delta rule's chunk
+PENDING = -1  # in place of a token
 CHECKPOINT = 512  # tokens between checkpoints; one more is at the last cut of a prompt
 
 
 class KvCache:
-    """Keys, values and recurrent states of a batch of sequences, and their tokens."""
+    """Keys, values and recurrent states of a batch of sequences, and their tokens.
+
+    The last token of a row may be `PENDING`: a call feeds it whose number the host does not know yet.
+    """
 
     def __init__(self, pool: PagePool, rows: int) -> None:
         self.pool = pool
@@ -217,8 +221,15 @@ class KvCache:
             held[window] = {b: page for b in blocks if (page := table.pages[row][b % table.blocks]) != NONE}
         return held
 
+    def resolve(self, row: int, token: int) -> None:
+        """Set the pending token of a row, if it has one."""
+        if self.tokens[row][-1:] == [PENDING]:
+            self.tokens[row][-1] = token
+
     def release(self, row: int, namespace: Key | None = None) -> None:
-        """Empty a row; with a namespace its tokens go to the prefix cache. Never waits."""
+        """Empty a row; with a namespace its tokens go to the prefix cache, but for a pending one. Never waits."""
+        if self.tokens[row][-1:] == [PENDING]:
+            del self.tokens[row][-1]
         count, rope = self._reusable(row)
         if namespace is not None and count:
             key: Key | None = (*namespace, rope)

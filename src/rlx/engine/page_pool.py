@@ -24,8 +24,8 @@ from rlx.engine.page_table import Pages
 from rlx.engine.prefix_tree import Key, Node, PrefixTree, State
 from rlx.fork_safe_locks import Lock
 from rlx.free_memory import fits, require
+from rlx.kv_layout import KvLayout
 from rlx.runtime.kv_spec import KvCacheSpec
-from rlx.target import KvLayout
 from rlx.types import concrete
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 KINDS = ("keys", "values")
 MAX_BYTES = 512 << 20  # of the prefix cache, unless the pool has a limit
 SPARE = 512  # positions of a ring beyond its window: the maximum tokens per call
+FEW_PAGES = 4  # at the beginning, where memory is scarce
+FIRST_SHARE = 32  # the pages of a first sequence are at most this part of the free memory
 MAX_NUMBERS = 1 << 30  # of a pool: kernels address no more
 SMALLER = "a shorter context, a smaller batch, or cache='f16' or 'q8_0'"
 PAUSE = 0.0002  # seconds between looks at whether calls run
@@ -215,8 +217,14 @@ class PagePool:
             self.version += 1
 
     def _first(self, window: int) -> int:
-        """Pages at the beginning: address space is free, memory is not."""
-        return self.table_blocks(window) if self.memory.is_host else 4
+        """Pages at the beginning: those of a whole sequence if they are address space, or little of the memory.
+
+        A device that replays recorded calls records them again when pools move.
+        """
+        blocks, free = self.table_blocks(window), self.memory.free_bytes()
+        if not self.memory.is_host and (free is None or FIRST_SHARE * blocks * self.pages[window].page_bytes > free):
+            return FEW_PAGES
+        return blocks
 
     def _shapes(self, window: int, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and storage shapes of the pools of a window, with this number of pages."""

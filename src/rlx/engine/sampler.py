@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -17,7 +18,6 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import dtype
-from rlx.engine.foreign_names import setting_hint
 from rlx.errors import KernelError, RequestError, shortened
 from rlx.sampling import NO_TOKEN, highest_places, mask_words, token_bits
 
@@ -113,6 +113,8 @@ class Sampling:
         """From keywords; the error for another program's name of a setting says the name here."""
         for name in settings:
             if name not in cls.__dataclass_fields__:
+                from rlx.engine.foreign_names import setting_hint  # only errors need it
+
                 known = (*cls.__dataclass_fields__, "max_tokens", "stop", "logprobs", "edit", "capture", "trace")
                 raise RequestError(f"sampling: no setting is called {name!r}", hint=setting_hint(name, known))
         return cls(**settings)
@@ -188,7 +190,7 @@ class Sampler:
         if settings.allowed is not None and not callable(settings.allowed):
             self._fixed_mask = _as_words(settings.allowed, vocab)
         self._picked: list[int] = []  # for functions of the tokens so far
-        self._drawn: tuple[float, Array | None] | None = None
+        self._drawn: list[tuple[float, Array | None]] = []  # for the next tokens, in order
         self.seed = _fresh_seed() if settings.seed is None else int(settings.seed)
         self._random = np.random.Generator(np.random.Philox(self.seed)) if settings.temperature else None
         repeats = settings.repetition_penalty != 1
@@ -227,15 +229,21 @@ class Sampler:
             return None if mask is None else _as_words(mask, self.vocab)
         return self._fixed_mask
 
-    def draw(self) -> tuple[float, Array | None]:
-        """The random number and the bitmask of the next token: the same ones until it is accepted."""
-        if self._drawn is None:
-            self._drawn = self.uniform(), self.allowed()
-        return self._drawn
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a token can be sampled before the one before it is known to the host."""
+        by_tokens = callable(self.settings.allowed) or self.settings.logits_processor is not None
+        return not (by_tokens or self._keeps_history)
+
+    def draw(self, ahead: int = 0) -> tuple[float, Array | None]:
+        """The random number and the bitmask of the next token, or of a later one: the same until it is accepted."""
+        while len(self._drawn) <= ahead:
+            self._drawn.append((self.uniform(), self.allowed()))
+        return self._drawn[ahead]
 
     def accept(self, token: int) -> None:
         """Add a picked token to the history."""
-        self._drawn = None
+        del self._drawn[:1]
         if self._keeps_history:
             self.history.append(token)
         if callable(self.settings.allowed) or self.settings.logits_processor is not None:
@@ -268,8 +276,11 @@ class BatchSampling:
         self._arrays: dict[str, Array] = {}
         self._written: list[int] = []  # tokens per history already in its array
 
-    def draw(self, samplers: Sequence[Sampler | None]) -> dict[str, Array]:
-        """Inputs of the next call, with a random number per row; None is an unused row."""
+    def draw(self, samplers: Sequence[Sampler | None], ahead: int = 0) -> dict[str, Array]:
+        """Inputs of the next call, with a random number per row; None is an unused row.
+
+        `ahead` is the number of tokens per row that are picked but not known yet.
+        """
         rows = tuple(samplers)
         longest = max((len(s.history) for s in rows if s is not None), default=0)
         if rows != self._samplers or longest > self._arrays[operand_input("history")].shape[1]:
@@ -277,7 +288,7 @@ class BatchSampling:
         uniform, allowed, history = (self._arrays[operand_input(name)] for name in ("uniform", "allowed", "history"))
         for row, sampler in enumerate(rows):
             if sampler is not None:
-                uniform[row], mask = sampler.draw()
+                uniform[row], mask = sampler.draw(ahead)
                 if sampler.settings.allowed is not None:
                     allowed[row] = ALL_BITS if mask is None else mask
                 tokens, written = sampler.history, self._written[row]
@@ -329,6 +340,4 @@ def most_likely(values: Array, count: int) -> list[int]:
 
 
 def _fresh_seed() -> int:
-    entropy = np.random.SeedSequence().entropy
-    assert isinstance(entropy, int)
-    return entropy % 2**63
+    return int.from_bytes(os.urandom(8), "little") >> 1  # not numpy.random, which greedy sampling does not import

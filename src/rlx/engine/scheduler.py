@@ -5,6 +5,10 @@ takes about `stall` seconds; bits do not depend on where prompts are cut, so sli
 pages with earlier ones that begin alike (`prefix_tree`). If pages run out, the youngest row is preempted: its prompt
 and text are prefilled again later, which the text does not show.
 
+On devices that run behind the host, a decode step starts before the tokens of the step before it are read: they are
+inputs of it in device memory, and the host reads text behind the device. A row that turns out to have ended drops the
+token that was computed too many.
+
 `model.generate`, `chat` and `stream` step a scheduler of their own in the caller's thread, a server one for all its
 requests in a thread of its own. Several models take turns with `step_all`.
 """
@@ -17,26 +21,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from rlx.engine import generate as generation
+from rlx.engine.counters import Counters
 from rlx.engine.fair_shares import FairShares
-from rlx.engine.generate import Decoder, Pick
+from rlx.engine.generate import Decoder, DecodeStep, Inputs, Pick
 from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.kv_cache import CHECKPOINT, CUT, KvCache
 from rlx.engine.page_pool import SPARE, PagePool, PoolFull
 from rlx.engine.prefix_tree import common
 from rlx.engine.sampler import GREEDY, BatchSampling, Sampler, Sampling
-from rlx.engine.statistics import Counters, Statistics
 from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
 from rlx.fork_safe_locks import Lock
 
 if TYPE_CHECKING:
     from rlx.engine.interventions import Execution
     from rlx.engine.language_model import Completion, LanguageModel
+    from rlx.engine.statistics import Statistics
 
+Result = TypeVar("Result")
 STALL = 0.2  # seconds that a slice of prefill may hold up those who decode
 SLICE = 16  # tokens: slices are multiples of it, longer ones of CUT
 WATERMARK = 0.05  # of the pool stays free when a request is admitted, so that others can grow
@@ -131,6 +137,14 @@ class Job:
         return "waiting" if self.row < 0 else "decode" if self.decodes else "prefill"
 
 
+@dataclass
+class Underway:
+    """A decode step whose tokens have not been read, and the jobs of its rows; None: a row that has ended since."""
+
+    step: DecodeStep
+    jobs: list[Job | None]
+
+
 class Scheduler:
     """Generates any number of sequences with one model. `submit`, `cancel` and `statistics` are for any thread.
 
@@ -165,6 +179,7 @@ class Scheduler:
         self._rows: list[Job | None] = [None] * self.rows  # those that decode come first
         self._shares = FairShares()
         self._sampling = BatchSampling()
+        self._underway: Underway | None = None
         self._speed = 0.0  # moving average of prefill, tokens per second
         self._queued = self._queued_tokens = self._submitted = 0
         self._counters = Counters()
@@ -243,6 +258,8 @@ class Scheduler:
             self._admit()
             if all(job is None or job.decodes for job in self._rows):
                 self._decode()
+            else:
+                self._finish_step()
         self._prefill()
         self._counters.step_seconds.observe(time.perf_counter() - started)
         return self.busy
@@ -270,6 +287,7 @@ class Scheduler:
             self._end(job, "closed")
         self._inbox.clear()
         self._waiting.clear()
+        self._underway = None
 
     @property
     def _cache(self) -> KvCache:
@@ -300,16 +318,95 @@ class Scheduler:
     # -- decode --
     def _decode(self) -> None:
         """Decode one token of every row whose prompt is prefilled."""
+        if self._run_ahead():
+            return
+        self._finish_step()
         count = self._compact()
         if not count:
             return
-        self._counters.steps += 1
-        self._counters.step_rows.observe(count)
+        self._count_step(count)
         together = [None if job is None or job.alone else job for job in self._rows[:count]]
+        if self._can_look_ahead(together):
+            self._underway = self._start_rows(together)
+            return
         for job in [job for job in self._rows[:count] if job is not None and job.alone]:
             self._decode_rows(job.row, [job])
         if any(job is not None for job in together):
             self._decode_rows(0, together)
+
+    def _can_look_ahead(self, jobs: Sequence[Job | None]) -> bool:
+        """Whether a step of these rows may be followed by another before its tokens are read."""
+        if not self._running.feeds or not self._running.can_start([0] * len(jobs), 0):
+            return False
+        return all(job is not None and job.sequence.sampler.looks_ahead for job in jobs)
+
+    def _run_ahead(self) -> bool:
+        """Start the step after the one under way, whose tokens it takes from the device, then read these.
+
+        Returns False where the host must know the tokens first: if rows join or end, or sampling depends on them.
+        """
+        before = self._underway
+        decoding = [job for job in self._rows if job is not None and job.decodes]
+        if before is None or before.jobs != decoding or [job.row for job in decoding] != list(range(len(decoding))):
+            return False
+        jobs, fed = decoding, [0] * len(decoding)
+        if not self._can_look_ahead(jobs) or not all(map(self._may_continue, jobs)):
+            return False
+        try:
+            sampling = self._sampling.draw([job.sequence.sampler for job in jobs], ahead=1)
+            step = self._running.start_step(fed, 0, sampling, before.step)
+        except Exception:  # no page is free, say: the step with known tokens deals with it
+            return False
+        self._count_step(len(jobs))
+        self._underway = Underway(step, list(before.jobs))
+        self._read(before)
+        return True
+
+    def _may_continue(self, job: Job) -> bool:
+        """Whether a job takes one more step after the one under way, as far as the host can tell."""
+        sequence = job.sequence
+        known = len(self._cache.tokens[job.row]) == len(sequence.prompt) + len(sequence.tokens)
+        return known and len(sequence.tokens) + 1 < sequence.limit
+
+    def _start_rows(self, jobs: list[Job | None]) -> Underway | None:
+        """Start a decode step of the first rows."""
+        step = self._attempt(lambda: self._running.start_step(*self._step_operands(0, jobs)), jobs)
+        # an attempt may preempt jobs to make room
+        return (
+            None
+            if step is None
+            else Underway(step, [job if job is not None and job.row >= 0 else None for job in jobs])
+        )
+
+    def _finish_step(self) -> None:
+        """Read the tokens of the step under way."""
+        before, self._underway = self._underway, None
+        if before is not None:
+            self._read(before)
+
+    def _read(self, underway: Underway) -> None:
+        """Read the tokens of a step; an error undoes it, and the step that was started after it."""
+        live = [job for job in underway.jobs if job is not None]
+        if not live:
+            return
+        try:
+            picks = underway.step.picks()
+        except Exception as error:
+            underway.step.undo()
+            self._underway = None
+            self._blame(live, error)
+            return
+        self._accept(underway.jobs, picks)
+
+    def _accept(self, jobs: Sequence[Job | None], picks: Sequence[Pick]) -> None:
+        """Hand the tokens of a decode step to the jobs of its rows."""
+        for job, pick in self._with_picks(jobs, picks):
+            self._shares.charge(job.ticket.client, 1)
+            self._advance(job, pick)
+
+    def _count_step(self, rows: int) -> None:
+        self._counters.steps += 1
+        self._counters.step_rows.observe(rows)
 
     def _compact(self) -> int:
         """Move rows that decode to the front; returns how many there are."""
@@ -334,46 +431,50 @@ class Scheduler:
 
     def _decode_rows(self, first: int, jobs: list[Job | None]) -> None:
         """A decode step of consecutive rows; None skips a row."""
+        picks = self._attempt(lambda: self._running.decode(*self._step_operands(first, jobs)), jobs)
+        self._accept(jobs, picks or [])
 
-        def call() -> list[Pick]:
-            tokens, samplers = list[int](), list[Sampler | None]()
-            for job in jobs:
-                if job is None or job.row < 0:
-                    tokens.append(-1)
-                    samplers.append(None)
-                    continue
-                text, fed = job.sequence.tokens, len(self._cache.tokens[job.row]) - len(job.sequence.prompt)
-                tokens.append(text[fed])
-                # After a preemption, tokens that were picked before are fed again: nothing is drawn for them.
-                samplers.append(job.sequence.sampler if fed == len(text) - 1 else None)
-            draws = self._sampling.draw(samplers)
-            return [] if max(tokens) < 0 else self._running.decode(tokens, first, draws)
+    def _step_operands(self, first: int, jobs: Sequence[Job | None]) -> tuple[list[int], int, Inputs]:
+        """The tokens of a decode step, its first row, and its draws."""
+        tokens, samplers = list[int](), list[Sampler | None]()
+        for job in jobs:
+            if job is None or job.row < 0:
+                tokens.append(-1)
+                samplers.append(None)
+                continue
+            text, fed = job.sequence.tokens, len(self._cache.tokens[job.row]) - len(job.sequence.prompt)
+            tokens.append(text[fed])
+            # After a preemption, tokens that were picked before are fed again: nothing is drawn for them.
+            samplers.append(job.sequence.sampler if fed == len(text) - 1 else None)
+        return tokens, first, self._sampling.draw(samplers)
 
-        for job, pick in self._attempt(call, jobs):
-            self._shares.charge(job.ticket.client, 1)
-            self._advance(job, pick)
-
-    def _attempt(self, call: Callable[[], list[Pick]], jobs: Sequence[Job | None]) -> Iterator[tuple[Job, Pick]]:
-        """Run a call for some rows; yields their picks. An error ends the request at fault alone."""
+    def _attempt(self, call: Callable[[], Result], jobs: Sequence[Job | None]) -> Result | None:
+        """Run a call for some rows. An error ends the request at fault alone, and gives None."""
         for job in jobs:
             if job is not None:
                 self._guarded(job, job.sequence.sampler.draw)
         while True:
             live = [job for job in jobs if job is not None and job.row >= 0]
             try:
-                picks = call() if live else []
-                break
+                return call() if live else None
             except PoolFull:
                 self._make_room()
             except Exception as error:
-                for job in live:
-                    if len(live) == 1:
-                        self._fail(job, error)
-                    else:
-                        job.failed_at = len(job.tokens)  # so that the next calls tell whose fault it is
-                        if self.pool.spec.states:  # they may have changed before the call failed
-                            self._preempt(job)
-                return
+                self._blame(live, error)
+                return None
+
+    def _blame(self, live: Sequence[Job], error: Exception) -> None:
+        """End the request of a call that failed; of several, find out which one is at fault."""
+        for job in live:
+            if len(live) == 1:
+                self._fail(job, error)
+            else:
+                job.failed_at = len(job.tokens)  # so that the next calls tell whose fault it is
+                if self.pool.spec.states:  # they may have changed before the call failed
+                    self._preempt(job)
+
+    def _with_picks(self, jobs: Sequence[Job | None], picks: Sequence[Pick]) -> Iterator[tuple[Job, Pick]]:
+        """The jobs that still have a row, with their picks."""
         for job, pick in zip(jobs, picks, strict=bool(picks)):
             if job is not None and job.row >= 0:
                 if len(self._cache.tokens[job.row]) >= job.failed_at:
@@ -425,6 +526,8 @@ class Scheduler:
         self._deliver(job, piece)
         if sequence.finish_reason and not job.ticket.done:
             self._end(job, sequence.finish_reason)
+        if job.row >= 0:
+            self._cache.resolve(job.row, sequence.tokens[-1])
 
     # -- admission --
     def _admit(self) -> None:
@@ -525,6 +628,7 @@ class Scheduler:
         jobs = [job for job in self._rows if job is not None and not job.decodes]
         if not jobs:
             return
+        self._finish_step()  # text that is known should not wait for a slice
         jobs.sort(key=lambda job: job.number)
         client = self._shares.choose({job.ticket.client for job in jobs}) if len(jobs) > 1 else jobs[0].ticket.client
         first = next(job for job in jobs if job.ticket.client == client)
@@ -581,11 +685,13 @@ class Scheduler:
             width = max(len(row) for row in rows)
             places = np.array([i * width + max(len(row) - 1, 0) for i, row in enumerate(rows)], np.int32)
             sampling = BatchSampling().draw(samplers)
-            outputs = self._running.run(rows, offsets, places, first, lengths=lengths, sampling=sampling)
+            outputs = self._running.run(
+                rows, offsets, places, first, lengths=lengths, sampling=sampling, pads=self._execution.captures is None
+            )
             return self._running.picks(outputs)
 
         before = [len(self._cache.tokens[job.row]) for job in group]
-        for job, pick in self._attempt(call, group):
+        for job, pick in self._with_picks(group, self._attempt(call, group) or []):
             count = len(self._cache.tokens[job.row]) - before[group.index(job)]
             self._shares.charge(job.ticket.client, count)
             self._after_slice(job, pick)
@@ -656,6 +762,8 @@ class Scheduler:
         """Free the row of a job; its pages go to the prefix cache."""
         row, job.row = job.row, -1
         self._rows[row] = None
+        if self._underway is not None:
+            self._underway.jobs = [None if other is job else other for other in self._underway.jobs]
         self._cache.release(row, None if isinstance(job.ticket.error, KernelError) else self._namespace(job))
 
 
