@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ import rlx
 from rlx.cli.main import main
 from rlx.errors import OverloadedError
 from rlx.server import engine_thread
+from rlx.server.generation import Generation, Row
 from rlx.server.serve import Server, running
 from rlx.server.settings import ServerSettings
 
@@ -324,3 +326,23 @@ def test_the_lines_of_the_container_run(tmp_path: Path) -> None:
     script = "import rlx.server.serve, rlx.engine.structured; print('ok')"
     command = [str(tmp_path / "venv" / "bin" / "python"), "-c", script]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "ok\n"
+
+
+def test_pieces_that_arrive_after_the_engine_has_finished_are_not_lost() -> None:
+    """A busy event loop sees the first pieces when the engine is done already."""
+    ticket: Any = SimpleNamespace(done=True, error=None, sequence=SimpleNamespace(finish_reason="stop"))
+    generation = Generation(None, None)  # type: ignore[arg-type]
+    generation.rows = [Row(0, ticket)]
+    receive = generation._receiver(generation.rows[0])
+
+    async def texts() -> list[str]:
+        result = []
+        receive((ticket, "a"))
+        async for batch in generation.pieces():
+            result += [piece for _, piece in batch]
+            if len(result) == 1:
+                receive((ticket, "b"))
+                receive((ticket, ""))
+        return result
+
+    assert asyncio.run(texts()) == ["a", "b"]

@@ -249,12 +249,14 @@ class LanguageModel(Model):
                     raise self._too_long("chat", f"the conversation of {size:,} characters has")
             return self.template.encode(self.tokenizer, messages, tools=tools, **variables)
         except FormatError as error:
-            if size <= SHORT or not self._renders(_shorten(messages)):
-                raise
-            raise RequestError(
-                f"chat: {size:,} characters are more than the model's chat template takes: {error}",
-                hint="shorten the conversation",
-            ) from error
+            if size > SHORT and self._renders(_shorten(messages)):
+                raise RequestError(
+                    f"chat: {size:,} characters are more than the model's chat template takes: {error}",
+                    hint="shorten the conversation",
+                ) from error
+            if not self._renders([{"role": "user", "content": "x"}]):
+                raise  # the template's fault
+            raise RequestError(f"messages: the model's chat template does not take them: {error}") from error
 
     def _renders(self, messages: Messages) -> bool:
         """Whether the chat template renders a conversation without error."""

@@ -72,8 +72,12 @@ async def _vectors(state: State, served: Any, rows: list[list[int]]) -> Array:
         else:
             future.set_result(result)
 
-    state.engine.embed(served, EmbeddingJob(rows, done))
-    return await future
+    job = EmbeddingJob(rows, done)
+    state.engine.embed(served, job)
+    try:
+        return await future
+    finally:
+        job.cancelled = True  # if it still waits: the client has left
 
 
 def _dimensions(fields: Fields, model: EmbeddingModel, state: State) -> int:
