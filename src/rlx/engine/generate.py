@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,7 @@ ROWS = 8  # sequences of a batch
 WASTE = 1.25  # maximum padding when prompts are prefilled together
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(NamedTuple):
     """The next token of a row, as the graph picked it, and where its logits are."""
 
     token: int  # -1: no logit was finite
@@ -101,8 +100,8 @@ class Decoder:
         """The next token of each row, of the outputs of a call."""
         if not self.samples:
             raise CapabilityError(f"generate: the main output of {self.compiled.name} is not logits [rows, vocab]")
-        rows = zip(np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), strict=True)
-        return [Pick(token, logprob, outputs[0], row) for row, (token, logprob) in enumerate(rows)]
+        tokens, logprobs, logits = np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), outputs[0]
+        return [Pick(token, logprobs[row], logits, row) for row, token in enumerate(tokens)]
 
     def _sampling(self, rows: int) -> Inputs:
         """Inputs of the sampler for greedy rows."""
@@ -177,12 +176,14 @@ class Decoder:
             ]
             if recomputed:
                 return self._decode_recomputing(tokens, recomputed, first, sampling)
-        self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            if token >= 0:
-                self.cache.prepare_write(first + i, len(row), len(row) + 1)
-        with self.cache.pool.calling():
-            inputs = self._fill_step(tokens, rows, first, sampling)
+        cache = self.cache
+        positions = [len(row) if token >= 0 else -1 for token, row in zip(tokens, rows, strict=True)]
+        cache.reserve(max(positions) + 1)
+        for i, position in enumerate(positions):
+            if position >= 0:
+                cache.prepare_write(first + i, position, position + 1)
+        with cache.pool.calling():
+            inputs = self._fill_step(tokens, positions, first, sampling)
             outputs = self._call(inputs, first, first + len(tokens))
         for token, row in zip(tokens, rows, strict=True):
             if token >= 0:
@@ -190,7 +191,7 @@ class Decoder:
         return self.picks(outputs)
 
     def _fill_step(
-        self, tokens: abc.Sequence[int], rows: abc.Sequence[list[int]], first: int, sampling: Inputs
+        self, tokens: abc.Sequence[int], positions: abc.Sequence[int], first: int, sampling: Inputs
     ) -> dict[str, Any]:
         """Inputs of a decode step, in arrays that steps reuse."""
         key = (first, len(tokens), self.cache.blocks, self.cache.pool.version)
@@ -203,11 +204,12 @@ class Decoder:
             self._step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
             self._step_rows, self._step_sampling = key, sampling
         inputs = self._step_inputs
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            inputs["tokens"][i, 0] = max(token, 0)
-            inputs["positions"][i, 0] = -1 if token < 0 else len(row)
-            if self.cache.spec.lengths:
-                inputs["lengths"][i] = len(row) + 1
+        inputs["tokens"][:, 0] = tokens
+        inputs["positions"][:, 0] = positions
+        if min(tokens) < 0:
+            np.maximum(inputs["tokens"], 0, out=inputs["tokens"])
+        if self.cache.spec.lengths:
+            inputs["lengths"][:] = [len(row) + 1 for row in self.cache.tokens[first : first + len(tokens)]]
         return inputs
 
     def _decode_recomputing(

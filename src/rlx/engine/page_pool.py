@@ -128,20 +128,9 @@ class PagePool:
             self._caches.add(cache)
         return cache
 
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self) -> Calling:
         """Held while a call runs: pools stay where they are."""
-        me = os.getpid(), threading.get_ident()
-        while True:
-            self._calls.add(me)
-            if self._moving != me[0]:
-                break
-            self._calls.discard(me)
-            time.sleep(PAUSE)
-        try:
-            yield
-        finally:
-            self._calls.discard(me)
+        return Calling(self)
 
     @contextlib.contextmanager
     def _still(self) -> Iterator[None]:
@@ -308,6 +297,27 @@ class PagePool:
         """Empty the prefix cache for good; sequences that still run keep their pages until they end."""
         self._closed = True
         self.clear()
+
+
+class Calling:
+    """The context of a call. A class, because a generator takes longer to enter than all the rest of a step's checks."""
+
+    __slots__ = ("_me", "_pool")
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool, self._me = pool, (os.getpid(), threading.get_ident())
+
+    def __enter__(self) -> None:
+        pool, me = self._pool, self._me
+        while True:
+            pool._calls.add(me)
+            if pool._moving != me[0]:
+                return
+            pool._calls.discard(me)
+            time.sleep(PAUSE)
+
+    def __exit__(self, *_: object) -> None:
+        self._pool._calls.discard(self._me)
 
 
 def ring_blocks(window: int, layout: KvLayout) -> int:

@@ -31,7 +31,7 @@ from rlx.engine.prefix_tree import common
 from rlx.engine.sampler import GREEDY, BatchSampling, Sampler, Sampling
 from rlx.engine.statistics import Counters, Statistics
 from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
-from rlx.fork_safe_locks import Lock
+from rlx.fork_safe_locks import Lock, cached_property
 
 if TYPE_CHECKING:
     from rlx.engine.interventions import Execution
@@ -88,6 +88,10 @@ class Ticket:
         """Stop the request within one step, in whatever phase it is. Its text ends with finish_reason "closed"."""
         self.cancelled = True
         self._wake()
+
+    def must_end(self, now: float) -> bool:
+        """Whether the request was cancelled, or is past its deadline."""
+        return self.cancelled or (self.deadline is not None and now >= self.deadline)
 
     def completion(self) -> Completion:
         """The completion; raises the request's error, or RequestError if it has not ended."""
@@ -159,7 +163,6 @@ class Scheduler:
         self._limits = max_queued, max_queued_tokens
         self._stall = stall
         self._plain = not (self.pool.spec.states or self.pool.spec.lengths)  # prefill and decode give equal bits
-        self._decoder: Decoder | None = None  # created by the first step
         self._inbox: deque[Job] = deque()  # of other threads
         self._waiting: list[Job] = []  # in order of arrival; a preempted job goes back to its place
         self._rows: list[Job | None] = [None] * self.rows  # those that decode come first
@@ -250,7 +253,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there are requests that have not ended."""
-        return bool(self._inbox or self._waiting) or any(job is not None for job in self._rows)
+        return bool(self._inbox or self._waiting) or any(self._rows)
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for work, at most `timeout` seconds. Returns whether there is some."""
@@ -271,16 +274,15 @@ class Scheduler:
         self._inbox.clear()
         self._waiting.clear()
 
-    @property
-    def _cache(self) -> KvCache:
-        return self._running.cache
+    @cached_property
+    def _decoder(self) -> Decoder:
+        """Created by the first step."""
+        execution = self._execution
+        return Decoder(execution.compiled, self.pool.new(self.rows), execution.execute)
 
-    @property
-    def _running(self) -> Decoder:
-        if self._decoder is None:
-            execution = self._execution
-            self._decoder = Decoder(execution.compiled, self.pool.new(self.rows), execution.execute)
-        return self._decoder
+    @cached_property
+    def _cache(self) -> KvCache:
+        return self._decoder.cache
 
     def _receive(self) -> None:
         """Move submitted requests to the queue."""
@@ -289,11 +291,12 @@ class Scheduler:
 
     def _end_stopped(self) -> None:
         """End requests that were cancelled or are past their deadline."""
-        for job in [*self._waiting, *(job for job in self._rows if job is not None)]:
+        now = time.monotonic()
+        for job in [job for job in (*self._waiting, *self._rows) if job is not None and job.ticket.must_end(now)]:
             if job.ticket.cancelled:
                 self._counters.cancelled[job.phase] += 1
                 self._end(job, "closed")
-            elif job.ticket.deadline is not None and time.monotonic() >= job.ticket.deadline:
+            else:
                 self._deliver(job, job.sequence.close("length"))
                 self._end(job, "length")
 
@@ -305,11 +308,12 @@ class Scheduler:
             return
         self._counters.steps += 1
         self._counters.step_rows.observe(count)
-        together = [None if job is None or job.alone else job for job in self._rows[:count]]
-        for job in [job for job in self._rows[:count] if job is not None and job.alone]:
+        jobs = self._rows[:count]
+        alone = [job for job in jobs if job is not None and job.alone]
+        for job in alone:
             self._decode_rows(job.row, [job])
-        if any(job is not None for job in together):
-            self._decode_rows(0, together)
+        if len(alone) < count:
+            self._decode_rows(0, [None if job in alone else job for job in jobs] if alone else jobs)
 
     def _compact(self) -> int:
         """Move rows that decode to the front; returns how many there are."""
@@ -336,18 +340,18 @@ class Scheduler:
         """A decode step of consecutive rows; None skips a row."""
 
         def call() -> list[Pick]:
-            tokens, samplers = list[int](), list[Sampler | None]()
-            for job in jobs:
+            tokens: list[int] = [-1] * len(jobs)
+            samplers: list[Sampler | None] = [None] * len(jobs)
+            for i, job in enumerate(jobs):
                 if job is None or job.row < 0:
-                    tokens.append(-1)
-                    samplers.append(None)
                     continue
-                text, fed = job.sequence.tokens, len(self._cache.tokens[job.row]) - len(job.sequence.prompt)
-                tokens.append(text[fed])
+                sequence = job.sequence
+                fed = len(self._cache.tokens[job.row]) - len(sequence.prompt)
+                tokens[i] = sequence.tokens[fed]
                 # After a preemption, tokens that were picked before are fed again: nothing is drawn for them.
-                samplers.append(job.sequence.sampler if fed == len(text) - 1 else None)
+                samplers[i] = sequence.sampler if fed == len(sequence.tokens) - 1 else None
             draws = self._sampling.draw(samplers)
-            return [] if max(tokens) < 0 else self._running.decode(tokens, first, draws)
+            return [] if max(tokens) < 0 else self._decoder.decode(tokens, first, draws)
 
         for job, pick in self._attempt(call, jobs):
             self._shares.charge(job.ticket.client, 1)
@@ -356,7 +360,7 @@ class Scheduler:
     def _attempt(self, call: Callable[[], list[Pick]], jobs: Sequence[Job | None]) -> Iterator[tuple[Job, Pick]]:
         """Run a call for some rows; yields their picks. An error ends the request at fault alone."""
         for job in jobs:
-            if job is not None:
+            if job is not None and job.sequence.sampler.changes:
                 self._guarded(job, job.sequence.sampler.draw)
         while True:
             live = [job for job in jobs if job is not None and job.row >= 0]
@@ -581,8 +585,8 @@ class Scheduler:
             width = max(len(row) for row in rows)
             places = np.array([i * width + max(len(row) - 1, 0) for i, row in enumerate(rows)], np.int32)
             sampling = BatchSampling().draw(samplers)
-            outputs = self._running.run(rows, offsets, places, first, lengths=lengths, sampling=sampling)
-            return self._running.picks(outputs)
+            outputs = self._decoder.run(rows, offsets, places, first, lengths=lengths, sampling=sampling)
+            return self._decoder.picks(outputs)
 
         before = [len(self._cache.tokens[job.row]) for job in group]
         for job, pick in self._attempt(call, group):
