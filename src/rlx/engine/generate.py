@@ -157,6 +157,33 @@ class Decoder:
             self.cache.tokens[first + i] += row
         return outputs
 
+    def run_ragged(
+        self, rows: abc.Sequence[int], tokens: abc.Sequence[abc.Sequence[int]], sampling: Inputs | None = None
+    ) -> list[Pick]:
+        """The next token of rows that get different numbers of tokens each, in one call and without padding.
+
+        Every token is a row of the batch with the page table of its sequence: a call appends all keys before it reads
+        them. Only for models without recurrent states whose RoPE does not depend on the length.
+        """
+        cache = self.cache
+        begins = [len(cache.tokens[row]) for row in rows]
+        counts = [len(piece) for piece in tokens]
+        cache.reserve(max(begin + count for begin, count in zip(begins, counts, strict=True)))
+        for row, begin, count in zip(rows, begins, counts, strict=True):
+            cache.prepare_write(row, begin, begin + count)
+        positions = [np.arange(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+        inputs = {
+            "tokens": np.concatenate(tokens).astype(np.int32)[:, None],
+            "positions": np.concatenate(positions).astype(np.int32)[:, None],
+            "last_token_idx": np.cumsum(counts, dtype=np.int32) - np.int32(1),
+        }
+        inputs |= self._sampling(len(rows)) if sampling is None else sampling
+        with cache.pool.calling():
+            outputs = self._call({**inputs, **cache.token_rows(np.repeat(rows, counts))}, 0, cache.batch)
+        for row, piece in zip(rows, tokens, strict=True):
+            cache.tokens[row] += piece
+        return self.picks(outputs)
+
     def _call(self, inputs: Mapping[str, Any], first: int, end: int) -> list[Any]:
         try:
             return self.compiled.run(inputs) if self._execute is None else self._execute(inputs)

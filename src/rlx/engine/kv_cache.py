@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine.page_pool import SMALLER, PagePool, Retired
 from rlx.engine.page_table import NONE, PageTable
 from rlx.engine.prefix_tree import Key, State
@@ -134,6 +135,11 @@ class KvCache:
         states = {name: part(state, slice(first, end)) for name, state in self._states.items()}
         tables = {table_name(window): table.numbers[first:end] for window, table in self._tables.items()}
         return self.pool.buffers | states | tables
+
+    def token_rows(self, rows: Array) -> dict[str, Any]:
+        """Decoder inputs for a batch in which each token is a row: pools, and the page table of each token's row."""
+        assert not self._states
+        return self.pool.buffers | {table_name(window): table.numbers[rows] for window, table in self._tables.items()}
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
