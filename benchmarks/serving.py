@@ -13,9 +13,11 @@ little.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -73,14 +75,11 @@ class Client:
     """One request over a socket of its own. `close` leaves in the middle of the answer."""
 
     def __init__(self, port: int, path: str, body: dict[str, Any] | None) -> None:
-        data = b"" if body is None else json.dumps(body).encode()
-        verb = "GET" if body is None else "POST"
-        head = f"{verb} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        request = request_bytes(port, path, body, "Connection: close")
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.answer = Answer(time.perf_counter())
-        self.socket.sendall(head.encode() + data)
+        self.socket.sendall(request)
 
     def read(self) -> bytes:
         """Read the answer to its end, noting when each event with text came."""
@@ -106,6 +105,13 @@ class Client:
     def close(self) -> None:
         with suppress(OSError):  # it has ended
             self.socket.shutdown(socket.SHUT_RDWR)
+
+
+def request_bytes(port: int, path: str, body: dict[str, Any] | None, *headers: str) -> bytes:
+    data = b"" if body is None else json.dumps(body).encode()
+    head = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", f"Host: 127.0.0.1:{port}", *headers]
+    head += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
+    return "\r\n".join([*head, "", ""]).encode() + data
 
 
 def prompt(count: int, seed: int) -> list[int]:
@@ -176,9 +182,9 @@ def gap_figures(gaps: Sequence[float]) -> Figures:
 
 
 # -- scenarios: what a server does, as figures -------------------------------------------------------------------------
-def one_stream(server: Server, rounds: int = 3) -> Figures:
+def one_stream(server: Server, rounds: int = 3, seed: int = 0) -> Figures:
     """Prompts of 128 tokens, answers of 96, one after the other."""
-    answers = [server.ask(prompt(128, seed), 96) for seed in range(rounds)]
+    answers = [server.ask(prompt(128, seed + i), 96) for i in range(rounds)]
     figures = {"ttft_ms": 1e3 * statistics.median(a.ttft for a in answers)}
     return (
         figures
@@ -320,12 +326,23 @@ def eight_short(server: Server) -> float:
 
 
 def embeddings(server: Server, clients: int = 64, rounds: int = 12) -> Figures:
-    """Texts per second of clients that send one text at a time."""
-    texts = sentences(clients * rounds)
+    """Texts per second of clients that send one text at a time over connections that they keep."""
+    texts = paragraphs(clients * rounds)
 
     def loop(i: int) -> None:
-        for text in texts[i * rounds : (i + 1) * rounds]:
-            Client(server.port, "/v1/embeddings", {"model": server.model, "input": text}).read()
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for text in texts[i * rounds : (i + 1) * rounds]:
+                body = {"model": server.model, "input": text, "encoding_format": "base64"}
+                connection.sendall(request_bytes(server.port, "/v1/embeddings", body))
+                received = b""
+                while b"\r\n\r\n" not in received:
+                    received += connection.recv(1 << 16)
+                head, _, data = received.partition(b"\r\n\r\n")
+                size = int(re.search(rb"content-length: (\d+)", head.lower())[1])  # type: ignore[index]
+                while len(data) < size:
+                    data += connection.recv(1 << 16)
+                assert head.startswith(b"HTTP/1.1 200"), head
 
     loop(0)
     begin = time.perf_counter()
@@ -333,9 +350,10 @@ def embeddings(server: Server, clients: int = 64, rounds: int = 12) -> Figures:
     return {"texts_s": len(texts) / (time.perf_counter() - begin)}
 
 
-def sentences(count: int) -> list[str]:
+def paragraphs(count: int) -> list[str]:
+    """Texts of 40 to 160 words, as programs that search documents send them."""
     draw = random.Random(7)
-    return [" ".join(draw.choices(WORDS, k=draw.randrange(6, 30))) for _ in range(count)]
+    return [" ".join(draw.choices(WORDS, k=draw.randrange(40, 160))) for _ in range(count)]
 
 
 # -- without HTTP ------------------------------------------------------------------------------------------------------
@@ -345,7 +363,7 @@ def in_process(model: str, threads: int) -> Figures:
 
     loaded = rlx.load(model, threads=threads)
     if isinstance(loaded, rlx.EmbeddingModel):
-        texts = sentences(64 * 12)
+        texts = paragraphs(64 * 12)
         loaded.embed(texts[:64])
         begin = time.perf_counter()
         loaded.embed(texts)
@@ -461,9 +479,9 @@ def measure(model: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Fi
     rows = ("--rows", str(STREAMS), "--context", str(CONTEXT))
     if "rlx" in args.servers:
         with rlx_server(model, args.threads, *rows) as server:
-            one_stream(server, 1)
+            one_stream(server, 1, seed=50)  # warm
             if wanted("http"):
-                yield "rlx", "http", server.run(one_stream)
+                yield "rlx", "http", server.run(functools.partial(one_stream, seed=10))
             for name, scenario in (BOTH | OURS).items():
                 if wanted(name):
                     yield "rlx", name, server.run(scenario)
@@ -473,7 +491,7 @@ def measure(model: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Fi
     folder = os.environ.get("RLX_LLAMA_CPP")
     if folder and "llama-server" in args.servers:
         with llama_server(Path(folder), model, args.threads) as server:
-            one_stream(server, 1)
+            one_stream(server, 1, seed=50)  # warm
             for name, scenario in BOTH.items():
                 if wanted(name):
                     yield "llama-server", name, server.run(scenario)

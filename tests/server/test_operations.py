@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from limits import LONGEST_S
 import rlx
 from rlx.cli.main import main
 from rlx.errors import OverloadedError
-from rlx.server import engine_thread
+from rlx.server import engine_thread, exchange
+from rlx.server.exchange import Exchange
 from rlx.server.serve import Server, running
 from rlx.server.settings import ServerSettings
 
@@ -324,3 +325,32 @@ def test_the_lines_of_the_container_run(tmp_path: Path) -> None:
     script = "import rlx.server.serve, rlx.engine.structured; print('ok')"
     command = [str(tmp_path / "venv" / "bin" / "python"), "-c", script]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "ok\n"
+
+
+def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies cut silent connections; comments stop with the last event."""
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is received")
+
+    async def items() -> AsyncIterator[list[str]]:
+        yield ["a"]
+        while sent.count(b": ping\n\n") < 2:
+            await asyncio.sleep(0.001)
+        yield ["b", "c"]
+
+    async def stream() -> None:
+        scope = dict.fromkeys(("rlx.id", "rlx.client", "rlx.namespace"), "") | {"rlx.record": {}}
+        await Exchange(scope, receive, send).events(items())
+        count = len(sent)
+        await asyncio.sleep(0.05)
+        assert len(sent) == count
+
+    monkeypatch.setattr(exchange, "PING_S", 0.01)
+    asyncio.run(stream())
+    texts = [data for data in sent if data and data != b": ping\n\n"]
+    assert texts == [b'data: "a"\n\n', b'data: "b"\n\ndata: "c"\n\n', b"data: [DONE]\n\n"]

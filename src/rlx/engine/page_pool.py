@@ -75,6 +75,7 @@ class PagePool:
         self.buffers: dict[str, Any] = {}  # pools by name, allocated with the first page
         self.version = 0  # changes with the buffers
         self._reserved = False
+        self._sequences = 1  # that the first allocation of address space is for
         self._capacity: dict[int, int] = {}  # pages by window
         self._retired: deque[Retired] = deque()
         self._closed = False
@@ -102,6 +103,10 @@ class PagePool:
         """Bytes of the pages of a sequence of this length."""
         blocks = self.spec.layout.blocks(tokens)
         return sum(min(blocks, self.table_blocks(w)) * pages.page_bytes for w, pages in self.pages.items())
+
+    def expect(self, sequences: int) -> None:
+        """Reserve address space for so many sequences of the longest length, so that growing copies no pages."""
+        self._sequences = max(self._sequences, sequences)
 
     @property
     def used_bytes(self) -> int:
@@ -184,18 +189,19 @@ class PagePool:
         most = MAX_NUMBERS // max(numbers, 1) if self.limit is None else self.limit // max(size, 1)
         old = self._capacity.get(window, 0)
         used = min(len(self.pages[window].users), old)
-        count = most if self.limit is not None else min(max(2 * old, self._first(window)), most)
+        count = most if self.limit is not None else min(max(2 * old, self._first(window, self._sequences)), most)
         if old and not fits(count * size):
             count = min(old + old // 4 + 1, most)
         if count <= old:
             raise PoolFull
         if old:  # both pools exist while pages are copied
             require("KV cache", count * size, hint=SMALLER)
-        pools, kind = dict[str, Any](), dtype(self.spec.dtype).numpy
-        for name, shape in self._shapes(window, count):
-            pool = self.memory.reserve(shape, kind)
-            self._reserved = pool is not None
-            pools[name] = self.memory.zeros(shape, kind) if pool is None else pool
+        kind = dtype(self.spec.dtype).numpy
+        pools = {name: self.memory.reserve(shape, kind) for name, shape in self._shapes(window, count)}
+        self._reserved = all(pool is not None for pool in pools.values())
+        if not self._reserved:  # then memory counts, and there is as much as there must be
+            count = count if old or self.limit is not None else min(count, self._first(window, 1))
+            pools = {name: self.memory.zeros(shape, kind) for name, shape in self._shapes(window, count)}
         with self._still():
             for name, pool in pools.items() if used else ():
                 self.memory.copy(self._part(name, 0, used), self._part(name, 0, used, pool))
@@ -203,9 +209,9 @@ class PagePool:
             self._capacity[window] = count
             self.version += 1
 
-    def _first(self, window: int) -> int:
+    def _first(self, window: int, sequences: int) -> int:
         """Pages at the beginning: address space is free, memory is not."""
-        return self.table_blocks(window) if self.memory.is_host else 4
+        return sequences * self.table_blocks(window) if self.memory.is_host else 4
 
     def _shapes(self, window: int, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and storage shapes of the pools of a window, with this number of pages."""

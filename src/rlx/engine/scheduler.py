@@ -169,6 +169,7 @@ class Scheduler:
         shared = self._execution.pool
         self.pool = shared if cache_bytes is None else PagePool(shared.spec, shared.context, shared.memory, cache_bytes)
         self.rows = (8 if _weight_bytes(model) >= SMALL_MODEL else 16) if rows is None else rows
+        self.pool.expect(self.rows)
         self.context = _longest(self.pool)
         if self.rows < 1 or self.context < 2:
             raise RequestError(
