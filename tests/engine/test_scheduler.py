@@ -378,14 +378,14 @@ def test_a_step_is_one_decode_call_and_one_slice(
     while not all(t.sequence.tokens for t in tickets):
         scheduler.step()
     shapes = counted_calls(scheduler, monkeypatch)
-    late = scheduler.submit(Request([5, 6] * 100, 4))
+    late = scheduler.submit(Request([5, 6] * 25, 4))
     for step in range(1, 13):
         before = [len(t.sequence.tokens) for t in tickets]
         scheduler.step()
         assert [len(t.sequence.tokens) for t in tickets] == [n + 1 for n in before]
-        assert shapes == [(3, 1), (1, 16)] * step, "slices are as small as can be: stall is 0"
+        assert shapes == [(3, 1), (1, 4)] * step, "slices are as small as can be: stall is 0"
     scheduler.step()
-    assert shapes[24:] == [(3, 1), (1, 8)] and len(late.sequence.tokens) == 1
+    assert shapes[24:] == [(3, 1), (1, 2)] and len(late.sequence.tokens) == 1
     scheduler.step()
     assert shapes[26:] == [(4, 1)]
 
@@ -396,19 +396,19 @@ def test_rows_that_decode_join_the_call_of_a_short_slice(
     """One call, in which every token is a row, until keys and values that are read per token outweigh the weights."""
     of = alone("llama")
     scheduler = Scheduler(of.model, rows=4, stall=1e-9, cache_bytes=64 * page_bytes(of.model))
-    scheduler._weight_bytes = 2 * 16 * of.model.caches.bytes_for(128)
+    scheduler._weight_bytes = 2 * 4 * of.model.caches.bytes_for(128)
     requests = plain_requests(3, 60)
     tickets = [scheduler.submit(request) for request in requests]
     while not all(t.sequence.tokens for t in tickets):
         scheduler.step()
     shapes = counted_calls(scheduler, monkeypatch)
-    requests.append(Request([5, 6] * 100, 4, (), 2))
+    requests.append(Request([5, 6] * 75, 4, (), 2))
     tickets.append(scheduler.submit(requests[3]))
-    for _ in range(13):
+    for _ in range(38):
         before = [len(t.sequence.tokens) for t in tickets[:3]]
         scheduler.step()
         assert [len(t.sequence.tokens) for t in tickets[:3]] == [n + 1 for n in before]
-    assert shapes == [(19, 1)] * 8 + [(3, 1), (1, 16)] * 4 + [(11, 1)], "the last slice has 8 tokens"
+    assert shapes == [(7, 1)] * 32 + [(3, 1), (1, 4)] * 5 + [(5, 1)], "the last slice has 2 tokens"
     monkeypatch.undo()
     finish(scheduler)
     assert all(is_same(t, of.answer(r)) for t, r in zip(tickets, requests, strict=True))
@@ -443,7 +443,7 @@ def test_slices_follow_the_clock(alone: Callable[[str], Alone]) -> None:
     for speed in (0.0, 10.0, 100.0, 170.0, 250.0, 700.0, 1e5):
         scheduler._speed = speed
         sizes.append(scheduler._slice_tokens())
-    assert sizes == [32, 16, 16, 32, 48, 128, 256]
+    assert sizes == [32, 4, 16, 32, 48, 128, 256]
     scheduler.close()
 
 

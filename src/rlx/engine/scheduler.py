@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rlx.engine.language_model import Completion, LanguageModel
 
 STALL = 0.2  # seconds of a step while anybody decodes
-SLICE = 16  # tokens: slices are multiples of it, longer ones of CUT
+LEAST, SLICE = 4, 16  # tokens: slices are multiples of the first, longer ones of the second, or of CUT
 WATERMARK = 0.05  # of the pool stays free when a request is admitted, so that others can grow
 WORTH_WAITING = 32  # tokens that a prompt must share with one that is being prefilled
 LOOKAHEAD = 16  # waiting requests of a client that may be admitted before one that waits for a prompt like its own
@@ -598,8 +598,8 @@ class Scheduler:
             return chunk
         seconds = max(self._stall - self._decode_seconds, self._stall / 4)
         count = int(self._speed * seconds) if self._speed else 2 * SLICE
-        unit = SLICE if count < CUT else CUT
-        return min(max(count // unit * unit, SLICE), chunk)
+        unit = LEAST if count < SLICE else SLICE if count < CUT else CUT
+        return min(max(count // unit * unit, LEAST), chunk)
 
     def _slice_end(self, job: Job, budget: int) -> int:
         """The position at which a slice of a job ends. With recurrent states, cuts do not depend on the budget."""
@@ -682,7 +682,7 @@ class Scheduler:
             self._advance(job, pick)
 
     def _measure(self, tokens: int, started: float) -> None:
-        if tokens >= SLICE:
+        if tokens >= LEAST:
             speed = tokens / max(time.perf_counter() - started, 1e-9)
             smooth = (1 - SMOOTHING) * self._speed + SMOOTHING * speed
             self._speed = min(smooth, speed) if self._speed else speed
