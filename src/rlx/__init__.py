@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rlx.engine.load import load as load
     from rlx.engine.model import Model as Model
     from rlx.engine.vision_model import VisionModel as VisionModel
+    from rlx.flow.built import BuiltModel as BuiltModel
     from rlx.flow.context import FlowCtx as FlowCtx
     from rlx.flow.emit import Emit as Emit
-    from rlx.flow.flow import BuiltModel as BuiltModel
     from rlx.flow.flow import ModelFlow as ModelFlow
     from rlx.flow.layers import LayerStack as LayerStack
     from rlx.flow.recipe import ModelRecipe as ModelRecipe
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from rlx.functional.transforms import vjp as vjp
     from rlx.functional.transforms import vmap as vmap
     from rlx.hir.blocks import Activation as Activation
+    from rlx.index.index import Hit as Hit
+    from rlx.index.index import Index as Index
     from rlx.inspect.dispatch import DispatchReport as DispatchReport
     from rlx.inspect.memory import MemoryReport as MemoryReport
     from rlx.inspect.profiler import Report as Report
@@ -78,10 +80,10 @@ if TYPE_CHECKING:
     from rlx.ir.graph import Value as Value
     from rlx.ir.provenance import stage as stage
     from rlx.lir.forms.custom import op as op
+    from rlx.lir.module import LirModule as LirModule
     from rlx.mir.report import FusionReport as FusionReport
     from rlx.module import GraphModule as GraphModule
     from rlx.module import GraphStage as GraphStage
-    from rlx.module import LirModule as LirModule
     from rlx.ops.attention import MaskKind as MaskKind
     from rlx.profile import CompileProfile as CompileProfile
     from rlx.profile import FusionPolicy as FusionPolicy
@@ -106,7 +108,7 @@ if TYPE_CHECKING:
 # name -> (module, attribute); an empty attribute is the module itself
 _PUBLIC = {
     "Activation": ("rlx.hir.blocks", "Activation"),
-    "BuiltModel": ("rlx.flow.flow", "BuiltModel"),
+    "BuiltModel": ("rlx.flow.built", "BuiltModel"),
     "CompilationMode": ("rlx.runtime.variants", "CompilationMode"),
     "CompileProfile": ("rlx.profile", "CompileProfile"),
     "CompiledGraph": ("rlx.runtime.compiled", "CompiledGraph"),
@@ -127,11 +129,13 @@ _PUBLIC = {
     "Graph": ("rlx.ir.graph", "Graph"),
     "GraphModule": ("rlx.module", "GraphModule"),
     "GraphStage": ("rlx.module", "GraphStage"),
+    "Hit": ("rlx.index.index", "Hit"),
+    "Index": ("rlx.index.index", "Index"),
     "KernelDispatchConfig": ("rlx.profile", "KernelDispatchConfig"),
     "KernelDispatchPolicy": ("rlx.profile", "KernelDispatchPolicy"),
     "LanguageModel": ("rlx.engine.language_model", "LanguageModel"),
     "LayerStack": ("rlx.flow.layers", "LayerStack"),
-    "LirModule": ("rlx.module", "LirModule"),
+    "LirModule": ("rlx.lir.module", "LirModule"),
     "MapWeights": ("rlx.flow.weights", "MapWeights"),
     "MaskKind": ("rlx.ops.attention", "MaskKind"),
     "MemoryReport": ("rlx.inspect.memory", "MemoryReport"),
@@ -195,9 +199,10 @@ __all__ = ["__version__", *_PUBLIC, *_FUNCTIONS]
 def __getattr__(name: str) -> Any:
     place = ("rlx.functional", name) if name in _FUNCTIONS else _PUBLIC.get(name)
     if place is None:
-        from rlx.jax_names import hint  # only needed for errors
+        from rlx.errors import nearest  # only needed for errors
+        from rlx.jax_names import hint
 
-        known = None if name.startswith("_") else hint(name)
+        known = None if name.startswith("_") else hint(name) or nearest(name, __all__)
         raise AttributeError(f"module 'rlx' has no attribute {name!r}" + (f": {known}" if known else ""))
     with paused():
         if name in ("Graph", "Value", "MaskKind", "op"):

@@ -20,7 +20,8 @@ from rlx.engine.load import class_of
 from rlx.engine.model import Model, Prepared
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
-from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
+from rlx.flow.built import BuiltModel, Params
+from rlx.flow.flow import KvCacheSpec, ModelFlow
 from rlx.fork_safe_locks import cached_property
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.bpe import check_tables
@@ -29,6 +30,7 @@ from rlx.formats.tensor_file import PathLike, broken, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.functional.jitted import Jitted
 from rlx.ir.graph import Graph
+from rlx.kv_layout import KvLayout
 from rlx.models.config import record_types
 from rlx.models.family import FAMILIES, Family, FileWeights
 from rlx.models.image_preprocessing import ImageSettings
@@ -51,7 +53,6 @@ from rlx.runtime.export import (
 )
 from rlx.runtime.kv_spec import CACHES
 from rlx.runtime.session import Session
-from rlx.target import KvLayout
 from rlx.types import TensorType
 
 AnyModel = LanguageModel | EmbeddingModel | VisionModel
@@ -71,7 +72,7 @@ def export(what: CompiledGraph | Jitted | Model, path: PathLike, *, weights: boo
     if isinstance(what, Model):
         return export_model(what, path, embed=weights)
     if isinstance(what, Jitted):
-        return what.program().export(Path(path), weights=weights)
+        return what.export(Path(path))
     raise RequestError(f"export: takes a compiled graph, a jitted function or a model, found {type(what).__name__}")
 
 
@@ -85,7 +86,13 @@ def load_exported(
     """
     file = open_export(path, verify=verify)
     if file.manifest["kind"] == "graph":
-        return from_export(file, threads=threads)
+        compiled = from_export(file, threads=threads)
+        if "function" in file.manifest:
+            from rlx.functional.exported import ExportedCall  # models do not need it
+
+            record, outputs = file.manifest["function"], len(compiled.signature.outputs)
+            compiled.convention = ExportedCall.from_json(record, str(file.path), outputs)
+        return compiled
     return _model(file, threads, model)
 
 

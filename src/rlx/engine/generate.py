@@ -18,7 +18,6 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.interventions import Execute
 from rlx.engine.kv_cache import KvCache, aligned
-from rlx.engine.logprobs import Logprob, TokenBytes, logprob_of
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import SPARE, PagePool
 from rlx.engine.sampler import BatchSampling, Sampler, no_token, operand_input, short_repr
@@ -28,6 +27,7 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec
 
 if TYPE_CHECKING:
+    from rlx.engine.logprobs import Logprob, TokenBytes
     from rlx.inspect.call_report import CallRecorder
 
 Inputs = Mapping[str, Array]
@@ -62,7 +62,7 @@ class Decoder:
         self.samples = operand_input("uniform") in compiled.input_types
         self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls without `sampling`
         # the inputs of a decode step, and the rows, capacity, pools and sampling that they are for
-        self._step_inputs: dict[str, Any] = {}
+        self.step_inputs: dict[str, Any] = {}
         self._step_rows: tuple[int, ...] = ()
         self._step_sampling: Inputs | None = None
 
@@ -228,9 +228,9 @@ class Decoder:
             inputs["last_token_idx"] = np.arange(count, dtype=np.int32)
             if self.cache.spec.lengths:
                 inputs["lengths"] = np.zeros(count, np.int32)
-            self._step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
+            self.step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
             self._step_rows, self._step_sampling = key, sampling
-        inputs = self._step_inputs
+        inputs = self.step_inputs
         inputs["tokens"][:, 0] = tokens
         inputs["positions"][:, 0] = positions
         if min(tokens) < 0:
@@ -329,6 +329,8 @@ class Sequence:
         self.sampler.accept(token)
         self.tokens.append(token)
         if self.logprobs is not None:
+            from rlx.engine.logprobs import logprob_of  # a warm start needs no log-probabilities
+
             logits, logprob = pick.logits[: self.vocab], pick.logprob
             if token != pick.token:  # of processed logits; log-probabilities are the model's
                 logprob += float(logits[token]) - float(logits[pick.token])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ import numpy as np
 
 import rlx
 from rlx.arrays import Array
-from rlx.engine.foreign_names import attribute_hint
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import PagePool
@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.edits import Edit, EditedModel
     from rlx.engine.memory import Memory
     from rlx.engine.model_snapshot import SnapshotCheckpoint
-    from rlx.flow.flow import BuiltModel, ModelFlow
+    from rlx.flow.built import BuiltModel
+    from rlx.flow.flow import ModelFlow
     from rlx.functional.tracers import HeldArray
     from rlx.inspect.call_report import CallRecorder, CallReport
     from rlx.models.family import Family
@@ -242,7 +243,7 @@ class Model:
     @property
     def stages(self) -> list[str]:
         """The paths of all stages and their parts, for `capture` and `edit`."""
-        from rlx.flow.flow import stage_values
+        from rlx.flow.stage_values import stage_values
 
         return list(stage_values(self.built.module))
 
@@ -344,7 +345,7 @@ class Model:
     @property
     def params(self) -> Mapping[str, Array]:
         """The weights by name, as stored in the file; read on access."""
-        from rlx.flow.flow import Params
+        from rlx.flow.built import Params
 
         return Params(self.built.module, {}, self.checkpoint.weights)
 
@@ -446,6 +447,10 @@ class Model:
             return call(None)
         from rlx.inspect.call_report import CallRecorder
 
+        if not isinstance(trace, (str, os.PathLike)):
+            raise RequestError(
+                f"{verb}: trace is {short_repr(trace)}, expected the path of a file", hint='trace="t.json"'
+            )
         path, recorder = writable(trace), CallRecorder(lambda inputs: verb)
         result = call(recorder)
         recorder.finish()
@@ -521,9 +526,12 @@ class Model:
             if any(name in verbs for verbs in VERBS.values()):
                 (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.facts.kind}"))
                 raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")
-            hint = None if name.startswith("_") else attribute_hint(name, self.facts.kind)
-            if hint is not None:
-                raise UnknownAttribute(f"{name}: {type(self).__name__} has no such attribute", hint=hint)
+            if not name.startswith("_"):
+                from rlx.engine.foreign_names import attribute_hint  # only errors need it
+
+                hint = attribute_hint(name, self.facts.kind)
+                if hint is not None:
+                    raise UnknownAttribute(f"{name}: {type(self).__name__} has no such attribute", hint=hint)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:

@@ -248,7 +248,9 @@ class CpuExecutable(base.Executable):
         shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
         for i, shape in enumerate(shapes):
             if min(shape, default=0) < 0:
-                raise BindError(f"output {i}: its shape is {shape}", hint="a symbolic size came out negative")
+                from rlx.backends.run_time_errors import negative_shape
+
+                raise negative_shape(i, shape)
         memory = self._plan_that_fits(key)
         outputs = list(zip(shapes, self._output_types, strict=True))
         if max(values, default=0) >= ADDRESSES:
@@ -506,10 +508,12 @@ class CpuExecutable(base.Executable):
 
         return assertion_error(assertion, dict(zip(self.layout.symbols, key, strict=True)))
 
-    def _fault(self, context: RunContext, *, is_piece: bool = False) -> KernelError | BindError:
+    def _fault(self, context: RunContext, *, is_piece: bool = False) -> BaseException:
         """The error for a failed run, from the scratch headers: a fault code, and the first record that failed."""
         from rlx.backends.run_time_errors import fault
 
+        if (raised := pools.interruption()) is not None:
+            return raised
         status = context.status
         record, code = min((status[at + 1], status[at]) for at in context.headers if status[at])
         assert context.size_plan is not None
