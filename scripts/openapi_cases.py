@@ -136,7 +136,8 @@ def main() -> int:
                 command = [
                     str(Path(sys.executable).parent / "schemathesis"), "run", str(spec), "--url",
                     f"{server.address}/v1", "--checks", CHECKS, "--phases", "examples,coverage,fuzzing",
-                    "--max-examples", str(max(arguments.cases // (3 if supported else 100), 1)), "--seed", str(arguments.seed),
+                    "--max-examples", str(max(arguments.cases // (3 if supported else 100), 1)),
+                    "--seed", str(arguments.seed),
                     "--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off",
                 ]  # fmt: skip
                 code |= subprocess.run(command, cwd=folder).returncode

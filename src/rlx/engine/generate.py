@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,7 @@ def chunk_tokens(target: Target, spec: KvCacheSpec) -> int:
     return min(tokens, SPARE) if any(spec.windows) else tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(NamedTuple):
     """The next token of a row, as the graph picked it, and where its logits are."""
 
     token: int  # -1: no logit was finite
@@ -135,8 +134,8 @@ class Decoder:
     def picks(self, outputs: abc.Sequence[Any]) -> list[Pick]:
         """The next token of each row, of the outputs of a call."""
         self._check_samples()
-        rows = zip(np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), strict=True)
-        return [Pick(token, logprob, outputs[0], row) for row, (token, logprob) in enumerate(rows)]
+        tokens, logprobs, logits = np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), outputs[0]
+        return [Pick(token, logprobs[row], logits, row) for row, token in enumerate(tokens)]
 
     def _sampling(self, rows: int) -> Inputs:
         """Inputs of the sampler for greedy rows."""
@@ -195,6 +194,33 @@ class Decoder:
             self.cache.tokens[first + i] += row
         return outputs
 
+    def run_ragged(
+        self, rows: abc.Sequence[int], tokens: abc.Sequence[abc.Sequence[int]], sampling: Inputs | None = None
+    ) -> list[Pick]:
+        """The next token of rows that get different numbers of tokens each, in one call and without padding.
+
+        Every token is a row of the batch with the page table of its sequence: a call appends all keys before it reads
+        them. Only for models without recurrent states whose RoPE does not depend on the length.
+        """
+        cache = self.cache
+        begins = [len(cache.tokens[row]) for row in rows]
+        counts = [len(piece) for piece in tokens]
+        cache.reserve(max(begin + count for begin, count in zip(begins, counts, strict=True)))
+        for row, begin, count in zip(rows, begins, counts, strict=True):
+            cache.prepare_write(row, begin, begin + count)
+        positions = [np.arange(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+        inputs = {
+            "tokens": np.concatenate(tokens).astype(np.int32)[:, None],
+            "positions": np.concatenate(positions).astype(np.int32)[:, None],
+            "last_token_idx": np.cumsum(counts, dtype=np.int32) - np.int32(1),
+        }
+        inputs |= self._sampling(len(rows)) if sampling is None else sampling
+        with cache.pool.calling():
+            outputs = self._call({**inputs, **cache.token_rows(np.repeat(rows, counts))}, 0, cache.batch)
+        for row, piece in zip(rows, tokens, strict=True):
+            cache.tokens[row] += piece
+        return self.picks(outputs)
+
     def _call(self, inputs: Mapping[str, Any], first: int, end: int) -> list[Any]:
         try:
             return self.compiled.run(inputs) if self._execute is None else self._execute(inputs)
@@ -231,13 +257,15 @@ class Decoder:
         part.
         """
         self._check_samples()
-        rows = self.cache.tokens[first : first + len(tokens)]
-        self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            if token >= 0:
-                self.cache.prepare_write(first + i, len(row), len(row) + 1)
-        with self.cache.pool.calling():
-            inputs = self._fill_step(tokens, rows, first, sampling)
+        cache = self.cache
+        rows = cache.tokens[first : first + len(tokens)]
+        positions = [len(row) if token >= 0 else -1 for token, row in zip(tokens, rows, strict=True)]
+        cache.reserve(max(positions) + 1)
+        for i, position in enumerate(positions):
+            if position >= 0:
+                cache.prepare_write(first + i, position, position + 1)
+        with cache.pool.calling():
+            inputs = self._fill_step(tokens, positions, first, sampling)
             if before is not None:
                 inputs = {**inputs, "tokens": before.next_input}
             step = DecodeStep(self._enqueue(inputs, first, first + len(tokens)), rows, self.feeds)
@@ -257,7 +285,7 @@ class Decoder:
             raise
 
     def _fill_step(
-        self, tokens: abc.Sequence[int], rows: abc.Sequence[list[int]], first: int, sampling: Inputs
+        self, tokens: abc.Sequence[int], positions: abc.Sequence[int], first: int, sampling: Inputs
     ) -> dict[str, Any]:
         """Inputs of a decode step, in arrays that steps reuse."""
         key = (first, len(tokens), self.cache.blocks, self.cache.pool.version)
@@ -270,11 +298,12 @@ class Decoder:
             self.step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
             self._step_rows, self._step_sampling = key, sampling
         inputs = self.step_inputs
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            inputs["tokens"][i, 0] = max(token, 0)
-            inputs["positions"][i, 0] = -1 if token < 0 else len(row)
-            if self.cache.spec.lengths:
-                inputs["lengths"][i] = len(row) + 1
+        inputs["tokens"][:, 0] = tokens
+        inputs["positions"][:, 0] = positions
+        if min(tokens) < 0:
+            np.maximum(inputs["tokens"], 0, out=inputs["tokens"])
+        if self.cache.spec.lengths:
+            inputs["lengths"][:] = [len(row) + 1 for row in self.cache.tokens[first : first + len(tokens)]]
         return inputs
 
     def _decode_recomputing(

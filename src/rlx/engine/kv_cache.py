@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine.page_pool import SMALLER, PagePool, Retired
 from rlx.engine.page_table import NONE, PageTable
 from rlx.engine.prefix_tree import Key, State
@@ -43,6 +44,7 @@ class KvCache:
         # per row: runs of keys (end, RoPE frequencies), if RoPE depends on length
         self._rope_runs: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(rows)]
         self._published = [0] * rows  # tokens that the prefix cache has in pages of the row
+        self._writable = [0] * rows  # a row may append up to this position without asking again
         self._checkpoints: list[dict[int, State]] = [{} for _ in range(rows)]
         shapes = {name: (rows + (rows > 1), *shape) for name, shape in self.spec.states}  # one more, to swap rows
         require("recurrent states", sum(map(math.prod, shapes.values())) * 4, hint="a smaller batch")
@@ -74,6 +76,8 @@ class KvCache:
         """
         if start == end:
             return
+        if end <= self._writable[row] and 0 < start == len(self.tokens[row]):
+            return
         if self.spec.lengths:
             self._record_rope(row, start, end, self.spec.rope_of_length(end if length is None else length))
         assert not self._states or start in (0, len(self.tokens[row])), "a recurrent state cannot be rewound"
@@ -81,11 +85,12 @@ class KvCache:
             for name in self._states:
                 self.pool.memory.clear(self._state(name, row))
         page = self.spec.layout.page
+        last = -(-end // page)
         for window, table in self._tables.items():
-            last = -(-end // page)
             for block in range(max(start // page, last - table.blocks), last):
                 if not self._may_write(row, window, block, start):
                     self._renew(row, window, block, start)
+        self._writable[row] = 0 if self.spec.lengths else last * page
 
     def _may_write(self, row: int, window: int, block: int, start: int) -> bool:
         """Whether a row may write its page of a block from position `start` on."""
@@ -135,13 +140,20 @@ class KvCache:
         tables = {table_name(window): table.numbers[first:end] for window, table in self._tables.items()}
         return self.pool.buffers | states | tables
 
+    def token_rows(self, rows: Array) -> dict[str, Any]:
+        """Decoder inputs for a batch in which each token is a row: pools, and the page table of each token's row."""
+        assert not self._states
+        return self.pool.buffers | {table_name(window): table.numbers[rows] for window, table in self._tables.items()}
+
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
         if a == b:
             return
         for table in self._tables.values():
             table.swap(a, b)
-        lists: tuple[list[Any], ...] = (self.tokens, self._rope_runs, self._published, self._checkpoints)
+        lists: tuple[list[Any], ...] = (
+            self.tokens, self._rope_runs, self._published, self._writable, self._checkpoints
+        )  # fmt: skip
         for rows in lists:
             rows[a], rows[b] = rows[b], rows[a]
         copy, spare = self.pool.memory.copy, self.batch
@@ -199,6 +211,7 @@ class KvCache:
                 key, tokens = (*namespace, rope), self.tokens[row][:count]
                 self.pool.publish(key, tokens, self._held(row), self._checkpoints[row])
             self._published[row] = max(self._published[row], count)
+            self._writable[row] = 0
 
     def _reusable(self, row: int) -> tuple[int, tuple[int, ...]]:
         """How many tokens of a row other prompts can reuse, and their RoPE frequencies.
@@ -238,7 +251,7 @@ class KvCache:
             key, held, tokens, states = None, {}, [], {}
         pages = {window: table.clear(row) for window, table in self._tables.items()}
         self.tokens[row], self._rope_runs[row] = [], []
-        self._published[row], self._checkpoints[row] = 0, {}
+        self._published[row], self._writable[row], self._checkpoints[row] = 0, 0, {}
         if any(pages.values()):
             self.pool.retire(Retired(pages, key, tokens, held, states))
 
