@@ -43,7 +43,7 @@ FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-a
 _ENTRY = re.compile(
     r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
 )
-_MEETS = re.compile(r"__sync|reduce_|__shfl|mma")
+_MEETS = re.compile(r"__sync|team_barrier|reduce_|__shfl|mma")
 _DYNAMIC = "extern __shared__ __align__(128) u8 shared[];"
 _MMA = """INLINE void mma(float (&s)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   mma_of<T>(s, a0, a1, a2, a3, b0, b1);
