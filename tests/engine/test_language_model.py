@@ -268,6 +268,7 @@ def test_a_message_goes_through_the_template(chatty: LanguageModel) -> None:
     assert tokens[0] == 1 and chatty.tokenizer.decode(tokens[1:]) == "[user] Tell me of Lily.\n[assistant]"
     answer = chatty.chat("Tell me of Lily.", max_tokens=20)
     assert chatty.chat(talk, max_tokens=20).tokens == answer.tokens
+    assert chatty.chat(talk, tools=[], max_tokens=20).tokens == answer.tokens
     for stream in (
         chatty.stream(talk, max_tokens=20),
         chatty.stream("Tell me of Lily.", chat=True, max_tokens=20),

@@ -194,6 +194,13 @@ def test_functions_are_called_until_there_is_a_text(tmp_path: Path) -> None:
         assert json.loads(answer.tool_calls[0].arguments)["on"] == calls[0][0]
         with pytest.raises(RequestError, match="no tool"):
             model.chat("hi", tools=[set_light], tool_choice={"type": "function", "function": {"name": "x"}})
+        with pytest.raises(RequestError, match="no tool 'set_ligth'") as caught:
+            model.chat("hi", tools=[set_light], tool_choice="set_ligth")
+        assert "set_light" in str(caught.value.hint)
+        calls.clear()
+        options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 120, "logit_bias": {2: 15.0}}
+        model.chat("hi", tools=[set_light], tool_choice="set_light", **options)
+        assert calls
 
 
 # -- logits processors ------------------------------------------------------------------------------------------------

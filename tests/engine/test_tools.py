@@ -14,6 +14,7 @@ from rlx.engine.answer_parser import AnswerParser, Event
 from rlx.engine.tools import Tool, choose_tools, learn_format, tool_of_function, tools_of
 from rlx.errors import CapabilityError, RequestError
 from rlx.formats.chat import ChatTemplate
+from rlx.hub.catalogue import CATALOGUE
 
 USER = {"role": "user", "content": "Weather?"}
 TOOLS = tools_of(
@@ -120,8 +121,9 @@ def test_thoughts_come_first_and_apart() -> None:
 
 
 def test_a_template_without_tools_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="does not show tools"):
+    with pytest.raises(CapabilityError, match="does not show tools") as caught:
         learn_format(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    assert "qwen2.5-coder-1.5b" in str(caught.value.hint) and "calls tools" in CATALOGUE["qwen2.5-coder-1.5b"].about
     with pytest.raises(CapabilityError, match="cannot learn"):
         learn_format(ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
 import numpy as np
 
@@ -138,6 +138,13 @@ class TextStream(Iterator[str]):
 
         return box("stream", prose(self.text), note(repr(self).rpartition(": ")[2].removesuffix(">")))
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for missing attributes: names of other libraries raise an explanation."""
+            hint = ": close() stops it" if name in ("stop", "cancel", "abort", "stop_event", "interrupt") else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
     def __enter__(self) -> Self:
         return self
 
@@ -203,10 +210,10 @@ class LanguageModel(Model):
     @cached_property
     def tool_format(self) -> ToolFormat:
         """How the model writes tool calls, learnt from its chat template; raises CapabilityError if it writes none."""
-        from rlx.engine.tools import learn_format
+        from rlx.engine.tools import TOOL_MODELS, learn_format
 
         if self.template is None:
-            raise CapabilityError(f"tools: {self.name} has no chat template")
+            raise CapabilityError(f"tools: {self.name} has no chat template", hint=TOOL_MODELS)
         return learn_format(self.template)
 
     @cached_property
@@ -333,11 +340,12 @@ class LanguageModel(Model):
 
         `tools` are Python functions with typed arguments: the model may call them, `chat` runs them and gives it the
         results until it answers with text. Tools in OpenAI's form are not run: the calls are in
-        `completion.tool_calls`. `tool_choice` is "auto", "none", "required" or one function in OpenAI's form.
+        `completion.tool_calls`. `tool_choice` is "auto" (the model decides), "none", "required" (at least one call),
+        or the name of the function that must be called. `completion.tool_calls` lists all calls.
         """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        if tools is not None:
+        if tools is not None and not (isinstance(tools, Sequence) and len(tools) == 0):  # `tools=[]`: no tools
             from rlx.engine.tool_loop import answer_with_tools
 
             if edit is not None or capture is not None or trace is not None:
