@@ -107,6 +107,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise UsageError(f"embed: --{option.replace('_', '-')} is {value}, expected a number from 1")
+    if arguments.query is not None and not arguments.query.strip():
+        raise UsageError("embed: --query is empty", hint="rlx embed FOLDER --query 'a question'")
     out: Path | None = arguments.out
     if out is None:
         return

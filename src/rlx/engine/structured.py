@@ -7,6 +7,7 @@ grammar begins after the end of their thoughts.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections import OrderedDict
@@ -96,7 +97,11 @@ def schema_text(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, Mapping):
-        raise RequestError(f"schema: expected a JSON schema, found {short_repr(schema)}")
+        is_class = dataclasses.is_dataclass(schema) or isinstance(schema, type)
+        hint = "a dict, a JSON text or a pydantic class; pydantic.TypeAdapter(cls).json_schema() is that of a dataclass"
+        raise RequestError(
+            f"schema: expected a JSON schema, found {short_repr(schema)}", hint=hint if is_class else None
+        )
     _check_depth(schema, "schema", MAX_DEPTH)
     if "x-guidance" in schema:
         raise RequestError("schema: 'x-guidance' cannot be set by a request")
@@ -116,7 +121,13 @@ def _regex_text(regex: Any) -> str:
 def _choice_text(choice: Any) -> str:
     texts = list(choice) if isinstance(choice, Sequence) and not isinstance(choice, (str, bytes)) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"choice: expected a list of texts that are not empty, found {short_repr(choice)}")
+        hint = (
+            f"choice={[str(x) for x in texts[:4]]}"
+            if texts and all(isinstance(x, (int, float)) for x in texts)
+            else None
+        )
+        message = f"choice: expected a list of texts that are not empty, found {short_repr(choice)}"
+        raise RequestError(message, hint=hint)
     if len(texts) > MAX_CHOICES:
         raise RequestError(f"choice: {len(texts)} texts, the limit is {MAX_CHOICES}")
     return json.dumps(texts)

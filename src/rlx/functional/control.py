@@ -8,6 +8,7 @@ from typing import Any
 from rlx.dtypes import F64, I32, DType, promote
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
+from rlx.functional.absent_keywords import without
 from rlx.functional.arrays import (
     arange,
     asarray,
@@ -120,6 +121,7 @@ def _check_carry(
             raise ShapeError(f"{where}: {path} starts as {type_}, the function returns {value.type}", hint=hint)
 
 
+@without(unroll="a scan is a loop in machine code; a Python loop is unrolled")
 @eager
 def scan(
     f: Fun, init: Any, xs: Any = None, length: Any = None, reverse: bool = False, checkpoints: int | None = None
@@ -284,7 +286,8 @@ def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     """Return `true_fun(*operands)` or `false_fun(*operands)`; only the chosen one runs.
 
-    A number is true unless it is 0.
+    A number is true unless it is 0. If the predicate is traced, both branches must return the same types; otherwise the
+    chosen one is simply called.
     """
     type_ = type_of(predicate)
     if type_.rank:

@@ -160,8 +160,11 @@ def _value_and_grad(function: Fun, argnums: int | Sequence[int], has_aux: bool, 
         loss = traced.structure.children[0] if has_aux else traced.structure
         if loss.leaves != 1 or outputs[0].type.elements != 1:
             shown = ", ".join(str(o.type) for o in outputs[: loss.leaves]) or "no array"
-            problem = f"grad: {describe(function)} returns {shown}, wanted one float"
-            raise ShapeError(problem, hint="sum it, or use jacrev" if loss.leaves else "does it end in a return?")
+            problem = f"grad: {describe(function)} returns {shown}, expected one float"
+            hint = "sum it, or use jacrev" if loss.leaves else "does it end in a return?"
+            if loss.kind is tuple and len(loss.children) == 2 and loss.children[0].leaves == 1:
+                hint = "has_aux=True if the function returns a pair of the value and other results"
+            raise ShapeError(problem, hint=hint)
         names = [_name(traced.graph, i) for i in which]
 
         def transform() -> Graph:
@@ -364,6 +367,9 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         names = names_of(function, args, kwargs)
         for i, (type_, axis) in enumerate(zip(leaf_types("vmap", leaves, names), axes, strict=True)):
             if axis is not None:
+                if not type_.rank:
+                    hint = "vmap needs an axis to batch over; in_axes=None is for an argument that is shared"
+                    raise ShapeError(f"vmap: {names[i]} is {type_}, one number", hint=hint)
                 axis = axes[i] = axis_index(axis, type_.rank, f"vmap: {names[i]}")
                 sizes[names[i]] = type_.shape[axis]
                 type_ = type_.with_shape(*type_.shape[:axis], *type_.shape[axis + 1 :])
