@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_templates import FORMATS, HERMES, THINKING
 
@@ -97,6 +97,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=14), st.data())
 def test_any_text_under_any_cut_gives_the_same(name: str, fragments: list[str], data: st.DataObject) -> None:
     text = "".join(fragments)

@@ -92,7 +92,7 @@ class ChatTemplate:
     def _check_message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise RequestError(
-                f"{where}: expected a dict, found {type(message).__name__}", hint=_hint(message) or _MESSAGE
+                f"{where}: expected an object, found {type(message).__name__}", hint=_hint(message) or _MESSAGE
             )
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
