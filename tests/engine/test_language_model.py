@@ -284,7 +284,8 @@ def test_what_is_no_conversation_is_told_what_one_is(chatty: LanguageModel) -> N
     answer = chatty.chat("Hello.", max_tokens=1)
     of_answer, of_message = "answer.text", '{"role": "user", "content"'
     for messages, hint in (
-        ([], of_message), (["hi"], of_message), ([answer], of_answer), ([{"role": "user", "content": answer}], of_answer),
+        ([], of_message), (["hi"], of_message), ([answer], of_answer),
+        ([{"role": "user", "content": answer}], of_answer),
     ):  # fmt: skip
         with pytest.raises(RequestError, match="messages") as caught:
             chatty.chat(messages)  # type: ignore[arg-type]

@@ -203,6 +203,23 @@ def test_functions_are_called_until_there_is_a_text(tmp_path: Path) -> None:
         assert calls
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message", "hint"),
+    [
+        ("schema", {"type": "object", "propertes": {}}, "schema: unknown keyword 'propertes'", "'properties'"),
+        ("schema", {"anyOf": [{"requird": ["a"]}]}, r"schema.anyOf\[0\]: unknown keyword 'requird'", "'required'"),
+        ("schema", {"properties": {"propertes": {"Type": 1}}}, r"schema.properties.'propertes': unknown", "'type'"),
+        ("schema", Structure, "schema: expected a JSON schema", "pydantic"),
+        ("choice", [1, 2], "choice: expected a list of texts", r"choice=['1', '2']"),
+    ],
+)
+def test_slips_in_settings_have_hints(setting: str, value: Any, message: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        Structure.of({setting: value})
+    assert hint in str(caught.value.hint)
+    Structure.of({"schema": {"properties": {"propertes": {"x-order": 1, "example": 2}}}})  # a name, and annotations
+
+
 # -- logits processors ------------------------------------------------------------------------------------------------
 def test_a_processor_that_changes_nothing_changes_nothing(model: rlx.LanguageModel) -> None:
     settings: dict[str, Any] = {"max_tokens": 20, "temperature": 0.9, "top_k": 30, "seed": 8, "logprobs": 2,

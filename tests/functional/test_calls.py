@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "a string": (
         lambda: rlx.jit(lambda x, mode: x)(X, "a"),
         DTypeError,
-        "jit: mode is a str, wanted an array",
+        "jit: mode is a str, expected an array",
         "static_argnames='mode'",
     ),
     "a string in a dict": (
@@ -178,13 +178,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "floats for randint": (
         lambda: rlx.random.randint(KEY, (3,), 0.0, 4.0),
         GraphError,
-        "randint: minval is 0.0, wanted an integer",
+        "randint: minval is 0.0, expected an integer",
         "",
     ),
     "jvp of numbers": (
         lambda: rlx.jvp(np.sin, 2.0, 1.0),
         GraphError,
-        "jvp: primals is a float, wanted a tuple",
+        "jvp: primals is a float, expected a tuple",
         "(x,)",
     ),
     "jvp of an array": (lambda: rlx.jvp(np.sin, (X,), X), GraphError, "jvp: tangents is a ndarray", "(tangent,)"),
@@ -232,19 +232,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "scan without a pair": (
         lambda: rlx.scan(lambda c, x: c, 0.0, X),
         GraphError,
-        "scan: the function returns array, wanted a pair",
+        "scan: the function returns array, expected a pair",
         "carry, y",
     ),
     "cond of an array": (
         lambda: rlx.jit(lambda x: rlx.cond(x, lambda: 1.0, lambda: 2.0))(X),
         ShapeError,
-        "cond: the predicate is f32[3], wanted one bool",
+        "cond: the predicate is f32[3], expected one bool",
         "rlx.where",
     ),
     "while_loop of a number": (
         lambda: rlx.while_loop(lambda c: c, lambda c: c - 1, 3.0),
         DTypeError,
-        "while_loop: cond_fun returns f32[], wanted one bool",
+        "while_loop: cond_fun returns f32[], expected one bool",
         "c > 0",
     ),
     "scan over nothing": (lambda: rlx.scan(lambda c, x: (c, x), 0.0), ShapeError, "length is None", "length="),
@@ -263,7 +263,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "a tangent of another shape": (
         lambda: rlx.jvp(np.sin, (X,), (X[:2],)),
         ShapeError,
-        "jvp: tangents[0] is f32[2], wanted f32[3]",
+        "jvp: tangents[0] is f32[2], expected f32[3]",
         "has the shape",
     ),
     "a traced size": (
@@ -276,7 +276,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "fori_loop to a float": (
         lambda: rlx.fori_loop(0, 3.5, lambda i, c: c, 0),
         DTypeError,
-        "fori_loop: upper is 3.5, wanted an integer",
+        "fori_loop: upper is 3.5, expected an integer",
         "int(",
     ),
     "a keyword of tree.map": (lambda: rlx.tree.map(abs, [1], is_leaf=None), GraphError, "'is_leaf'", "tree.register"),  # type: ignore[call-arg]

@@ -36,7 +36,7 @@ def test_switch_differentiates_batches_and_reads_what_is_around() -> None:
 
 
 def test_switch_names_what_does_not_fit() -> None:
-    with pytest.raises(DTypeError, match=r"switch: the index is f32\[\], wanted one integer"):
+    with pytest.raises(DTypeError, match=r"switch: the index is f32\[\], expected one integer"):
         rlx.switch(1.0, BRANCHES, X)
     with pytest.raises(ShapeError, match=r"switch: branch 2 returns f64\[\], branch 0 f64\[3\]"):
         rlx.jit(lambda i: rlx.switch(i, [np.sin, np.cos, np.sum], X))(0)
@@ -117,7 +117,7 @@ def test_linearize_is_jvp_at_a_point() -> None:
         )
         np.testing.assert_allclose(tangent["y"], (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
         assert tangent["n"] == 0
-    with pytest.raises(ShapeError, match=r"linearize: tangents\[0\] is f64\[3\], wanted f64\[2, 3\]"):
+    with pytest.raises(ShapeError, match=r"linearize: tangents\[0\] is f64\[3\], expected f64\[2, 3\]"):
         linear(np.ones(3), w, 0)
 
 

@@ -189,7 +189,7 @@ def _swap_sign(pivots: Any, like: Any) -> Any:
 def qr(a: Any, mode: str = "reduced") -> Any:
     """Q with orthonormal columns and upper triangular R, with a = Q R; mode is 'reduced', 'complete' or 'r'."""
     if mode not in ("reduced", "complete", "r"):
-        raise GraphError(f"linalg.qr: mode is {mode!r}, wanted 'reduced', 'complete' or 'r'")
+        raise GraphError(f"linalg.qr: mode is {mode!r}, expected 'reduced', 'complete' or 'r'")
     q, r = apply("qr", _matrices("qr", a), complete=mode == "complete")
     return r if mode == "r" else QRResult(q, r)
 

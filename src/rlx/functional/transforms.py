@@ -225,7 +225,7 @@ def _check_types(where: str, paths: Sequence[str], values: Sequence[Any], wanted
     for path, x, t in zip(paths, cast, wanted, strict=True):
         if t.dtype.is_float and type_of(x) != t:
             hint = "it has the shape and dtype of the value that it belongs to; f64 is the dtype of np.ones"
-            raise ShapeError(f"{where}: {path} is {type_of(x)}, wanted {t}", hint=hint)
+            raise ShapeError(f"{where}: {path} is {type_of(x)}, expected {t}", hint=hint)
     return cast
 
 
@@ -297,7 +297,7 @@ def _need_tuples(where: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if type(value) not in (tuple, list):
             hint = f"a tuple with one entry per argument: rlx.{where}(f, (x,), (tangent,))"
-            raise GraphError(f"{where}: {name} is a {type(value).__name__}, wanted a tuple", hint=hint)
+            raise GraphError(f"{where}: {name} is a {type(value).__name__}, expected a tuple", hint=hint)
 
 
 def hvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
