@@ -208,7 +208,7 @@ def test_functions_are_called_until_there_is_a_text(tmp_path: Path) -> None:
     [
         ("schema", {"type": "object", "propertes": {}}, "schema: unknown keyword 'propertes'", "'properties'"),
         ("schema", {"anyOf": [{"requird": ["a"]}]}, r"schema.anyOf\[0\]: unknown keyword 'requird'", "'required'"),
-        ("schema", {"properties": {"propertes": {"Type": 1}}}, r"schema.properties.'propertes': unknown", "'type'"),
+        ("schema", {"properties": {"propertes": {"typ": 1}}}, r"schema.properties.'propertes': unknown", "'type'"),
         ("schema", Structure, "schema: expected a JSON schema", "pydantic"),
         ("choice", [1, 2], "choice: expected a list of texts", r"choice=['1', '2']"),
     ],

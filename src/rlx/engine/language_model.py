@@ -121,11 +121,14 @@ class TextStream(Iterator[str]):
         with suppress(ValueError):  # the generator runs in another thread and ends by itself
             self._pieces.close()
 
+    def _not_ended(self) -> NotEndedError:
+        return NotEndedError("stream: it has not ended", hint="read it to its end or close it")
+
     @property
     def completion(self) -> Completion:
         """The text so far, its tokens, usage and timings. Raises NotEndedError while the stream is running."""
         if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
-            raise NotEndedError("stream: it has not ended", hint="read it to its end or close it")
+            raise self._not_ended()
         return self._model.completion_of(self._sequence, self._captures)
 
     def __repr__(self) -> str:
@@ -142,6 +145,8 @@ class TextStream(Iterator[str]):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Called for missing attributes: names of other libraries raise an explanation."""
+            if name == "completion":
+                raise self._not_ended()
             hint = ": close() stops it" if name in ("stop", "cancel", "abort", "stop_event", "interrupt") else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 

@@ -126,20 +126,20 @@ class _Custom:
             raise GraphError(f"{where}: nondiff_argnums is {self.nondiff}, there are {len(args)} arguments")
         fixed = {i % len(args): args[i] for i in self.nondiff}
 
-        def whole(others: Sequence[Any]) -> list[Any]:
+        def merged(others: Sequence[Any]) -> list[Any]:
             rest = iter(others)
             return [fixed[i] if i in fixed else next(rest) for i in range(len(args))]
 
         def others_only(*others: Any) -> Any:
-            return self.function(*whole(others))
+            return self.function(*merged(others))
 
         others_only.__name__ = label_of(self.function)
         bound = type(self)(others_only)
         bound._depth = self._depth
-        bound.rule = None if self.rule is None else self._bound_rule(tuple(fixed.values()), whole)
+        bound.rule = None if self.rule is None else self._bound_rule(tuple(fixed.values()), merged)
         return bound(*(a for i, a in enumerate(args) if i not in fixed))
 
-    def _bound_rule(self, fixed: tuple[Any, ...], whole: Callable[[Sequence[Any]], list[Any]]) -> Any:
+    def _bound_rule(self, fixed: tuple[Any, ...], merged: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """Return the rule of the other arguments."""
         raise NotImplementedError
 
@@ -181,10 +181,10 @@ class custom_vjp(_Custom):
         """Set the forward and backward rules."""
         self.rule = (fwd, bwd)
 
-    def _bound_rule(self, fixed: tuple[Any, ...], whole: Callable[[Sequence[Any]], list[Any]]) -> Any:
+    def _bound_rule(self, fixed: tuple[Any, ...], merged: Callable[[Sequence[Any]], list[Any]]) -> Any:
         assert self.rule is not None
         fwd, bwd = self.rule
-        return (lambda *others: fwd(*whole(others))), functools.partial(bwd, *fixed)
+        return (lambda *others: fwd(*merged(others))), functools.partial(bwd, *fixed)
 
     def _rules(
         self, args: Sequence[Any], types: Sequence[TensorType], weak: Sequence[bool], traced: Function
@@ -233,7 +233,7 @@ class custom_jvp(_Custom):
         self.rule = rule
         return rule
 
-    def _bound_rule(self, fixed: tuple[Any, ...], whole: Callable[[Sequence[Any]], list[Any]]) -> Any:
+    def _bound_rule(self, fixed: tuple[Any, ...], merged: Callable[[Sequence[Any]], list[Any]]) -> Any:
         assert self.rule is not None
         return functools.partial(self.rule, *fixed)
 
