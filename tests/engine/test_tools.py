@@ -207,3 +207,30 @@ def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(RequestError, match="two tools"):
         tools_of([tool, tool])
     assert isinstance(Tool.of(tool, "tools[0]"), Tool) and HERMES
+
+
+def test_a_choice_among_some_tools() -> None:
+    allowed = {"type": "function", "function": {"name": "clock"}}
+
+    def choice(mode: str, tools: Any) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    chosen, mode = choose_tools(TOOLS, choice("required", [allowed]))
+    assert [tool.name for tool in chosen] == ["clock"] and mode == "required"
+    for wrong in (choice("often", [allowed]), choice("auto", []), choice("auto", [3]), choice("auto", "clock"),
+                  choice("auto", [{"type": "function", "function": {"name": "x"}}])):  # fmt: skip
+        with pytest.raises(RequestError, match="tool_choice"):
+            choose_tools(TOOLS, wrong)
+
+
+@pytest.mark.parametrize("number", ["1e999", "123456789012345678901234567890", "0.10", "NaN"])
+def test_numbers_of_arguments_are_those_that_the_model_wrote(number: str) -> None:
+    """Written again, a number could become Infinity, which is not JSON."""
+    _, text, calls = parsed([f'<tool_call>{{"arguments": {{"x": {number}}}, "name": "f"}}</tool_call>'], "hermes")
+    if number == "NaN":
+        assert calls == [("f", "{}")] or text
+    else:
+        assert calls == [("f", f'{{"x": {number}}}')]
+    tagged = f"<tool_call>\n<function=get_weather>\n<parameter=days>\n{number}\n</parameter>\n</function>\n</tool_call>"
+    _, _, calls = parsed([tagged], "coder")
+    assert calls == [("get_weather", f'{{"days": {number}}}' if number != "NaN" else '{"days": "NaN"}')]

@@ -182,7 +182,7 @@ class LanguageModel(Model):
         from rlx.engine.sampling_graph import with_sampler  # a warm start builds no graph
 
         built = super()._build(capture)
-        return with_sampler(built, self.vocab_size) if capture is None else built
+        return with_sampler(built, self.vocab_size, feeds=self.runs_behind) if capture is None else built
 
     # -- parts --
     @cached_property
@@ -261,12 +261,14 @@ class LanguageModel(Model):
                     raise self._too_long("chat", f"the conversation of {size:,} characters has")
             return self.template.encode(self.tokenizer, messages, tools=tools, **variables)
         except FormatError as error:
-            if size <= SHORT or not self._renders(_shorten(messages)):
-                raise
-            raise RequestError(
-                f"chat: {size:,} characters are more than the model's chat template takes: {error}",
-                hint="shorten the conversation",
-            ) from error
+            if size > SHORT and self._renders(_shorten(messages)):
+                raise RequestError(
+                    f"chat: {size:,} characters are more than the model's chat template takes: {error}",
+                    hint="shorten the conversation",
+                ) from error
+            if not self._renders([{"role": "user", "content": "x"}]):
+                raise  # the template's fault
+            raise RequestError(f"messages: the model's chat template does not take them: {error}") from error
 
     def _renders(self, messages: Messages) -> bool:
         """Whether the chat template renders a conversation without error."""
@@ -471,7 +473,7 @@ class LanguageModel(Model):
             # Values of stages are [batch, seq, ...]; those after the last-token gather are [seq, ...].
             types = compiled.signature.outputs
             if decoder.samples:
-                parts, types = parts[:-2], types[:-2]  # the next tokens and their log-probabilities
+                parts, types = parts[: -decoder.sampled_outputs], types[: -decoder.sampled_outputs]
             parts = [np.asarray(a)[0] if _has_rows(t) else np.asarray(a) for a, t in zip(parts, types, strict=True)]
             if not results:
                 size = sum(a[:1].nbytes for a in parts) * len(ids)

@@ -263,6 +263,11 @@ class Model:
         return self._session.target.name
 
     @property
+    def runs_behind(self) -> bool:
+        """Whether calls return while the device still works."""
+        return self._session.target.runs_behind
+
+    @property
     def threads(self) -> int:
         return self.compiled.threads
 

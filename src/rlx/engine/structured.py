@@ -229,10 +229,29 @@ class _Vocabulary:
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < vocab)
         self.stops = stops
         self._tokenizer = tokenizer
+        specials = set(self.special_token_ids)
+        self._ids = {data: i for i, data in reversed(list(enumerate(self.tokens))) if data and i not in specials}
+        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        return self._tokenizer.encode(text, add_special=False)
+        """The tokens that spell a text which follows others: no space is added before it."""
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode_parts(["", data.decode("utf-8", "replace")])
+        return (
+            ids if b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == data else self._longest_match(data)
+        )
+
+    def _longest_match(self, data: bytes) -> list[int]:
+        """The tokens of bytes that encoding does not spell: part of a character, or a text that it normalises."""
+        ids, at = list[int](), 0
+        while at < len(data):
+            ends = range(min(at + self._longest, len(data)), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[data[at:end]])
+            at = end
+        return ids
 
 
 class Constraint:

@@ -39,9 +39,12 @@ class ChatTemplate:
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
+        continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
     ) -> str:  # fmt: skip
         """Render the prompt for these messages; `add_generation_prompt` ends it with the start of an assistant turn.
+
+        With `continue_final_message` it ends with the text of the last message, an assistant's, which the model goes on
+        with.
 
         A message has a role and a content: a string, a list of text parts, or none if it has `tool_calls`. Parts are
         joined by newlines unless the template handles them itself. Other members (`name`, `tool_calls`) and `variables`
@@ -50,13 +53,11 @@ class ChatTemplate:
         that fails or exceeds its budget.
         """
         template_vars = self._template_vars(messages, tools, variables)
-        return self._program.render(
-            {**template_vars, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)}
-        )
+        return self._rendered(template_vars, add_generation_prompt, continue_final_message)
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
+        continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
     ) -> list[int]:  # fmt: skip
         """Tokenise the prompt that `render` returns; only the template can produce special tokens."""
         hidden = _Hidden(tokenizer)
@@ -65,12 +66,25 @@ class ChatTemplate:
         }
         for message, plain in zip(template_vars["messages"], messages, strict=True):
             message["role"] = plain["role"]  # one of ROLES, from which templates build control tokens
-        prompt = self._program.render(
-            {**template_vars, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)}
-        )
+        prompt = self._rendered(template_vars, add_generation_prompt, continue_final_message)
         if not hidden.texts:
             return tokenizer.encode(prompt, add_special=False, parse_special=True)
         return tokenizer.encode_parts(hidden.parts(prompt))
+
+    def _rendered(self, template_vars: dict[str, Any], generation_prompt: bool, continued: bool) -> str:
+        mark = ""
+        if continued:
+            mark = "".join(secrets.choice("0123456789") for _ in range(30))
+            template_vars["messages"] = _with_mark(template_vars["messages"], mark)
+        prompt = self._program.render(
+            {**template_vars, **self._tokens, "add_generation_prompt": bool(generation_prompt) and not continued}
+        )
+        if not continued:
+            return prompt
+        start, separator, _ = prompt.partition(mark)
+        if not separator:
+            raise RequestError("continue_final_message: the chat template does not show the last message's text")
+        return start
 
     def _template_vars(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
@@ -112,6 +126,19 @@ class ChatTemplate:
         elif not isinstance(content, str):
             raise RequestError(f"{where}.content: expected a string or a list of text parts, found {quoted(content)}")
         return checked
+
+
+def _with_mark(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Messages with a mark after the text of the last one, which must be an assistant's."""
+    last = messages[-1]
+    content = last.get("content")
+    if last["role"] != "assistant" or not content or last.get("tool_calls"):
+        raise RequestError("continue_final_message: the last message must be a text of the assistant")
+    if isinstance(content, str):
+        content += mark
+    else:
+        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+    return [*messages[:-1], {**last, "content": content}]
 
 
 class _Hidden:

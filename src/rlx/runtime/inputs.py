@@ -78,9 +78,14 @@ def as_array(kind: str, name: str, value: Any, type_: TensorType) -> Array:
 
 
 def as_buffer(kind: str, name: str, value: Any, type_: TensorType, allocator: Allocator) -> Any:
-    """Like `as_array`, but leaves a buffer that is already on the device there."""
-    if allocator.is_host or not allocator.owns(value):
+    """Like `as_array`, but leaves a buffer that is already on the device there, also one of another library."""
+    if allocator.is_host:
         return as_array(kind, name, value, type_)
+    if not allocator.owns(value):
+        borrowed = None if isinstance(value, np.ndarray) else allocator.borrow(value)
+        if borrowed is None:
+            return as_array(kind, name, value, type_)
+        value = borrowed
     if value.dtype != type_.dtype.numpy:
         raise BindError(f"{kind} {name!r}: element type is {value.dtype}, expected {type_.dtype}")
     if len(value.shape) != len(type_.array_shape):
