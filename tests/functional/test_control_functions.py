@@ -42,7 +42,7 @@ def test_switch_names_what_does_not_fit() -> None:
         rlx.jit(lambda i: rlx.switch(i, [np.sin, np.cos, np.sum], X))(0)
     with pytest.raises(GraphError, match=r"switch: branch 1 returns tuple\(array, array\), branch 0 array"):
         rlx.jit(lambda i: rlx.switch(i, [np.sin, lambda x: (x, x)], X))(0)
-    with pytest.raises(GraphError, match="wanted a list of functions"):
+    with pytest.raises(GraphError, match="expected a list of functions"):
         rlx.switch(0, [], X)
 
 
@@ -91,7 +91,7 @@ def test_a_linear_recurrence_as_a_tree() -> None:
 def test_associative_scan_names_what_does_not_fit() -> None:
     with pytest.raises(ShapeError, match=r"fn returns f64\[\] for f64\[2\]"):
         rlx.associative_scan(lambda a, b: np.sum(a), np.ones(5))
-    with pytest.raises(ShapeError, match="wanted one static size on axis 0"):
+    with pytest.raises(ShapeError, match="expected one static size on axis 0"):
         rlx.associative_scan(np.add, (np.ones(3), np.ones(4)))
     with pytest.raises(GraphError, match=r"elems are array, the function returns tuple"):
         rlx.associative_scan(lambda a, b: (a, b), np.ones(3))
