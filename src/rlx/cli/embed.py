@@ -361,7 +361,7 @@ def print_timings(model: EmbeddingModel | VisionModel, count: int, seconds: floa
     spent = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
     unit_name = _unit_name(model)
     rate = f"{count} {unit_name} {spent} {count / seconds:.0f}/s" if count != 1 else f"1 {unit_name[:-1]} {spent}"
-    shape = f"{model.pooling} of {model.dim}" if isinstance(model, EmbeddingModel) else f"{model.dim} numbers"
+    shape = f"{model.dim} numbers" + (f", {model.pooling} pooling" if isinstance(model, EmbeddingModel) else "")
     threads = f"{model.threads} thread{'s' if model.threads > 1 else ''}"
     console.dim_note(console.join([rate, shape, model.target, threads]))
 
