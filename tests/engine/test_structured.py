@@ -194,6 +194,30 @@ def test_functions_are_called_until_there_is_a_text(tmp_path: Path) -> None:
         assert json.loads(answer.tool_calls[0].arguments)["on"] == calls[0][0]
         with pytest.raises(RequestError, match="no tool"):
             model.chat("hi", tools=[set_light], tool_choice={"type": "function", "function": {"name": "x"}})
+        with pytest.raises(RequestError, match="no tool 'set_ligth'") as caught:
+            model.chat("hi", tools=[set_light], tool_choice="set_ligth")
+        assert "set_light" in str(caught.value.hint)
+        calls.clear()
+        options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 120, "logit_bias": {2: 15.0}}
+        model.chat("hi", tools=[set_light], tool_choice="set_light", **options)
+        assert calls
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message", "hint"),
+    [
+        ("schema", {"type": "object", "propertes": {}}, "schema: unknown keyword 'propertes'", "'properties'"),
+        ("schema", {"anyOf": [{"requird": ["a"]}]}, r"schema.anyOf\[0\]: unknown keyword 'requird'", "'required'"),
+        ("schema", {"properties": {"propertes": {"typ": 1}}}, r"schema.properties.'propertes': unknown", "'type'"),
+        ("schema", Structure, "schema: expected a JSON schema", "pydantic"),
+        ("choice", [1, 2], "choice: expected a list of texts", r"choice=['1', '2']"),
+    ],
+)
+def test_slips_in_settings_have_hints(setting: str, value: Any, message: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        Structure.of({setting: value})
+    assert hint in str(caught.value.hint)
+    Structure.of({"schema": {"properties": {"propertes": {"x-order": 1, "example": 2}}}})  # a name, and annotations
 
 
 # -- logits processors ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_templates import FORMATS, HERMES, THINKING
 
@@ -14,6 +14,7 @@ from rlx.engine.answer_parser import AnswerParser, Event
 from rlx.engine.tools import Tool, choose_tools, learn_format, tool_of_function, tools_of
 from rlx.errors import CapabilityError, RequestError
 from rlx.formats.chat import ChatTemplate
+from rlx.hub.catalogue import CATALOGUE
 
 USER = {"role": "user", "content": "Weather?"}
 TOOLS = tools_of(
@@ -96,6 +97,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=14), st.data())
 def test_any_text_under_any_cut_gives_the_same(name: str, fragments: list[str], data: st.DataObject) -> None:
     text = "".join(fragments)
@@ -120,8 +122,9 @@ def test_thoughts_come_first_and_apart() -> None:
 
 
 def test_a_template_without_tools_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="does not show tools"):
+    with pytest.raises(CapabilityError, match="does not show tools") as caught:
         learn_format(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    assert "qwen2.5-coder-1.5b" in str(caught.value.hint) and "calls tools" in CATALOGUE["qwen2.5-coder-1.5b"].about
     with pytest.raises(CapabilityError, match="cannot learn"):
         learn_format(ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"))
 

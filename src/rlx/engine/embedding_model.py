@@ -89,6 +89,9 @@ class EmbeddingModel(Model):
         dense = self.settings.dense
         return dense[-1][-1] if dense else self.facts.dim
 
+    def _size_text(self) -> str:
+        return f"texts of up to {min(self.settings.limit or self.context, self.context)} tokens"
+
     # -- vectors --
     def embed(
         self, texts: str | Iterable[str], *, batch_size: int | None = None, normalize: bool | None = None,

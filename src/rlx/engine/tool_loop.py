@@ -104,6 +104,8 @@ def answer_with_tools(
 ) -> Completion:  # fmt: skip
     """Answer a conversation; functions among the tools are called, at most `ROUNDS` times in a row."""
     listed = [replace(tool, strict=True) if tool.function else tool for tool in tools_of(tools)]
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):  # the name of a function
+        choice = {"type": "function", "name": choice}
     callable_tools, mode = choose_tools(listed, choice)
     known = model.tool_format
     conversation, history = list(messages), list[ToolCall]()

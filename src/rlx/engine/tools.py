@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 THOUGHTS_END = "</think>"  # templates may put empty thoughts before calls
+TOOL_MODELS = "load a model that was trained to call tools, such as qwen2.5-coder-1.5b (rlx models says which can)"
 ROUNDS = 8  # of calls that `chat` makes before it asks for an answer
 
 
@@ -279,7 +280,7 @@ class _Learner:
         prompt = self._render([_USER], prompt=True)
         answer = self._render([_USER, {"role": "assistant", "content": _CONTENT}])
         if _NAMES[0] not in prompt:
-            raise CapabilityError("tools: the model's chat template does not show tools to the model")
+            raise CapabilityError("tools: the model's chat template does not show tools to the model", hint=TOOL_MODELS)
         self._prompt = prompt
         self._turn_end = answer[answer.rindex(_CONTENT) + len(_CONTENT) :] if _CONTENT in answer else ""
 

@@ -22,6 +22,7 @@ from rlx.formats.tokenizer import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1 << 14
 _MAX_NESTING = 32
+_MESSAGE = 'a message is a dict with a role and a content: {"role": "user", "content": "Hello"}'
 _MARK_BITS = 100  # of entropy, so that no input can guess the mark
 _INDEX_BITS = 27
 _SYMBOLS = "0123456789-_.~"  # unchanged by JSON, HTML and URL escaping and by upper-casing
@@ -99,12 +100,14 @@ class ChatTemplate:
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise RequestError(f"messages: expected a list, found {type(messages).__name__}")
         if not 0 < len(messages) <= MAX_MESSAGES:
-            raise RequestError(f"messages: expected 1 to {MAX_MESSAGES}, found {len(messages)}")
+            raise RequestError(f"messages: expected 1 to {MAX_MESSAGES}, found {len(messages)}", hint=_MESSAGE)
         return [self._check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
     def _check_message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise RequestError(f"{where}: expected an object, found {type(message).__name__}")
+            raise RequestError(
+                f"{where}: expected an object, found {type(message).__name__}", hint=_hint(message) or _MESSAGE
+            )
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             hint = nearest(role[:80], ROLES) if isinstance(role, str) else None
@@ -278,6 +281,12 @@ def _text_of_part(part: Any, where: str) -> str:
     return text
 
 
+def _hint(value: Any) -> str | None:
+    """What to write instead of an answer of `chat` among messages."""
+    is_answer = isinstance(getattr(value, "text", None), str)
+    return 'answer.text is the text of an answer: {"role": "assistant", "content": answer.text}' if is_answer else None
+
+
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """Copy plain data (dicts, lists, strings, numbers, booleans, None); nothing else may reach a template."""
     if depth > _MAX_NESTING:
@@ -290,4 +299,4 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return {key: _plain(inner, f"{where}.{key[:40]}", depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner, f"{where}[{i}]", depth + 1) for i, inner in enumerate(value)]
-    raise RequestError(f"{where}: expected plain data, found {type(value).__name__}")
+    raise RequestError(f"{where}: expected plain data, found {type(value).__name__}", hint=_hint(value))
