@@ -13,6 +13,7 @@ from rlx.garbage import paused
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from rlx import batch as batch
     from rlx import debug as debug
     from rlx import errors as errors
     from rlx import flow as flow
@@ -150,6 +151,7 @@ _PUBLIC = {
     "Value": ("rlx.ir.graph", "Value"),
     "VisionModel": ("rlx.engine.vision_model", "VisionModel"),
     "WeightSource": ("rlx.flow.weights", "WeightSource"),
+    "batch": ("rlx.batch", ""),
     "compile": ("rlx.runtime.session", "compile"),
     "debug": ("rlx.debug", ""),
     "diff": ("rlx.ir.diff", "diff"),
