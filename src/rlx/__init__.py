@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlx import flow as flow
     from rlx import functional as functional
     from rlx import numpy as numpy
+    from rlx import ray as ray
     from rlx import train as train
     from rlx import transforms as transforms
     from rlx.dtypes import dtype as dtype
@@ -168,6 +169,7 @@ _PUBLIC = {
     "numpy": ("rlx.numpy", ""),
     "op": ("rlx.lir.forms.custom", "op"),
     "random": ("rlx.functional.random", ""),
+    "ray": ("rlx.ray", ""),
     "stage": ("rlx.ir.provenance", "stage"),
     "sym": ("rlx.types", "sym"),
     "train": ("rlx.train", ""),

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlx.batch.embed import Embed
-from rlx.batch.generate import Generate
 from rlx.batch.job import Job, OnProgress
 from rlx.batch.job import Progress as Progress
-from rlx.batch.plan import Plan as Plan
-from rlx.batch.plan import make_plan
 from rlx.batch.results import Results as Results
 from rlx.batch.runner import Runner
-from rlx.batch.score import Score
 from rlx.batch.sizing import choose_workers
 from rlx.batch.tasks import Task
 from rlx.errors import RequestError
+
+if TYPE_CHECKING:
+    from rlx.batch.planning import Plan
 
 Inputs = str | Path | Sequence[str | Path]
 RUNNERS = ("local", "ray")
@@ -38,6 +36,8 @@ def embed(
 
     Records have a text, or a `field` "text". `load` are settings of `rlx.load`. The options are those of `run`.
     """
+    from rlx.batch.embed_task import Embed  # a worker imports the class of its task only
+
     return run(Embed(str(model), dict(load or {}), field, prompt, truncate, format), inputs, out, **options)
 
 
@@ -51,6 +51,8 @@ def generate(
     Records have a text, a `field` "prompt", or "messages"; or they are lines of OpenAI's batch API, and have results
     in its form. With `chat`, texts are messages of a user. `sampling` are keywords of `LanguageModel.generate`.
     """
+    from rlx.batch.generate_task import Generate
+
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     task = Generate(str(model), dict(load or {}), field, chat, system, max_tokens, stops, dict(sampling or {}))
     return run(task, inputs, out, **options)
@@ -61,6 +63,8 @@ def score(
     load: Mapping[str, Any] | None = None, **options: Any,
 ) -> Results:  # fmt: skip
     """The log-probabilities of all texts, after a "prompt" where records have one, as lines of JSON."""
+    from rlx.batch.score_task import Score
+
     return run(Score(str(model), dict(load or {}), field, per_token), inputs, out, **options)
 
 
@@ -86,6 +90,7 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Measure a job on this machine for some seconds; the plan says how long it takes with how many workers."""
     from rlx.batch.local import Local
+    from rlx.batch.planning import make_plan
 
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
     chosen, fingerprint = prepare(task, workers, threads, "local")
@@ -97,9 +102,10 @@ def prepare(task: Task, workers: int | str, threads: int | None, runner: str | R
 
     Loads the model once, which checks the settings, and leaves a snapshot whose weights all processes map.
     """
+    device = task.load.get("device")
     opened = task.open()
     try:
-        count, per_worker = choose_workers(opened.model, workers, threads)
+        count, per_worker = choose_workers(opened.model, workers, threads, device)
         fingerprint = opened.fingerprint
     finally:
         opened.close()
@@ -114,7 +120,7 @@ def prepare(task: Task, workers: int | str, threads: int | None, runner: str | R
 
         if workers == "auto":
             count = OnRay.capacity(per_worker)
-        return OnRay(count, per_worker), fingerprint
+        return OnRay(count, per_worker, gpus=0 if device in ("cpu", None) else 1), fingerprint
     raise RequestError(f"batch: no runner is called {runner!r}", hint=f"known: {', '.join(RUNNERS)}")
 
 

@@ -15,7 +15,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise CapabilityError("batch: ray is not installed", hint="pip install 'rlx[ray]'") from error
+        raise CapabilityError("ray is not installed", hint="pip install 'rlx[ray]'") from error
     return ray
 
 

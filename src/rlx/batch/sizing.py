@@ -13,7 +13,9 @@ DECODER_THREADS = 8
 PRIVATE = {"encoder": 300 << 20, "decoder": 1 << 30}  # bytes per process besides the weights, which are shared
 
 
-def choose_workers(model: Any, workers: int | str = "auto", threads: int | None = None) -> tuple[int, int]:
+def choose_workers(
+    model: Any, workers: int | str = "auto", threads: int | None = None, device: str | None = None
+) -> tuple[int, int]:
     """The number of processes and of threads per process. `model` was loaded with all usable cores."""
     for name, value in (("workers", workers), ("threads", threads)):
         if not (value in ("auto", None) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)):
@@ -21,6 +23,8 @@ def choose_workers(model: Any, workers: int | str = "auto", threads: int | None 
     cores: int = model.threads
     if isinstance(workers, int):
         return workers, threads or max(1, cores // workers)
+    if device not in ("cpu", None):
+        return 1, threads or 1  # one process per GPU: it runs one call at a time
     kind = model.facts.kind
     threads = threads or (1 if kind == "encoder" else min(cores, DECODER_THREADS))
     room = free_memory.available()

@@ -76,7 +76,7 @@ class Task(ABC):
         if model.facts.kind != self.kind:
             kind = model.facts.kind
             model.close()
-            raise RequestError(f"batch {self.verb}: {self.model} is a {kind}, expected a {self.kind}")
+            raise RequestError(f"batch {self.verb}: {self.model} is a model of the kind {kind}, expected: {self.kind}")
         self.check(model)
         return OpenTask(self, model)
 

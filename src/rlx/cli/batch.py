@@ -14,7 +14,6 @@ from rlx import hub
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import DEVICE_HELP
-from rlx.errors import CapabilityError
 from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 
 if TYPE_CHECKING:
@@ -84,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("batch: where do the results go?", hint="-o FOLDER")
     runner = "local" if arguments.ray is None else "ray"
     if arguments.ray is not None:
+        from rlx.ray import connect
+
         connect(arguments.ray)
     with _shown() as on_progress:
         results = batch.run(task, arguments.inputs, arguments.out, runner=runner, on_progress=on_progress, **options)
@@ -92,9 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _task(arguments: argparse.Namespace) -> Task:
-    from rlx.batch.embed import Embed
-    from rlx.batch.generate import Generate
-    from rlx.batch.score import Score
+    from rlx.batch.embed_task import Embed
+    from rlx.batch.generate_task import Generate
+    from rlx.batch.score_task import Score
 
     verb, field = arguments.verb, arguments.field
     options = {"device": arguments.device, "precision": arguments.precision, "cache": arguments.cache}
@@ -118,15 +119,6 @@ def _workers(text: str) -> int | str:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 100_000):
         raise UsageError(f"batch: --workers is {text!r}, expected a number from 1, or auto")
     return int(text)
-
-
-def connect(address: str) -> None:
-    """Connect to a Ray cluster, or start one on this machine."""
-    try:
-        import ray
-    except ImportError as error:
-        raise CapabilityError("batch: ray is not installed", hint="pip install 'rlx[ray]'") from error
-    ray.init(address=address, include_dashboard=False if address == "local" else None, log_to_driver=False)
 
 
 # -- progress --------------------------------------------------------------------------------------------------------
@@ -175,7 +167,7 @@ def _report(results: Results) -> None:
 
 def show_plan(plan: Any) -> None:
     """The table of a plan."""
-    from rlx.batch.plan import WORKERS
+    from rlx.batch.planning import WORKERS
 
     about = "" if plan.is_exact else "about "
     console.note(f"{about}{plan.records:,} lines, {about}{plan.tokens:,} tokens, {plan.shards:,} shards")

@@ -63,11 +63,11 @@ class Generate(Task):
 
     def results(self, model: LanguageModel, shard: Shard, records: Listed[Record]) -> ShardResult:
         def read(record: Record) -> tuple[Request, Sequence]:
-            request = self._read(model, shard, record)
+            request = self._read(model, record, self._seed(f"{shard.source.number} {record.line}"))
             return request, model.new_sequence(request, "prompt")
 
         read_records, failures = prepare(records, read)
-        completions, refused = _complete(model, read_records)
+        completions, refused = complete(model, read_records)
         failures += refused
         lines, tokens = list[bytes](), 0
         for record, request, completion in completions:
@@ -81,9 +81,20 @@ class Generate(Task):
                 lines.append(json_line(openai_row(record, _body(model, record, request, completion))))
         return ShardResult(b"".join(lines), len(lines), tokens, failures)
 
+    def complete_texts(self, model: LanguageModel, texts: Listed[str]) -> list[Completion]:
+        """The completions of prompts, or of messages. Each is sampled by a seed that its text decides."""
+        requests = []
+        for i, text in enumerate(texts):
+            record = Record(i + 1, {self.main_field: text})
+            request = self._read(model, record, self._seed(text))
+            requests.append((record, (request, model.new_sequence(request, f"prompt {i}"))))
+        completed, failures = complete(model, requests)
+        if failures:
+            raise RequestError(f"generate: {failures[0].message}")
+        return [completion for _, _, completion in completed]
+
     # -- requests --
-    def _read(self, model: LanguageModel, shard: Shard, record: Record) -> Request:
-        own_seed = self._seed(shard, record)
+    def _read(self, model: LanguageModel, record: Record, own_seed: int) -> Request:
         if record.url is not None:
             return self._read_openai(model, record, own_seed)
         messages = record.members.get("messages")
@@ -95,10 +106,10 @@ class Generate(Task):
             tokens, answer = _prompt(model, record, self.main_field), False
         return self._request(model, tokens, dict(self.sampling), self.max_tokens, self.stop, answer, own_seed)
 
-    def _seed(self, shard: Shard, record: Record) -> int:
+    def _seed(self, place: str) -> int:
         """A seed per record, which depends on its place and the seed of the job, not on its neighbours."""
-        text = f"{self.sampling.get('seed', 0)} {shard.source.number} {record.line}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
+        text = f"{self.sampling.get('seed', 0)} {place}"
+        return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).digest(), "little")
 
     def _request(
         self, model: LanguageModel, tokens: list[int], settings: dict[str, Any], max_tokens: int | None,
@@ -189,7 +200,7 @@ def _structure(form: Any) -> dict[str, Any]:
 Completed = tuple[Record, Request, Completion]
 
 
-def _complete(
+def complete(
     model: LanguageModel, requests: Iterable[tuple[Record, tuple[Request, Sequence]]]
 ) -> tuple[list[Completed], list[Failure]]:
     """The completions of requests, in their order, and the failures of those that cannot be finished."""
