@@ -51,6 +51,14 @@ def wait_until(moment: Callable[[], bool], driver: subprocess.Popen[bytes]) -> N
         time.sleep(POLL_S)
 
 
+def random_moment(out: Path, shards: int, rng: random.Random) -> Callable[[], bool]:
+    """A moment after some shards; now and then after some time, to meet the beginning and the end too."""
+    begin, delay, target = time.monotonic(), rng.uniform(0, 1.5), rng.randint(0, shards)
+    if rng.random() < 0.3:
+        return lambda: time.monotonic() - begin > delay
+    return lambda: finished_shards(out) >= target
+
+
 def run_with_kills(
     arguments: Sequence[str], out: Path, shards: int, rng: random.Random,
     victims: Callable[[int], Sequence[int]] = children, most: int = 3,
@@ -59,12 +67,7 @@ def run_with_kills(
     kills = {"driver": 0, "worker": 0}
     driver = start(arguments)
     for _ in range(rng.randint(1, most)):
-        begin, delay, target = time.monotonic(), rng.uniform(0, 1.5), rng.randint(0, shards)
-        by_time = rng.random() < 0.3  # also while it starts and ends
-        wait_until(
-            lambda: time.monotonic() - begin > delay if by_time else finished_shards(out) >= target,
-            driver,  # noqa: B023
-        )
+        wait_until(random_moment(out, shards, rng), driver)
         time.sleep(rng.uniform(0, 0.02))
         if driver.poll() is not None:
             break

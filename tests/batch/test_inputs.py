@@ -98,8 +98,10 @@ def test_lines_of_json_are_objects_or_texts(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "id": 7}\n\n"b"\n{"text": "c", "id": "seven"}\n')
     assert records_of(path) == [
-        Record(1, {"text": "a", "id": 7}, 7), Record(3, {"text": "b"}), Record(4, {"text": "c", "id": "seven"}, "seven"),
-    ]  # fmt: skip
+        Record(1, {"text": "a", "id": 7}, 7),
+        Record(3, {"text": "b"}),
+        Record(4, {"text": "c", "id": "seven"}, "seven"),
+    ]
 
 
 BAD = {

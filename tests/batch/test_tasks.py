@@ -136,11 +136,15 @@ def test_openais_chat_lines_have_answers_in_its_form(decoder: Path, tmp_path: Pa
     hello = [{"role": "user", "content": "hi"}]
     lines = [
         openai_line("a", chat, messages=hello, max_tokens=6, temperature=0, model="gpt-x", top_p=1),
-        openai_line("b", text, prompt="hello", temperature=0), openai_line("c", chat, messages=hello, seed=5, max_completion_tokens=4),
-        openai_line("d", chat, messages=hello, tools=[{"type": "function"}]), openai_line("e", chat, messages=hello, n=2),
-        openai_line("f", chat, messages=[]), openai_line("g", chat, messages=hello, max_tokens=-1),
-        openai_line("h", chat, messages=hello, temperature="hot"), openai_line("i", "/v1/images", prompt="x"),
-    ]  # fmt: skip
+        openai_line("b", text, prompt="hello", temperature=0),
+        openai_line("c", chat, messages=hello, seed=5, max_completion_tokens=4),
+        openai_line("d", chat, messages=hello, tools=[{"type": "function"}]),
+        openai_line("e", chat, messages=hello, n=2),
+        openai_line("f", chat, messages=[]),
+        openai_line("g", chat, messages=hello, max_tokens=-1),
+        openai_line("h", chat, messages=hello, temperature="hot"),
+        openai_line("i", "/v1/images", prompt="x"),
+    ]
     results = rlx.batch.generate(write_lines(tmp_path / "a.jsonl", lines), tmp_path / "out", decoder, runner=Inline())
     rows = {row["custom_id"]: row["response"]["body"] for row in results}
     with rlx.load(decoder) as model:
@@ -180,7 +184,7 @@ def test_settings_are_checked_before_anything_is_written(encoder: Path, decoder:
         rlx.batch.embed(path, out, encoder, prompt="nope")
     with pytest.raises(RequestError, match="no format is called 'xml'"):
         rlx.batch.embed(path, out, encoder, format="xml")
-    with pytest.raises(RequestError, match="top_p is 0.5, which needs a temperature"):
+    with pytest.raises(RequestError, match=r"top_p is 0\.5, which needs a temperature"):
         rlx.batch.generate(path, out, decoder, sampling={"top_p": 0.5})
     with pytest.raises(RequestError, match="no setting is called 'hot'"):
         rlx.batch.generate(path, out, decoder, sampling={"hot": 1})
