@@ -281,11 +281,11 @@ def on_ray(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             runs[name].append(steady_rate(job, runner, fingerprint, args.seconds))
             print(f"round {turn + 1}: {name} {runs[name][-1]['lines_per_second']:.1f} lines/s", file=sys.stderr)
     rates = {name: statistics.median(r["lines_per_second"] for r in listed) for name, listed in runs.items()}
-    pairs = [a["lines_per_second"] / b["lines_per_second"] - 1 for a, b in zip(runs["local"], runs["ray"], strict=True)]
+    turns = zip(runs["local"], runs["ray"], strict=True)
+    pairs = [local["lines_per_second"] / ray["lines_per_second"] - 1 for local, ray in turns]
     overhead = statistics.median(pairs)
-    print(
-        f"local {rates['local']:.1f}, ray {rates['ray']:.1f} lines/s: overhead {overhead:.1%}; ray starts in {connected:.1f} s"
-    )
+    print(f"local {rates['local']:.1f}, ray {rates['ray']:.1f} lines/s: overhead {overhead:.1%}")
+    print(f"ray starts in {connected:.1f} s")
     return {
         "workers": workers, "lines_per_second": rates, "overhead": round(overhead, 4), "pairs": pairs,
         "ray_start_seconds": connected, "rounds": runs,

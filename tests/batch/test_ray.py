@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -150,15 +151,14 @@ def test_a_deployment_answers_and_streams_as_rlx_serve_does(ray: Any, decoder: P
     pytest.importorskip("llguidance")
     from ray import serve
 
-    serve.start(http_options={"host": "127.0.0.1", "port": 0})
+    port = _free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
     try:
         application = rlx.ray.deployment(str(decoder), name="tiny", num_cpus=1, max_replicas=2)
         serve.run(application)
         status = serve.status()
         assert status.applications["default"].deployments["rlx"].status.value == "HEALTHY"
-        address = next(iter(serve.status().proxies))
-        assert address
-        base = f"http://127.0.0.1:{_http_port()}"
+        base = f"http://127.0.0.1:{port}"
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
         answer = json.loads(_post(f"{base}/v1/chat/completions", body))
         pieces = [
@@ -175,10 +175,10 @@ def test_a_deployment_answers_and_streams_as_rlx_serve_does(ray: Any, decoder: P
         serve.shutdown()
 
 
-def _http_port() -> int:
-    from ray.serve.context import _get_global_client
-
-    return int(_get_global_client().http_config.port)
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _post(url: str, body: Any) -> bytes:
