@@ -265,7 +265,7 @@ class Worker:
         self.process = subprocess.Popen(
             [self.library.python, script, self.library.factory, str(self.threads), end],
             pass_fds=[theirs.fileno()],
-            env=os.environ | {name: str(self.threads) for name in THREAD_VARIABLES},
+            env=environment() | {name: str(self.threads) for name in THREAD_VARIABLES},
         )
         theirs.close()  # else the end of the process would not close the pipe
 
@@ -496,6 +496,11 @@ def cpu_counters() -> tuple[float, float, float] | None:
     user, nice, system, idle, iowait, irq, softirq, steal = (tick / os.sysconf("SC_CLK_TCK") for tick in ticks)
     busy = user + nice + system + irq + softirq
     return busy, steal, busy + idle + iowait + steal
+
+
+def environment() -> dict[str, str]:
+    """The environment of measured processes: they find bytecode, as those of an installed package do."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def cpu_seconds(pid: int) -> float:

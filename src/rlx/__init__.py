@@ -199,9 +199,10 @@ __all__ = ["__version__", *_PUBLIC, *_FUNCTIONS]
 def __getattr__(name: str) -> Any:
     place = ("rlx.functional", name) if name in _FUNCTIONS else _PUBLIC.get(name)
     if place is None:
-        from rlx.jax_names import hint  # only needed for errors
+        from rlx.errors import nearest  # only needed for errors
+        from rlx.jax_names import hint
 
-        known = None if name.startswith("_") else hint(name)
+        known = None if name.startswith("_") else hint(name) or nearest(name, __all__)
         raise AttributeError(f"module 'rlx' has no attribute {name!r}" + (f": {known}" if known else ""))
     with paused():
         if name in ("Graph", "Value", "MaskKind", "op"):

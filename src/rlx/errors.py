@@ -19,6 +19,7 @@
     ├── NonFiniteError        a run produced NaN or infinity under rlx.debug.nans (also a FloatingPointError)
     └── RequestError          an invalid request to a model: a setting, a prompt, a number out of range
         ├── ContextError      a prompt that is longer than the context
+        ├── NotEndedError     the completion of a stream that is still running (also an AttributeError)
         ├── OverloadedError   too many requests wait already; `retry_after` says for how long
         └── UsageError        an invalid command line (rlx.cli.console)
 
@@ -124,6 +125,10 @@ class ContextError(RequestError):
     def __init__(self, message: str, *, context: int, tokens: int | None = None, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.context, self.tokens = context, tokens
+
+
+class NotEndedError(RequestError, AttributeError):
+    """The completion of a stream that is still running. An AttributeError, so `hasattr` says whether it has ended."""
 
 
 class OverloadedError(RequestError):

@@ -272,3 +272,28 @@ def test_a_failed_write_leaves_the_old_file(
     assert main(["embed", "-m", str(model), "bal", "--out", str(out)]) == 1
     assert "v.npy cannot be written: No space left on device" in capsys.readouterr().err
     assert out.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["v.npy"]
+
+
+def test_a_word_that_resembles_a_path_is_pointed_out(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "shop").write_text("fom\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["embed", "-m", str(model), "nots", "--query", "fom"]) == 0
+    assert "'nots' is embedded as a text; did you mean the folder 'notes'?" in capsys.readouterr().err
+    assert main(["embed", "-m", str(model), "nots/shop"]) == 0
+    assert "did you mean the file 'notes/shop'?" in capsys.readouterr().err
+    assert main(["embed", "-m", str(model), "fom", "bal bam"]) == 0
+    assert "did you mean" not in capsys.readouterr().err
+    assert main(["embed", "-m", str(model), "notes/shp"]) == 2  # its folder is there
+    assert "'notes/shp' is written like a path, and nothing is there" in capsys.readouterr().err
+    assert main(["embed", "-m", str(model), "and/or"]) == 0
+
+
+def test_a_query_needs_texts_to_rank(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Piped(b""))
+    assert main(["embed", "-m", str(model), "--query", "fom"]) == 2
+    assert "there are no texts to rank" in capsys.readouterr().err

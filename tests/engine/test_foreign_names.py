@@ -94,3 +94,13 @@ def test_settings_of_embed(tmp_path: Path) -> None:
 def test_stages_are_what_can_be_captured(tiny: LanguageModel) -> None:
     assert {"embed", "layers.0", "layers.1.attn", "layers.1.ffn", "norm", "head"} <= set(tiny.stages)
     assert set(tiny.run([1, 2], capture=tiny.stages)) >= set(tiny.stages)
+
+
+@pytest.mark.parametrize("name", ["set_params", "set_param", "load_params", "load_state_dict"])
+def test_weights_of_models_are_not_set(tiny: LanguageModel, name: str) -> None:
+    with pytest.raises(AttributeError) as error:
+        getattr(tiny, name)
+    assert "model.apply(params, tokens)" in str(getattr(error.value, "hint", ""))
+    with pytest.raises(RequestError) as request:
+        tiny.generate("a", params={})
+    assert "model.save(path, params)" in str(request.value.hint)

@@ -19,7 +19,7 @@ import rlx
 from rlx.engine import generate as generation
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
-from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError
+from rlx.errors import CapabilityError, FormatError, NotEndedError, RequestError, ResourceError
 from rlx.formats.chat import ChatTemplate
 from rlx.formats.tokenizer import Tokenizer
 
@@ -304,7 +304,6 @@ def test_no_template_no_chat(stories: LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        ([], {}, "there are no tokens"),
         ([[1], []], {}, "prompt 1: there are no tokens"),
         ([1, 512], {}, "token 512 at 1 is outside the vocabulary of 512 tokens"),
         ([-1], {}, "token -1 at 0"),
@@ -511,3 +510,17 @@ def test_a_stream_that_is_closed_while_its_prompt_is_read_has_no_negative_times(
             assert done.finish_reason == "closed" and done.tokens == []
             assert times.prompt_seconds >= 0 and times.answer_seconds == 0 == times.answer_per_second
             assert times.prompt_per_second == 0
+
+
+def test_no_prompts_give_no_completions(stories: LanguageModel) -> None:
+    assert stories.generate([]) == [] and stories.score([]) == []
+    with pytest.raises(RequestError, match="stream: there are no tokens"):
+        stories.stream([])
+
+
+def test_a_stream_has_a_completion_once_it_has_ended(stories: LanguageModel) -> None:
+    with stories.stream("Once", max_tokens=3) as stream:
+        assert not hasattr(stream, "completion")
+        with pytest.raises(NotEndedError, match="it has not ended"):
+            _ = stream.completion
+    assert hasattr(stream, "completion") and stream.completion.finish_reason == "closed"

@@ -398,3 +398,16 @@ def test_a_norm_after_a_matmul_is_said_to_be_apart() -> None:
 def test_what_fuses_is_neither_missed_nor_apart() -> None:
     fusion, launches = report(lambda g, x, w, v: (x @ w + v).gelu())
     assert launches == 1 and not fusion.missed and not fusion.separate
+
+
+def test_attention_without_heads_is_refused() -> None:
+    flow = ModelFlow("m").input("tokens", ("batch", "seq"), "i32").rope(8, 16).embed("embed", shape=(9, 64))
+    with pytest.raises(rlx.errors.ShapeError, match="num_heads is 0, expected an integer from 1"):
+        flow.attention("attn", 0).init(rlx.random.key(0))
+
+
+def test_devices_of_other_libraries_are_named() -> None:
+    flow = ModelFlow("m").input("x", (2,)).custom(lambda emit, value: value * 2.0)
+    with pytest.raises(rlx.errors.CapabilityError) as error:
+        rlx.compile(flow.build(), device="gpu")
+    assert 'device="cuda"' in str(error.value.hint)

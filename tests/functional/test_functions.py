@@ -363,3 +363,9 @@ def test_modules_list_what_they_are_for() -> None:
         made_here = {n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
         names = {n for n in made_here if not n.startswith("_")} - {"broadcast_prefix", "Node", "node", "sorted_keys"}
         assert set(dir(module)) == names
+
+
+def test_the_gradient_of_a_function_without_a_return_says_so() -> None:
+    with pytest.raises(ShapeError, match="returns no array, wanted one float") as error:
+        rlx.grad(lambda x: None)(1.0)
+    assert error.value.hint == "does it end in a return?"

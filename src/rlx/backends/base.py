@@ -457,6 +457,16 @@ def backend_of(target: Target) -> Backend:
     return backend(target.device)
 
 
+# Names of other libraries for devices
+OTHER_NAMES = {
+    "gpu": 'an NVIDIA GPU is device="cuda"; device="auto" takes one if there is room on it',
+    "mps": "there is no backend for Apple's GPUs",
+    "metal": "there is no backend for Apple's GPUs",
+    "rocm": "there is no backend for AMD's GPUs",
+    "tpu": "there is no backend for TPUs",
+}
+
+
 def _class(name: str) -> type[Backend]:
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
@@ -464,7 +474,7 @@ def _class(name: str) -> type[Backend]:
     point = _entry_points().get(name)
     if point is None:
         known = available()
-        hint = nearest(name, known) or f"known: {', '.join(known)}"
+        hint = OTHER_NAMES.get(name) or nearest(name, known) or f"known: {', '.join(known)}"
         raise CapabilityError(f"device: {name!r} is not known", hint=hint)
     try:
         loaded = point.load()

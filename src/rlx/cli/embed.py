@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import itertools
 import json
 import os
 import re
@@ -32,6 +34,7 @@ from rlx.errors import CapabilityError, RequestError
 
 DEFAULT = "minilm-l6"
 MAX_BYTES = 256 << 20  # of all text files and stdin together
+MAX_NAME, MAX_ENTRIES = 255, 1000  # a word longer than that is no path; entries of this folder that it may resemble
 MANY = 256  # texts that need a progress bar
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # models' names of the prompt for documents
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".npy")
@@ -78,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     places = read_texts(arguments.texts, arguments.file)
     texts = [place.text for place in places]
+    if arguments.query is not None and not texts:
+        raise UsageError("embed: there are no texts to rank", hint="rlx embed FOLDER --query 'a question'")
     with open_model(arguments.model, arguments.threads, arguments.precision, arguments.device) as model:
         begin = time.perf_counter()
         vectors = vectors_of(model, texts, arguments)
@@ -135,6 +140,9 @@ def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]
         elif _is_missing(text):
             raise UsageError(f"embed: {text!r} is written like a path, and nothing is there", hint=_as_text(text))
         else:
+            similar = _similar_path(text)
+            if similar is not None:
+                console.note(f"embed: {text!r} is embedded as a text; did you mean {similar}?")
             places.append(Place(text, len(places) + 1))
     if not files:
         if texts:
@@ -159,12 +167,27 @@ def _is_missing(text: str) -> bool:
     """Whether an argument looks like a path that does not exist. Images are checked by the model."""
     if _is_image(text) or any(c.isspace() for c in text):
         return False
-    if _PATH.fullmatch(text) is None and not text.lower().endswith(TEXTS):
-        return False
     try:
-        return not Path(text).exists()
+        is_path = _PATH.fullmatch(text) or text.lower().endswith(TEXTS) or ("/" in text and Path(text).parent.is_dir())
+        return bool(is_path) and not Path(text).exists()
     except (OSError, ValueError):  # too long for a name, or contains a null byte
         return False
+
+
+def _similar_path(text: str) -> str | None:
+    """A file or folder whose name is like a word of the command line; None for other texts."""
+    if len(text) > MAX_NAME or any(c.isspace() for c in text):
+        return None
+    first, slash, rest = text.partition("/")
+    try:
+        names = [entry.name for entry in itertools.islice(os.scandir("."), MAX_ENTRIES)]
+    except OSError:
+        return None
+    name = next(iter(difflib.get_close_matches(first, names, 1, 0.75)), None)
+    if name is None or name == text:
+        return None
+    path = Path(name + slash + rest) if (Path(name) / rest).exists() else Path(name)
+    return f"the {'folder' if path.is_dir() else 'file'} {str(path)!r}"
 
 
 def _is_image(text: str) -> bool:

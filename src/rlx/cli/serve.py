@@ -56,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from rlx.server.serve import serve
     except ImportError as error:
-        raise CapabilityError(f"serve: {error.name} is not installed", hint="pip install 'rlx[serve]'") from error
+        raise CapabilityError(
+            f"serve: {error.name} is not installed", hint="install the extra serve: pip install '.[serve]' in the clone"
+        ) from error
     settings = _settings(arguments)
     names = [str(name) for name in arguments.models or [hub.DEFAULT]]
     loaders = {_served_name(name): functools.partial(_load, name, arguments) for name in names}

@@ -71,7 +71,7 @@ class AsyncTextStream(AsyncIterator[str]):
 
     @property
     def completion(self) -> Completion:
-        """The text, its tokens, usage and timings. Raises RequestError while the stream is running."""
+        """The text, its tokens, usage and timings. Raises NotEndedError while the stream is running."""
         return self._stream.completion
 
     def __del__(self) -> None:

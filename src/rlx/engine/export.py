@@ -71,7 +71,7 @@ def export(what: CompiledGraph | Jitted | Model, path: PathLike, *, weights: boo
     if isinstance(what, Model):
         return export_model(what, path, embed=weights)
     if isinstance(what, Jitted):
-        return what.program().export(Path(path), weights=weights)
+        return what.export(Path(path))
     raise RequestError(f"export: takes a compiled graph, a jitted function or a model, found {type(what).__name__}")
 
 
@@ -85,7 +85,13 @@ def load_exported(
     """
     file = open_export(path, verify=verify)
     if file.manifest["kind"] == "graph":
-        return from_export(file, threads=threads)
+        compiled = from_export(file, threads=threads)
+        if "function" in file.manifest:
+            from rlx.functional.exported import ExportedCall  # models do not need it
+
+            record, outputs = file.manifest["function"], len(compiled.signature.outputs)
+            compiled.convention = ExportedCall.from_json(record, str(file.path), outputs)
+        return compiled
     return _model(file, threads, model)
 
 

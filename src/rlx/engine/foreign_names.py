@@ -26,7 +26,9 @@ _CONSTRAINED = "schema= takes a JSON schema; regex=, choice= and grammar= are th
 _HISTORY = 'chat takes the conversation as a list of messages: [{"role": "user", "content": "..."}, ...]'
 _STREAM = "model.stream(...) returns the text piece by piece"
 _TOOLS = "chat(messages, tools=[function]) runs functions that the model calls"
-_SEVERAL = "give a list of prompts: generate([prompt] * 3, temperature=1.0)"
+_SEVERAL = "call once per seed: [model.generate(prompt, temperature=1.0, seed=i) for i in range(3)]"
+_PARAMS = "model.apply(params, tokens) runs other weights; model.save(path, params) writes a model with them"
+_KEEPS = "a model keeps its weights: model.apply(params, tokens) runs others, model.save(path, params) writes a model"
 _BEAMS = "there is no beam search: model.score compares texts"
 # settings that mean something else here, or that do not exist
 ADVICE = {
@@ -35,7 +37,8 @@ ADVICE = {
     "history": _HISTORY, "messages": _HISTORY, "memory": _HISTORY, "session": _HISTORY, "conversation": _HISTORY,
     "stream": _STREAM, "streamer": _STREAM, "callback": _STREAM, "on_token": _STREAM, "token_callback": _STREAM,
     "tools": _TOOLS, "functions": _TOOLS, "tool_choice": _TOOLS, "function_call": _TOOLS,
-    "n": _SEVERAL, "num_return_sequences": _SEVERAL, "best_of": _SEVERAL, "batch_size": _SEVERAL,
+    "n": _SEVERAL, "num_return_sequences": _SEVERAL, "best_of": _SEVERAL,
+    "batch_size": "a list of prompts is one batch: generate([text, text])",
     "num_beams": _BEAMS, "beam_width": _BEAMS,
     "system": "a system message belongs to a conversation: chat(messages, system=...), or stream(..., chat=True)",
     "chat": "chat(messages) answers a conversation; stream(text, chat=True) streams the answer",
@@ -48,6 +51,7 @@ ADVICE = {
     "cache_prompt": "the prefix cache is always used; usage.cached_tokens says how much came from it",
     "use_cache": "the KV cache is always used",
     "verbose": "model.report(prompt) says where the time goes",
+    "params": _PARAMS, "weights": _PARAMS, "state_dict": _PARAMS,
     "tfs_z": "there is no tail-free sampling", "mirostat": "there is no Mirostat",
     "typical_p": "there is no typical sampling",
 }  # fmt: skip
@@ -59,6 +63,7 @@ EMBED_SETTINGS = {
     "convert_to_tensor": "vectors are NumPy arrays: torch.from_numpy(vectors)",
     "output_value": "model.run(text, capture=...) has all values",
     "device": "rlx.load(name, device=...)", "max_length": "rlx.load(name, context=...)",
+    "params": "model.apply(params, text) runs other weights; model.save(path, params) writes a model with them",
     "pooling": "the model's files say how to pool; model.pooling is its name",
 }  # fmt: skip
 EMBED_OWN = ("batch_size", "normalize", "truncate", "prompt", "show_progress", "trace")
@@ -88,7 +93,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "profile_run": {"": "model.report()"}, "benchmark": {"": "rlx bench MODEL"},
     "config": {"": "model.checkpoint.config"}, "parameters": {"": "model.params"},
     "named_parameters": {"": "model.params"}, "state_dict": {"": "model.params"},
-    "load_state_dict": {"": "model.apply(params, tokens), or model.save(path, params)"},
+    **{name: {"": _KEEPS} for name in ("load_state_dict", "set_params", "set_param", "update_params", "load_params")},
     "layers": {"": "model.stages lists the stages"}, "modules": {"": "model.stages lists the stages"},
     "named_modules": {"": "model.stages lists the stages"}, "hooks": {"": "model.run(tokens, capture=..., edit=...)"},
     "register_forward_hook": {"": "model.run(tokens, capture=..., edit=...)"},

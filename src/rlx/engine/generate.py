@@ -18,7 +18,6 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.interventions import Execute
 from rlx.engine.kv_cache import KvCache, aligned
-from rlx.engine.logprobs import Logprob, TokenBytes, logprob_of
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import SPARE, PagePool
 from rlx.engine.sampler import BatchSampling, Sampler, no_token, operand_input, short_repr
@@ -28,6 +27,7 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec
 
 if TYPE_CHECKING:
+    from rlx.engine.logprobs import Logprob, TokenBytes
     from rlx.inspect.call_report import CallRecorder
 
 Inputs = Mapping[str, Array]
@@ -300,6 +300,8 @@ class Sequence:
         self.sampler.accept(token)
         self.tokens.append(token)
         if self.logprobs is not None:
+            from rlx.engine.logprobs import logprob_of  # a warm start needs no log-probabilities
+
             logits, logprob = pick.logits[: self.vocab], pick.logprob
             if token != pick.token:  # of processed logits; log-probabilities are the model's
                 logprob += float(logits[token]) - float(logits[pick.token])

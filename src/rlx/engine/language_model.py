@@ -21,13 +21,11 @@ from rlx.engine.generate import Usage as Usage
 from rlx.engine.interventions import Captures, EditedGraph, Execution, execution
 from rlx.engine.kv_cache import aligned
 from rlx.engine.load_settings import as_int
-from rlx.engine.logprobs import Logprob, Score, TokenBytes
 from rlx.engine.model import NOTHING, Model, Recent
 from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import Sampler, Sampling, short_repr
 from rlx.engine.scheduler import Request, Scheduler, Ticket
-from rlx.engine.scoring import scores_of, text_after
-from rlx.errors import CapabilityError, ContextError, FormatError, RequestError, RlxError, shortened
+from rlx.errors import CapabilityError, ContextError, FormatError, NotEndedError, RequestError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require
@@ -37,6 +35,7 @@ from rlx.types import TensorType, sym
 if TYPE_CHECKING:
     from rlx.engine.async_stream import AsyncTextStream
     from rlx.engine.edits import Edit
+    from rlx.engine.logprobs import Logprob, Score, TokenBytes
     from rlx.engine.structured import GrammarCompiler, Structure
     from rlx.engine.tools import ToolCall, ToolFormat
     from rlx.flow.flow import BuiltModel
@@ -124,9 +123,9 @@ class TextStream(Iterator[str]):
 
     @property
     def completion(self) -> Completion:
-        """The text so far, its tokens, usage and timings. Raises RequestError while the stream is running."""
+        """The text so far, its tokens, usage and timings. Raises NotEndedError while the stream is running."""
         if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
-            raise RequestError("stream: it has not ended", hint="read it to its end or close it")
+            raise NotEndedError("stream: it has not ended", hint="read it to its end or close it")
         return self._model.completion_of(self._sequence, self._captures)
 
     def __repr__(self) -> str:
@@ -223,7 +222,7 @@ class LanguageModel(Model):
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Compiles grammars for structured output; needs llguidance (`pip install 'rlx[serve]'`)."""
+        """Compiles grammars for structured output; needs llguidance (the extra `serve`)."""
         from rlx.engine.structured import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self.vocab_size, thinking=self.thinking)
@@ -411,6 +410,8 @@ class LanguageModel(Model):
         With a `prompt`, those of the text after it, as for choosing the likeliest of several answers. `logprobs=n`
         also returns the n likeliest tokens at each position.
         """
+        from rlx.engine.scoring import scores_of, text_after  # a warm start generates
+
         self._check_usable()
         many, top = _is_batch(text, "score"), _count("logprobs", logprobs)
         rows = [text_after(self, t, prompt, f"score: text {i}") for i, t in enumerate(text if many else [text])]
@@ -640,7 +641,7 @@ def _is_batch(prompt: Any, where: str = "generate") -> bool:
         raise RequestError(f"{where}: expected a text, token ids or a list of them, found {type(prompt).__name__}")
     if _is_conversation(prompt):
         raise RequestError(f"{where}: messages are for chat", hint="use chat(messages)")
-    first = prompt[0] if len(prompt) else None
+    first = prompt[0] if len(prompt) else ""  # no prompts: no completions
     return isinstance(first, str) or hasattr(first, "__len__")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from rlx.backends.base import automatic
 from rlx.engine.load_settings import choose, profile_for, session_for
@@ -27,6 +27,10 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
 
     Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel
 
+    class AnyModel(LanguageModel, EmbeddingModel, VisionModel):  # type: ignore[misc]
+        """One of the three, for type checkers: which one depends on the file. Other verbs raise WrongVerb."""
+
+
 # Names of other programs for the settings of `load`
 ROOM = 1.3  # free bytes of a device per byte of a model's files that `device="auto"` asks for
 FOREIGN_SETTINGS = {
@@ -42,7 +46,7 @@ def load(
     context: int | None = None, precision: str = "auto", cache: str = "auto", offline: bool = False,
     profile: CompileProfile | str | Path | None = None, patch: Patch | None = None,
     params: Mapping[str, Any] | None = None, tokenizer: Tokenizer | str | Path | None = None, **unknown: Any,
-) -> Loaded:  # fmt: skip
+) -> AnyModel:  # fmt: skip
     """Load a model by catalogue name, file, folder or `org/name[:quant]`, or an exported one (`.rlxp`).
 
     `device` is where it runs: cpu, cuda, cuda:1, or auto: a GPU with room for it if there is one, else the CPU.
@@ -71,7 +75,7 @@ def load(
     if hasattr(source, "as_function"):  # a flow, or a built one
         from rlx.engine.flow_model import load_flow
 
-        return load_flow(source, params, tokenizer, threads, settings)
+        return cast("AnyModel", load_flow(source, params, tokenizer, threads, settings))
     if params is not None or tokenizer is not None:
         raise RequestError("load: params and tokenizer are those of a flow of your own, a model's are in its files")
     files = resolve(source, offline=offline)
@@ -80,11 +84,11 @@ def load(
     if files.path.suffix == SUFFIX:
         from rlx.engine.export import load_model
 
-        return load_model(files.path, threads, settings)
+        return cast("AnyModel", load_model(files.path, threads, settings))
     with paused():
         model = _load_files(files.path, None if files.source == "path" else files.name, threads, settings)
     model._warn()
-    return model
+    return cast("AnyModel", model)
 
 
 def _file_bytes(path: Path) -> int:

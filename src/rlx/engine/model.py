@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ import numpy as np
 
 import rlx
 from rlx.arrays import Array
-from rlx.engine.foreign_names import attribute_hint
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import PagePool
@@ -446,6 +446,10 @@ class Model:
             return call(None)
         from rlx.inspect.call_report import CallRecorder
 
+        if not isinstance(trace, (str, os.PathLike)):
+            raise RequestError(
+                f"{verb}: trace is {short_repr(trace)}, expected the path of a file", hint='trace="t.json"'
+            )
         path, recorder = writable(trace), CallRecorder(lambda inputs: verb)
         result = call(recorder)
         recorder.finish()
@@ -521,9 +525,12 @@ class Model:
             if any(name in verbs for verbs in VERBS.values()):
                 (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.facts.kind}"))
                 raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")
-            hint = None if name.startswith("_") else attribute_hint(name, self.facts.kind)
-            if hint is not None:
-                raise UnknownAttribute(f"{name}: {type(self).__name__} has no such attribute", hint=hint)
+            if not name.startswith("_"):
+                from rlx.engine.foreign_names import attribute_hint  # only errors need it
+
+                hint = attribute_hint(name, self.facts.kind)
+                if hint is not None:
+                    raise UnknownAttribute(f"{name}: {type(self).__name__} has no such attribute", hint=hint)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:

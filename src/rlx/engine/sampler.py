@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -17,7 +18,6 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import dtype
-from rlx.engine.foreign_names import setting_hint
 from rlx.errors import KernelError, RequestError, shortened
 from rlx.sampling import NO_TOKEN, highest_places, mask_words, token_bits
 
@@ -113,6 +113,8 @@ class Sampling:
         """From keywords; the error for another program's name of a setting says the name here."""
         for name in settings:
             if name not in cls.__dataclass_fields__:
+                from rlx.engine.foreign_names import setting_hint  # only errors need it
+
                 known = (*cls.__dataclass_fields__, "max_tokens", "stop", "logprobs", "edit", "capture", "trace")
                 raise RequestError(f"sampling: no setting is called {name!r}", hint=setting_hint(name, known))
         return cls(**settings)
@@ -329,6 +331,4 @@ def most_likely(values: Array, count: int) -> list[int]:
 
 
 def _fresh_seed() -> int:
-    entropy = np.random.SeedSequence().entropy
-    assert isinstance(entropy, int)
-    return entropy % 2**63
+    return int.from_bytes(os.urandom(8), "little") >> 1  # not numpy.random, which greedy sampling does not import

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rlx.engine.sampler import OPERANDS, operand_input
 from rlx.flow.flow import BuiltModel
 from rlx.ir.graph import Value
-from rlx.ir.rewrite import rebuild
+from rlx.ir.rewrite import copy_graph
 
 OUTPUTS = ("next_token", "next_logprob")
 
@@ -24,7 +24,7 @@ def with_sampler(built: BuiltModel, vocab: int) -> BuiltModel:
     main = built.module.outputs[0]
     if len(main.shape) != 2 or not main.dtype.is_float or not isinstance(main.shape[1], int):
         return built
-    copy = rebuild(built.module, lambda rewriter, node: None, made_by="")
+    copy = copy_graph(built.module)
     outputs = [copy.nodes[value.node.id][value.index] for value in built.module.outputs]
     logits = outputs[0] if main.shape[1] <= vocab else outputs[0][:, :vocab]
     rows = main.shape[0]

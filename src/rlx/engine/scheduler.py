@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlx.engine import generate as generation
+from rlx.engine.counters import Counters
 from rlx.engine.fair_shares import FairShares
 from rlx.engine.generate import Decoder, Pick
 from rlx.engine.generate import Sequence as TokenSequence
@@ -29,13 +30,13 @@ from rlx.engine.kv_cache import CHECKPOINT, CUT, KvCache
 from rlx.engine.page_pool import SPARE, PagePool, PoolFull
 from rlx.engine.prefix_tree import common
 from rlx.engine.sampler import GREEDY, BatchSampling, Sampler, Sampling
-from rlx.engine.statistics import Counters, Statistics
 from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
 from rlx.fork_safe_locks import Lock
 
 if TYPE_CHECKING:
     from rlx.engine.interventions import Execution
     from rlx.engine.language_model import Completion, LanguageModel
+    from rlx.engine.statistics import Statistics
 
 STALL = 0.2  # seconds that a slice of prefill may hold up those who decode
 SLICE = 16  # tokens: slices are multiples of it, longer ones of CUT

@@ -301,7 +301,8 @@ def _tokens_of(tokenizer: Tokenizer, vocab: int) -> LLTokenizer:
         from llguidance import LLTokenizer
     except ImportError as error:
         raise CapabilityError(
-            "structured output: llguidance is not installed", hint="pip install 'rlx[serve]'"
+            "structured output: llguidance is not installed",
+            hint="install the extra serve: pip install '.[serve]' in the clone",
         ) from error
     vocabulary = _Vocabulary(tokenizer, vocab)
     return LLTokenizer(vocabulary, eos_token=vocabulary.stops)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ class VisionModel(Model):
         """The vector `[dim]` of an image, or the vectors `[images, dim]` of a list of them, as f32.
 
         An image is a path, an array (`[height, width, 3]` of bytes, or of floats from 0 to 1) or a Pillow image. Files
-        are PNG, PPM, PGM or NPY; with Pillow installed (`pip install 'rlx[vision]'`) any format works, and PNG is read
+        are PNG, PPM, PGM or NPY; with Pillow installed (the extra `vision`) any format works, and PNG is read
         faster. `tokens` returns the vectors of all tokens, `[tokens, dim]`: the class token and registers, if the model
         has them, then the patches row by row. `normalize` scales vectors to unit length.
         """

@@ -29,7 +29,7 @@ from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source
 from rlx.ir.graph import Graph, Value
 from rlx.ir.provenance import Origin, here
 from rlx.ir.registry import HIR, LEAF, MIR
-from rlx.ir.rewrite import live_copy, rebuild
+from rlx.ir.rewrite import copy_graph, live_copy
 from rlx.module import GraphModule
 from rlx.notebook import box, preformatted, table
 from rlx.profile import CompileProfile
@@ -158,7 +158,7 @@ class BuiltModel:
             if value.graph is not self.module:
                 raise GraphError(f"extra output {name!r}: is not of this build of {self.module.name!r}")
         names = _distinct([*self.output_names, *(name for name, _ in pushed)])
-        copy = rebuild(self.module, lambda rewriter, node: None, made_by="")
+        copy = copy_graph(self.module)
         wanted = [*self.module.outputs, *(value for _, value in pushed)]
         copy.set_outputs([copy.nodes[value.node.id][value.index] for value in wanted])
         return replace(self, module=copy, output_names=names)

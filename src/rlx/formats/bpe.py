@@ -19,16 +19,15 @@ from operator import add
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import PreTokenizedString, Regex, Token, models, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
+from rlx.arrays import Array
 from rlx.errors import FormatError
 from rlx.formats.tensor_file import quoted
 
 K = TypeVar("K")
 V = TypeVar("V")
-Array = NDArray[Any]
 SPACES = ("\u2581", " ")  # of SentencePiece and of llama2.c
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 TOKEN = 0xFFFFFFFF  # the lower half of entries of `letters` and `merge`

@@ -1,7 +1,7 @@
 """PNG reader (W3C, third edition).
 
 Time is linear in file size and pixels. Sizes are checked before anything is inflated, and no more is inflated than the
-header implies. Most time goes into undoing the filters; if Pillow is installed (`pip install 'rlx[vision]'`), its
+header implies. Most time goes into undoing the filters; if Pillow is installed (the extra `vision`), its
 decoder does that up to twice as fast, with identical results.
 """
 

@@ -248,9 +248,18 @@ class Jitted:
     def export(self, path: str | Path, *args: Any, **kwargs: Any) -> Path:
         """Write the program for these arguments, or those of the last call, to a file for `rlx.load_exported`.
 
-        The loaded program takes arrays by name, such as `params.w`; `rlx.explain` lists the names.
+        The loaded program is called like this function, without static arguments. Named tuples and dataclasses of its
+        result become dicts; inputs of its `run` have names such as `params.w`.
         """
-        return self.program(*args, **kwargs).export(path)
+        from rlx.functional.exported import ExportedCall  # few programs need it
+        from rlx.runtime.export import Extras, export_graph
+
+        program = self.program(*args, **kwargs)
+        call, _ = self._looked_at("export", args, kwargs)
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = (n for n, p in self.signature.parameters.items() if p.kind in kinds and n not in self.static)
+        convention = ExportedCall(tuple(names), call.function.structure)
+        return export_graph(program, path, extras=Extras(about={"function": convention.to_json()}))
 
     def __repr__(self) -> str:
         times = "once" if len(self.history) == 1 else f"{len(self.history)} times"

@@ -328,12 +328,22 @@ _PUBLIC = (
     "normal permutation rademacher randint split truncated_normal uniform"
 )
 _NAMES = _PUBLIC.split()
-_ELSEWHERE = {"PRNGKey": "rlx.random.key", "shuffle": "rlx.random.permutation", "seed": "rlx.random.key"}
+_ELSEWHERE = {
+    "PRNGKey": "it is called rlx.random.key here",
+    "shuffle": "it is called rlx.random.permutation here",
+    "seed": "it is called rlx.random.key here",
+    "key_data": "a key is a NumPy array already",
+    "wrap_key_data": "a key is a NumPy array already",
+    "multivariate_normal": "mean + np.linalg.cholesky(covariance) @ rlx.random.normal(key, mean.shape)",
+    "orthogonal": "np.linalg.qr(rlx.random.normal(key, (n, n)))[0]",
+    "ball": "x / np.linalg.norm(x) * rlx.random.uniform(key) ** (1 / n) of a normal x is uniform in the ball",
+    "poisson": "not there: NumPy's default_rng(seed).poisson draws outside of traced functions",
+    "t": "not there: NumPy's default_rng(seed).standard_t draws outside of traced functions",
+}
 
 
 def __getattr__(name: str) -> NoReturn:
-    place = _ELSEWHERE.get(name)
-    hint = f"it is called {place} here" if place else nearest(name, _NAMES)
+    hint = _ELSEWHERE.get(name) or nearest(name, _NAMES)
     raise AttributeError(f"module 'rlx.random' has no attribute {name!r}" + (f": {hint}" if hint else ""))
 
 

@@ -212,9 +212,8 @@ class Traced(Operators):
         self._unknown("int", "a number that code depends on is a static argument: rlx.jit(f, static_argnums=...)")
 
     def __index__(self) -> int:
-        self._unknown(
-            "index", f"rlx.take(x, i) and rlx.dynamic_slice(x, i, n) read NumPy arrays by data; {_STATIC_SIZE}"
-        )
+        reads = "rlx.at(array)[i:i + 2].get() reads a NumPy array"
+        self._unknown("index", f"{reads}, rlx.switch chooses a function, rlx.fori_loop loops up to it; {_STATIC_SIZE}")
 
     def __float__(self) -> float:
         self._unknown("float", "rlx and NumPy functions accept it as it is")
@@ -222,7 +221,10 @@ class Traced(Operators):
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         hint = "np.stack([x, y]) and rlx.numpy.array([x, y]) accept it, np.array([x, y]) does not"
         if self.value.dtype.is_integer:
-            hint = f"rlx.take(array, i) is what array[i] and np.take(array, i) are for a NumPy array; {hint}"
+            reads = "rlx.at(array)[i, 0].get() is array[i, 0], rlx.take(array, i) is np.take(array, i) of a NumPy array"
+            hint = f"{reads}; {hint}"
+        elif self.value.dtype.is_bool:
+            hint = f"array[mask] has a size that depends on data: rlx.where(mask, array, 0.0) keeps the shape; {hint}"
         self._unknown("numbers", hint)
 
     def __format__(self, spec: str) -> str:

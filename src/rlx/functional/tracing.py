@@ -219,10 +219,11 @@ class Program:
 
     def inputs(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """Return the arrays by the names of the leaves."""
-        return {n: _contiguous(a) for n, a in zip(self.names, arrays, strict=True)}
+        return {n: contiguous(a) for n, a in zip(self.names, arrays, strict=True)}
 
 
-def _contiguous(x: Any) -> Any:
+def contiguous(x: Any) -> Any:
+    """Return an array that programs take as it is: C-contiguous, or on a device."""
     if (type(x) is np.ndarray and x.flags.c_contiguous) or isinstance(x, DeviceArray):
         return x
     return np.asarray(as_array(x), order="C")

@@ -159,9 +159,9 @@ def _value_and_grad(function: Fun, argnums: int | Sequence[int], has_aux: bool, 
             raise GraphError(f"grad: has_aux wants a pair of value and aux, the function returns {traced.structure}")
         loss = traced.structure.children[0] if has_aux else traced.structure
         if loss.leaves != 1 or outputs[0].type.elements != 1:
-            shown = ", ".join(str(o.type) for o in outputs[: loss.leaves])
+            shown = ", ".join(str(o.type) for o in outputs[: loss.leaves]) or "no array"
             problem = f"grad: {describe(function)} returns {shown}, wanted one float"
-            raise ShapeError(problem, hint="sum it, or use jacrev")
+            raise ShapeError(problem, hint="sum it, or use jacrev" if loss.leaves else "does it end in a return?")
         names = [_name(traced.graph, i) for i in which]
 
         def transform() -> Graph:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from rlx.dtypes import DType
 from rlx.errors import GraphError, nearest
@@ -298,7 +298,22 @@ def ravel(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     return flat, unravel
 
 
+_ELSEWHERE = {
+    "map_with_path": "rlx.tree.structure(t).paths() names the leaves in the order of rlx.tree.leaves(t)",
+    "flatten_with_path": "zip(rlx.tree.structure(t).paths(), rlx.tree.leaves(t))",
+    "leaves_with_path": "zip(rlx.tree.structure(t).paths(), rlx.tree.leaves(t))",
+    "all": "all(rlx.tree.leaves(t))",
+    "transpose": "rlx.tree.map(lambda *leaves: list(leaves), *trees) is the tree of lists of a list of trees",
+    "tree_map": "rlx.tree.map",
+    "register_pytree_node": "rlx.tree.register",
+    "register_pytree_node_class": "rlx.tree.register",
+}
 _PUBLIC = "Structure flatten leaves map ravel reduce register register_dataclass structure unflatten"
+
+
+def __getattr__(name: str) -> NoReturn:
+    hint = None if name.startswith("_") else _ELSEWHERE.get(name) or nearest(name, _PUBLIC.split())
+    raise AttributeError(f"module 'rlx.tree' has no attribute {name!r}" + (f": {hint}" if hint else ""))
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import stat
@@ -260,7 +259,7 @@ def _write_record(folder: Path, record: Mapping[str, list[str | int]]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file atomically, via a temporary name."""
-    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")  # not mkstemp: others may read
+    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")  # not mkstemp: others may read
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)

@@ -233,9 +233,9 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
     def copy(self) -> Graph:
         """An independent copy of the graph."""
-        from rlx.ir.rewrite import rebuild
+        from rlx.ir.rewrite import copy_graph
 
-        return rebuild(self, lambda rewriter, node: None, made_by="copy")
+        return copy_graph(self)
 
     def reshape(self, x: Value, shape: ShapeLike) -> Value:
         """`x` with another shape of the same number of elements; one size may be -1."""

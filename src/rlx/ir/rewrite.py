@@ -85,15 +85,19 @@ DROPPED: tuple[Value, ...] = ()  # returned by a visitor for a node that was mer
 
 
 def rebuild(graph: Graph, visit: Visitor, *, made_by: str) -> Graph:
-    """Returns a new graph in which `visit` replaces each node (None: keep the node, DROPPED: remove it)."""
+    """Returns the graph in which `visit` replaces each node (None: keep the node, DROPPED: remove it).
+
+    It is the graph itself if all nodes are kept, which then needs no verification.
+    """
     rewriter = Rewriter(graph, made_by)
-    values, new, rewrites = rewriter.values, rewriter.graph.nodes, 0
+    values, new, rewrites, changed = rewriter.values, rewriter.graph.nodes, 0, False
     for node in graph.nodes:
         start = len(new)
         replacement = visit(rewriter, node)
         if replacement is None:
             rewriter.keep(node)
             continue
+        changed = True
         if replacement is DROPPED:
             rewrites += 1
             continue
@@ -101,6 +105,20 @@ def rebuild(graph: Graph, visit: Visitor, *, made_by: str) -> Graph:
         values.update(zip(node.results, results, strict=True))
         rewrites += not (len(new) == start + 1 and _is_copy(rewriter, node, new[start], results))
     _count(rewrites)
+    return _with_stages(rewriter, graph) if changed else graph
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """An independent copy of a graph; its nodes have the same numbers."""
+    rewriter = Rewriter(graph, "copy")
+    for node in graph.nodes:
+        rewriter.keep(node)
+    return _with_stages(rewriter, graph)
+
+
+def _with_stages(rewriter: Rewriter, graph: Graph) -> Graph:
+    """The rewritten graph, with the outputs and the stages that are left of the old one."""
+    values = rewriter.values
     rewriter.graph.stages = {path: values[value] for path, value in graph.stages.items() if value in values}
     return rewriter.finish(graph.outputs)
 

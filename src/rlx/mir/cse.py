@@ -10,17 +10,19 @@ from rlx.ir.rewrite import Rewriter, rebuild
 
 def cse(graph: Graph) -> Graph:
     """Merge nodes with the same op, attributes and operands."""
-    seen: dict[Any, tuple[Value, ...]] = {}
+    seen: dict[Any, Node] = {}
+    earlier: dict[Value, Value] = {}  # results of duplicates -> the same results of the first such node
+    for node in graph.nodes:
+        if node.op not in ("input", "state", "param"):
+            operands = [None if o is None else earlier.get(o, o) for o in node.operands]
+            attrs = tuple((k, attr_key(v)) for k, v in sorted(node.attrs.items()))
+            key = (node.op, tuple(None if o is None else (o.node.id, o.index) for o in operands), attrs, node.types)
+            first = seen.setdefault(key, node)
+            if first is not node:
+                earlier.update(zip(node.results, first.results, strict=True))
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
-        if node.op in ("input", "state", "param"):
-            return None
-        operands = rewriter.operands(node)
-        attrs = tuple((k, attr_key(v)) for k, v in sorted(node.attrs.items()))
-        key = (node.op, tuple(None if o is None else (o.node.id, o.index) for o in operands), attrs, node.types)
-        if key not in seen:
-            seen[key] = rewriter.copy(node)
-        return seen[key]
+        duplicate = node.results and node.results[0] in earlier
+        return tuple(rewriter[earlier[result]] for result in node.results) if duplicate else None
 
-    new_graph = rebuild(graph, visit, made_by="cse")
-    return new_graph if len(new_graph) < len(graph) else graph
+    return rebuild(graph, visit, made_by="cse") if earlier else graph

@@ -142,7 +142,7 @@ def _tee_outputs(body: Graph) -> Graph:
         count = repeated.get(node[0]) if node.types else None
         if count is None:
             return None
-        inner = rebuild(node.attrs["body"], lambda rewriter, node: None, made_by="tee")
+        inner = node.attrs["body"].copy()
         inner.outputs = inner.outputs * count
         attrs = {**node.attrs, "body": inner}
         results = rewriter.graph.build(node.op, rewriter.operands(node), attrs, node.origin).results

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
@@ -54,6 +54,14 @@ class Parts:
     binder: Callable[[], Executable] | None = None  # executable of the bind program; None if nothing is derived
 
 
+class CallingConvention(Protocol):
+    """How an exported function takes its arguments and returns its result."""
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def result(self, outputs: Sequence[Any]) -> Any: ...
+
+
 @final
 class CompiledGraph:
     """A graph ready to run. Safe to call from several threads."""
@@ -74,6 +82,7 @@ class CompiledGraph:
         self.input_types: dict[str, TensorType] = dict(signature.inputs)
         self.param_types: dict[str, TensorType] = dict(signature.params)
         self.output_names = output_names(len(signature.outputs))  # those of a built flow are its own
+        self.convention: CallingConvention | None = None  # of an exported function
         self._states = list(signature.states)
         self._load = parts if callable(parts) else (lambda: parts)
         self.allocator = device.backend.allocator  # for the memory that runs read and write
@@ -238,7 +247,10 @@ class CompiledGraph:
         with self._run_lock():
             return self._run(inputs, trace)
 
-    def __call__(self, *args: Any, **inputs: Any) -> list[Any]:
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Run on inputs by name and return the list of outputs; an exported function is called as it was written."""
+        if self.convention is not None:
+            return self.convention.result(self.run(self.convention.inputs(args, inputs)))
         if args:
             shown = ", ".join(f"{n}=..." for n in list(self.input_types)[:5])
             hint = f"f({shown}), or f.run({{...}}) with a dict"

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlx.engine.statistics import Histogram as StatisticsHistogram
+from rlx.engine.counters import Histogram as StatisticsHistogram
 from rlx.engine.statistics import Statistics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -7,7 +7,7 @@ lets a thread go on to its next access. Memory is sequentially consistent, as th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 SIZES = {"i1": 1, "i8": 1, "i32": 4, "i64": 8, "ptr": 8}
@@ -16,8 +16,8 @@ PREDICATES = {"eq": "==", "ne": "!=", "slt": "<", "sle": "<=", "sgt": ">", "sge"
 PREDICATES |= {"ult": "<", "ule": "<=", "ugt": ">", "uge": ">="}
 FUTEX, SET_AFFINITY, GET_AFFINITY, GET_CORE, GET_THREAD, WAIT = 202, 203, 204, 309, 186, 128
 
-Kernel = Callable[["Machine", int, int, int, int], Iterator[None]]
 Life = Generator[None, None, Any]
+Kernel = Callable[..., Life]  # of the machine, the thread and the arguments of the call
 
 
 def translated(text: str, names: set[str]) -> dict[str, Callable[..., Life]]:
@@ -92,7 +92,7 @@ def _instruction(line: str) -> list[str]:
             return [f"{to} = m.now()"] if "cycle" in callee else ["yield"] if "pause" in callee else ["pass"]
         if callee.startswith("@"):
             return [f"{to} = yield from {callee[1:]}(m, t, {', '.join(arguments)})"]
-        return [f"yield from m.kernels[{_value(callee)}](m, t, {', '.join(arguments)})"]
+        return [f"{to} = yield from m.kernels[{_value(callee)}]({', '.join(['m', 't', *arguments])})"]
     if word == "getelementptr":
         fields = re.match(r"getelementptr (\S+), ptr (\S+), \S+ (\S+)", rest)
         assert fields is not None

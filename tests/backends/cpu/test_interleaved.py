@@ -10,7 +10,7 @@ import functools
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from interleaved import Life, Machine, translated
@@ -19,6 +19,7 @@ from targets import BASELINE
 from rlx.backends.cpu import driver as d
 
 HOME, STRIDE, KERNEL, FAULT = 64, 256, 1, 7
+ENSURE, CHECK, FETCH, RELEASE = range(2, 6)  # functions of CPython
 ENDLESS = 1 << 62
 TRIALS, BATCHES = 40, 4  # of each batch, with seeds of its own
 PATIENCE = 1_000_000  # steps of a trial; it takes about 5000
@@ -168,10 +169,10 @@ class Program:
             self.meet(number + step, d.BARRIER_AFTER)
 
     # -- what happens -------------------------------------------------------------------------------------------------
-    def kernel(self, thread: int, number: int, low: int, high: int, scratch: int) -> Iterator[None]:
+    def kernel(self, thread: int, number: int, low: int, high: int, scratch: int) -> Life:
         assert not self.over, "a kernel runs after the end"
-        assert number in self.phase, "a launch that the program does not come to"
         if not self.failed:
+            assert number in self.phase, "a launch that the program does not come to"
             before = [n for n, phase in self.phase.items() if phase < self.phase[number]]
             assert all(self.done[n] == self.units[n] for n in before), (
                 "a launch begins before what it waits for is done"
@@ -213,14 +214,36 @@ class Trial:
             machine.write(self.job + place, value)
         machine.core = lambda: self.random.randrange(self.cores)
         machine.kernels[KERNEL] = self.kernel
+        if self.random.random() < 0.5:
+            self.add_signals()
         self.programs: list[Program] = []
+        self.calls = dict[int, Program]()
         self.workers = [machine.start("worker", self.job, tid) for tid in range(1, self.threads)]
         self.burst, self.stalls, self.stalled = pick((1, 2, 5, 30, 200)), pick((0, 0.02, 0.1)), dict[int, int]()
         self.steps = 0
 
-    def kernel(
-        self, machine: Machine, thread: int, arguments: int, low: int, high: int, scratch: int
-    ) -> Iterator[None]:
+    def add_signals(self) -> None:
+        """Let Python look for signals at every second step of a loop; sometimes a handler raises."""
+        table = self.machine.reserve(8 * d.SIGNAL_WORDS)
+        self.machine.write(table, self.random.choice((0, 100)), ENSURE, CHECK, FETCH, RELEASE)
+        self.machine.write(self.job + d.SIGNALS, table)
+        chance = self.random.choice((0, 0.1, 0.5))
+
+        def check(machine: Machine, thread: int) -> Life:
+            program = self.calls[thread]
+            assert not program.over, "signals are looked for after the end"
+            yield
+            raised = self.random.random() < chance
+            program.failed |= raised
+            return -int(raised)
+
+        def other(machine: Machine, thread: int, *arguments: int) -> Life:
+            yield
+            return 0
+
+        self.machine.kernels |= {ENSURE: other, CHECK: check, FETCH: other, RELEASE: other}
+
+    def kernel(self, machine: Machine, thread: int, arguments: int, low: int, high: int, scratch: int) -> Life:
         number = machine.load(thread, arguments, 8)
         program = next(p for p in reversed(self.programs) if number in p.units)
         return program.kernel(thread, number, low, high, scratch)
@@ -244,7 +267,7 @@ class Trial:
         return True
 
     def run(self, callers: int) -> None:
-        calls = {}
+        calls = self.calls
         for _ in range(callers):
             first = self.programs[-1].number if self.programs else 0
             threads = self.random.randint(1, self.threads) if self.random.random() < 0.3 else self.threads

@@ -54,10 +54,11 @@ COUNT_STEPS, SOURCE, IS_PRIVATE, HOME, WORDS, MOVES, LINEAR, ALTERNATING, FIRST,
 LOOP_WORDS = 11
 
 # The head of each thread's scratch: the fault code (set by kernels) and the number, from 1, of the first record that
-# failed; how far the thread has read ahead, and how far it may. Heads are zero before the first run. A thread clears
-# its own, but possibly too late, so scratch in which a fault was reported is not reused.
-STATUS, FAILED, READ_TO, READ_END = range(0, 32, 8)
-HEAD_BYTES = 32
+# failed; how far the thread has read ahead, and how far it may; when the caller last let Python handle signals, and a
+# mask of the steps after which it looks at the clock. Heads are zero before the first run. A thread clears its own, but
+# possibly too late, so scratch in which a fault was reported is not reused.
+STATUS, FAILED, READ_TO, READ_END, HANDLED, LOOK_MASK = range(0, 48, 8)
+HEAD_BYTES = 48
 READ_AHEAD = 256 << 10  # bytes at most: they must still be in a core's own cache when they are needed
 READ_STEP = 256  # bytes between two checks of what a thread waits for
 
@@ -83,6 +84,7 @@ SLICE_CHUNKS = 120  # chunks per slice in the current run
 BUSY = 1 * LINE  # 1 while a run owns the pool; the rest of this line belongs to its caller (AFTER: the next BEFORE)
 RUNS, ENDED, SLEPT, ALL_SLEPT, ALL_TAKEN, *LATENESS = range(BUSY + 8, BUSY + 104, 8)
 ALONE_UNTIL, ALONE_RUNS, ALONE_FOR, KEPT_UP, *AFTER = LATENESS  # KEPT_UP: ticks of shared runs since workers were late
+SIGNALS = BUSY + 104  # set once: the address of the table of signals, or 0
 DONE = 2 * LINE  # units done, summed over all threads
 SLEEPERS, WAKES = DONE + 8, DONE + 12  # 1 if threads may sleep until more are done, and the word they sleep on
 TESTED = 3 * LINE  # twice the number of the last test, plus its outcome
@@ -119,6 +121,18 @@ LEAST_ALONE, MOST_ALONE, BACK_OFF = 16, 2048, 4  # milliseconds, and the factor 
 # If the best of two unshared runs, or a long one, is no faster, runs are shared again however late workers are: for
 # that many milliseconds and at least `TRUST_RUNS` times the unshared run, twice as long each time.
 LEAST_TRUST, MOST_TRUST, TRUST_RUNS = 1024, 16384, 32
+
+# Signals. A loop may be endless, so the caller lets Python handle signals after a step, every `SIGNAL_TICKS`. If a
+# handler raises, which is what Ctrl-C does, the exception is stored in the table, tests fail from then on, loops end,
+# and the run reports the fault `INTERRUPTED`. Python handles signals in its main thread only, so one table is enough.
+# Its words are the ticks, four functions of CPython (`SIGNAL_FUNCTIONS`), and the exception: type, value, traceback.
+SIGNAL_TICKS, ENSURE, CHECK, FETCH, RELEASE, RAISED, RAISED_VALUE, RAISED_TRACE = range(0, 64, 8)
+SIGNAL_WORDS = 8
+SIGNAL_FUNCTIONS = {
+    ENSURE: "PyGILState_Ensure", CHECK: "PyErr_CheckSignals", FETCH: "PyErr_Fetch", RELEASE: "PyGILState_Release",
+}  # fmt: skip
+INTERRUPTED = 255  # fault code: a signal handler raised an exception
+MOST_LOOK_MASK = 63  # steps of a loop between two looks at the clock, less one
 
 WAIT, WAKE = 128, 129  # futex operations, private to the process
 EVERYONE = (1 << 31) - 1

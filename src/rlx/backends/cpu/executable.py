@@ -506,10 +506,12 @@ class CpuExecutable(base.Executable):
 
         return assertion_error(assertion, dict(zip(self.layout.symbols, key, strict=True)))
 
-    def _fault(self, context: RunContext, *, is_piece: bool = False) -> KernelError | BindError:
+    def _fault(self, context: RunContext, *, is_piece: bool = False) -> BaseException:
         """The error for a failed run, from the scratch headers: a fault code, and the first record that failed."""
         from rlx.backends.run_time_errors import fault
 
+        if (raised := pools.interruption()) is not None:
+            return raised
         status = context.status
         record, code = min((status[at + 1], status[at]) for at in context.headers if status[at])
         assert context.size_plan is not None

@@ -30,6 +30,7 @@ from rlx.host_memory import address
 
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
 LOOK_SECONDS = 0.3e-6  # how long it waits at a barrier before it looks for units that others have not started
+SIGNAL_SECONDS = 0.1  # how long a loop runs before Python may handle signals
 EXIT_SECONDS = 1.0  # how long interpreter exit waits for a worker at most
 
 _Run = Callable[[int], int]
@@ -160,6 +161,9 @@ class Pool:
             words[driver.SPIN // 8], words[driver.LOOK // 8] = SPIN_SECONDS / pause, LOOK_SECONDS / pause
         if self._adapts:
             words[driver.MILLISECOND // 8] = 1e-3 / tick
+        signals = _signals()
+        signals[driver.SIGNAL_TICKS // 8] = SIGNAL_SECONDS / tick
+        words[driver.SIGNALS // 8] = address(signals)
         for tid in range(1, self.threads):
             # A Python thread inside a ctypes call holds no GIL and is as fast as a pthread. It can be joined, and
             # `threading` tracks it at exit and after a fork.
@@ -214,6 +218,31 @@ def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
     block = np.zeros(nbytes + driver.LINE, np.uint8)
     start = -address(block) % driver.LINE
     return block[start : start + nbytes]
+
+
+def interruption() -> BaseException | None:
+    """The exception of a signal handler that has ended a run of this thread, such as KeyboardInterrupt, or None."""
+    table = _signals()
+    if not table[driver.RAISED // 8] or threading.current_thread() is not threading.main_thread():
+        return None
+    places = [int(table[place // 8]) for place in (driver.RAISED, driver.RAISED_VALUE, driver.RAISED_TRACE)]
+    table[driver.RAISED // 8 :] = 0
+    kind, value = (ctypes.cast(place, ctypes.py_object).value if place else None for place in places[:2])
+    for place in filter(None, places):  # the driver's references
+        ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(place))
+    if isinstance(value, BaseException):
+        return value
+    assert isinstance(kind, type) and issubclass(kind, BaseException)
+    return kind() if value is None else kind(value)
+
+
+@functools.cache
+def _signals() -> npt.NDArray[np.int64]:
+    """The table through which the driver lets Python handle signals."""
+    table = np.zeros(driver.SIGNAL_WORDS, np.int64)
+    for place, name in driver.SIGNAL_FUNCTIONS.items():
+        table[place // 8] = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0
+    return table
 
 
 def _no_futex() -> str | None:

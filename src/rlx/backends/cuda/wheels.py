@@ -21,9 +21,7 @@ def require_wheels() -> Wheels:
     try:
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
-        hint = (
-            "pip install 'rlx[cuda]' from a clone: .venv/bin/pip install -e '.[cuda]'; '.[cuda12]' for CUDA 12 drivers"
-        )
+        hint = "in the clone, pip install -e '.[cuda]'; '.[cuda12]' for CUDA 12 drivers"
         raise CapabilityError(f"cuda: the package cuda-bindings is missing ({error})", hint=hint) from error
     try:
         nvrtc.nvrtcVersion()

@@ -345,6 +345,8 @@ class Attention(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need_sequence(value, "Attention")
         width, heads = x.shape[-1], self.num_heads
+        if heads < 1:
+            raise ShapeError(f"stage Attention: num_heads is {heads}, expected an integer from 1")
         head_dim = self.head_dim
         if head_dim is None:
             if not isinstance(width, int) or width % heads:

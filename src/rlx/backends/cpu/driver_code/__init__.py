@@ -1,7 +1,8 @@
 """The driver's code: emits the functions of `driver.SYMBOLS` as LLVM IR.
 
 `system` has system calls, atomic words and waiting, `barriers` how threads share a launch, `workers` what they do
-between runs, `calls` the caller's side of a run, `walk` one thread's walk over the records.
+between runs, `calls` the caller's side of a run, `walk` one thread's walk over the records, `signals` how Ctrl-C ends
+an endless loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from rlx.backends.cpu.builder import Module, Value
 from rlx.backends.cpu.driver_code.barriers import Barriers
 from rlx.backends.cpu.driver_code.calls import Calls
+from rlx.backends.cpu.driver_code.signals import Signals
 from rlx.backends.cpu.driver_code.system import MACHINES, Machine, System
 from rlx.backends.cpu.driver_code.workers import Workers
 from rlx.backends.cpu.fast_call_code import repeat
@@ -46,7 +48,8 @@ def _define(module: Module, machine: Machine) -> None:
     internal("take_others", [job, tid, *part], barriers.take_others, result="i64")
     internal("barrier", [job, tid, run, ("i1", "final"), *done, *part], barriers.barrier, result="i64")
     internal("wait_done", [job, tid, run, ("i64", "wanted"), ("ptr", "scratch")], barriers.wait_done, result="i64")
-    internal("decide", [job, tid, ("i64", "test"), ("ptr", "predicate")], barriers.decide, result="i64")
+    internal("decide", [job, tid, ("i64", "test"), ("i1", "holds")], barriers.decide, result="i64")
+    internal("handle_signals", [("ptr", "table"), ("ptr", "scratch")], Signals(system).handle)
     module.define("execute", [job, tid, threads, run], calls.execute)
     module.define("call", [job, ("ptr", "request")], calls.call, result="i64")
     module.define("repeat", [("ptr", "self"), ("ptr", "inputs")], repeat, result="ptr")

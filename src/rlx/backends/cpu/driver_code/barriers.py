@@ -55,7 +55,9 @@ class Barriers:
             replace(b, b.offset(job, d.FAULT), 0, launch, "i64")
 
         status, failed = (b.load("i64", b.offset(scratch, field), align=8) for field in (d.STATUS, d.FAILED))
-        b.when(b.op("and", b.icmp("ne", status, 0), b.icmp("eq", failed, 0)), report)
+        new = b.op("and", b.icmp("ne", status, 0), b.icmp("eq", failed, 0))
+        # Others see a fault in time if units are still missing; a signal's fault waits for a launch with some.
+        b.when(b.op("and", new, b.icmp("ne", total, 0)), report)
         return total
 
     def take_others(self, b: Builder, job: Value, tid: Value, *part: Value) -> Value:
@@ -198,15 +200,15 @@ class Barriers:
         more = b.icmp("slt", at, b.load("i64", b.offset(scratch, d.READ_END), align=8))
         b.when(more, some, lambda: self.system.pause(b))
 
-    def decide(self, b: Builder, job: Value, tid: Value, test: Value, predicate: Value) -> Value:
+    def decide(self, b: Builder, job: Value, tid: Value, test: Value, holds: Value) -> Value:
         """The outcome of a test, the same for all threads: 0, 1, or 2 if the caller is already at a later one.
 
-        The caller reads the predicate and publishes its value, since later steps may overwrite it.
+        The caller publishes whether its predicate `holds`. The others cannot read it: later steps may overwrite it.
         """
         place = b.offset(job, d.TESTED)
 
         def caller() -> list[Value]:
-            value = b.convert("zext", b.icmp("ne", b.load("i8", predicate), 0), "i64")
+            value = b.convert("zext", holds, "i64")
             exchange(b, "xchg", place, b.op("or", b.op("shl", test, i64(1)), value))
             call_void(b, "wake_sleepers", job, tid)
             return [value]

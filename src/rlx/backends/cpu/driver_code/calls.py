@@ -24,7 +24,7 @@ class Calls:
         That is when the pool is busy with another run or has only one thread, when its workers are late, or when they
         sleep and the run is brief.
         """
-        own = b.stack("i8", d.LINE, align=8)  # a job block for a solo walk, which shares nothing with other threads
+        own = b.stack("i8", 2 * d.LINE, align=8)  # a job block for a solo walk, which shares nothing with other threads
 
         def word(block: Value, offset: int) -> Value:
             return b.load("i64", b.offset(block, offset), align=8)
@@ -64,6 +64,7 @@ class Calls:
 
         def alone() -> list[Value]:
             fill(own)
+            note(own, d.SIGNALS, word(job, d.SIGNALS))
             call_void(b, "execute", own, i64(0), i64(1), i64(0))
             return [i64(1)]
 

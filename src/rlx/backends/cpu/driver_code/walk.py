@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import NULL, Builder, Value, const, i64
+from rlx.backends.cpu.driver_code.system import call_void
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,16 @@ class Walk:
         self.scratch = b.offset(self.base, b.mul(tid, self.stride))
         self.traced = b.icmp("ne", self.trace, NULL)
         self.several = b.icmp("ne", threads, 1)
+        self.first = b.icmp("eq", tid, 0)
+        self.signals = self.word(job, d.SIGNALS, "ptr")
+        self.watches = b.op("and", self.first, b.icmp("ne", self.signals, NULL))
 
     def word(self, block: Value, offset: int, type_: str = "i64") -> Value:
         return self.b.load(type_, self.b.offset(block, offset), align=8)
 
     def emit(self) -> None:
         b = self.b
-        for field in (d.STATUS, d.FAILED, d.READ_TO, d.READ_END):
+        for field in (d.STATUS, d.FAILED, d.READ_TO, d.READ_END, d.HANDLED, d.LOOK_MASK):
             b.store(i64(0), b.offset(self.scratch, field), align=8)
         launches, units, tests = (self.word(self.job, field) for field in d.BEFORE)
         start = State(i64(0), self.threads, self.count, launches, units, i64(0), tests)
@@ -177,6 +181,7 @@ class Walk:
             source = self.address(self.word(loop, d.SOURCE), b.icmp("ne", self.word(loop, d.IS_PRIVATE), 0))
             home = b.offset(self.scratch, self.word(loop, d.HOME))
             b.store(i64(0), home, align=8)
+            b.store(i64(0), b.offset(self.scratch, d.LOOK_MASK), align=8)
 
             def copy(i: Value) -> None:
                 word = b.load("i64", b.offset(source, i, "i64"), align=8)
@@ -213,6 +218,9 @@ class Walk:
         steps = b.add(step, 1)
         b.store(steps, home, align=8)
         b.when(self.traced, lambda: self.tally(state.at))
+        looks = b.icmp("eq", b.op("and", steps, self.word(self.scratch, d.LOOK_MASK)), 0)
+        handle = lambda: call_void(b, "handle_signals", self.signals, self.scratch)
+        b.when(b.op("and", self.watches, looks), handle)
         more = b.icmp("slt", steps, self.word(loop, d.COUNT_STEPS))
         after = replace(state, at=b.select(more, self.word(loop, d.FIRST), self.word(loop, d.EXIT)))
 
@@ -240,13 +248,21 @@ class Walk:
         predicate = self.word(self.arguments(record, flags), 0, "ptr")
         b.when(self.traced, lambda: self.mark(state.at, 0))
 
+        def is_true() -> Value:
+            return b.icmp("ne", b.load("i8", predicate), 0)
+
         def alone() -> State:
-            is_true = b.icmp("ne", b.load("i8", predicate), 0)
-            return replace(state, at=b.select(is_true, b.add(state.at, 1), self.word(record, 0)))
+            return replace(state, at=b.select(is_true(), b.add(state.at, 1), self.word(record, 0)))
+
+        def decision() -> list[Value]:
+            interrupted = b.icmp("eq", self.word(self.scratch, d.STATUS), d.INTERRUPTED)
+            b.when(interrupted, lambda: self.report_fault(state.launches))  # others see it after the decision
+            return [b.select(interrupted, const("i1", False), is_true())]
 
         def shared() -> State:
             number = b.add(state.tests, 1)
-            outcome = b.call("i64", "decide", self.job, self.tid, number, predicate)
+            (value,) = b.when(self.first, decision, lambda: [const("i1", False)])
+            outcome = b.call("i64", "decide", self.job, self.tid, number, value)
             at = b.select(b.icmp("eq", outcome, 1), b.add(state.at, 1), self.word(record, 0))
             # Too late to know the branch the others took: such a worker sits out the rest of the run.
             return replace(state, at=b.select(b.icmp("eq", outcome, 2), self.count, at), tests=number)
