@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _states: dict[int, Any] = {}  # of generators that modules have, as they were before the first test
 MOST_WORKERS = 8
-BY_NEED = ("parity", "weights", "fuzz", "cuda", "large", "gpu", "serve")  # marks that tests carry themselves
+BY_NEED = ("parity", "weights", "fuzz", "cuda", "large", "gpu", "serve", "search")  # marks that tests carry themselves
 PLAIN = " and ".join(f"not {mark}" for mark in ("targets", *BY_NEED))
 IN_PARALLEL = (PLAIN, "targets", "parity", "weights", "fuzz")
 

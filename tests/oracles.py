@@ -326,6 +326,34 @@ def _sample_tokens(logits: Array, *settings: Array | None) -> tuple[Array, Array
     return np.array(picks, np.int64), np.where(silent, np.nan, scores)
 
 
+@oracle("nearest_rows")
+def _nearest_rows(
+    queries: Array, rows: Array, scales: Array | None = None, offsets: Array | None = None, among: Array | None = None,
+    *, k: int, metric: str = "dot",
+) -> tuple[Array, Array]:  # fmt: skip
+    """Row by row, with Python's sort. Queries against rows of int8 are rounded to 64ths of their peak, in f32."""
+    scores = np.full((*queries.shape[:-1], k), -np.inf)
+    found = np.full(scores.shape, -1, np.int64)
+    for place in np.ndindex(*queries.shape[:-1]):
+        query, unit, matrix = queries[place].astype(np.float64), 1.0, rows[place[:-1]]
+        if rows.dtype.kind == "i":
+            narrow = queries[place].astype(np.float32)
+            peak = np.abs(narrow).max()
+            query, unit = np.rint(narrow * (np.float32(64) / peak)).astype(np.float64), float(peak) / 64
+        ranking = []
+        for row in range(len(matrix)) if among is None else among[place].tolist():
+            if not 0 <= row < len(matrix):
+                continue
+            x = matrix[row].astype(np.float64)
+            score = float(x @ query) * unit if metric == "dot" else -float(((x - query) ** 2).sum())
+            score *= 1.0 if scales is None else float(scales[place[:-1]][row])
+            score += 0.0 if offsets is None else float(offsets[place[:-1]][row])
+            ranking.append((-score, row))
+        for i, (score, row) in enumerate(sorted(ranking)[:k]):
+            scores[place][i], found[place][i] = -score, row
+    return scores, found
+
+
 @oracle("softmax")
 def _softmax(x: Array, *, axis: int = -1) -> Array:
     return np.asarray(scipy.special.softmax(x, axis=axis)) if x.size else x

@@ -49,6 +49,7 @@ PAGES = [
     "architecture.md",
     "adding-a-backend.md",
     "export.md",
+    "search.md",
     "from-rlx-rust.md",
 ]
 

@@ -23,7 +23,7 @@ ROWS = [
     ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts"],
     ["profile", "target", "quant_schemes"], ["ir", "formats"],
     ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
-    ["runtime"], ["functional"], ["numpy"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"],
+    ["runtime"], ["functional"], ["numpy"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["index"],
     ["server", "batch"], ["ray"], ["cli"], ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from rlx.functional.transforms import vjp as vjp
     from rlx.functional.transforms import vmap as vmap
     from rlx.hir.blocks import Activation as Activation
+    from rlx.index.index import Hit as Hit
+    from rlx.index.index import Index as Index
     from rlx.inspect.dispatch import DispatchReport as DispatchReport
     from rlx.inspect.memory import MemoryReport as MemoryReport
     from rlx.inspect.profiler import Report as Report
@@ -129,6 +131,8 @@ _PUBLIC = {
     "Graph": ("rlx.ir.graph", "Graph"),
     "GraphModule": ("rlx.module", "GraphModule"),
     "GraphStage": ("rlx.module", "GraphStage"),
+    "Hit": ("rlx.index.index", "Hit"),
+    "Index": ("rlx.index.index", "Index"),
     "KernelDispatchConfig": ("rlx.profile", "KernelDispatchConfig"),
     "KernelDispatchPolicy": ("rlx.profile", "KernelDispatchPolicy"),
     "LanguageModel": ("rlx.engine.language_model", "LanguageModel"),

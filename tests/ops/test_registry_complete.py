@@ -252,6 +252,22 @@ BAD_CALLS = [
         (f"{SAMPLING}; i32[2, 1]; i32[2]; i32[2]; f32[2]; f32[2]; f32[2]", ShapeError, "history; [rows, tokens]"),
         ("f32[2, 2097153]; f32[2]; f32[2]; i32[2]; f32[2]; f32[2]", ShapeError, "2097153 tokens, at most 2097152"),
     )),
+    # -- search
+    *(bad("nearest_rows", operands, error, f"nearest_rows: {says}", **({"k": 3} | attrs))
+      for operands, error, says, attrs in (
+        ("f32[4]; f32[9, 4]", ShapeError, "; [..., q, d]; f32[4]", {}),
+        ("f32[2, 4]; f32[9, 5]", ShapeError, "; f32[2, 4]; f32[9, 5]", {}),
+        ("i32[2, 4]; f32[9, 4]", DTypeError, "queries are floats; i32[2, 4]", {}),
+        ("f32[2, 4]; i32[9, 4]", DTypeError, "rows are floats or i8; i32[9, 4]", {}),
+        ("f32[2, 4]; f32[9, 4]; f32[8]", ShapeError, "scales f32[8]; [9]", {}),
+        ("f32[2, 4]; f32[9, 4]; f32[9]; f32[9, 1]", ShapeError, "offsets f32[9, 1]; [9]", {}),
+        ("f32[2, 4]; f32[9, 4]; f32[9]; f32[9]; f32[2, 3]", DTypeError, "among is integers; f32[2, 3]", {}),
+        ("f32[2, 4]; f32[9, 4]; f32[9]; f32[9]; i32[3, 3]", ShapeError, "among i32[3, 3]; [2, 3]", {}),
+        ("f32[2, 4]; f32[9, 4]", ShapeError, "k is 0; 16384", {"k": 0}),
+        ("f32[2, 4]; f32[9, 4]", GraphError, "metric 'l1'; dot, l2", {"metric": "l1"}),
+        ("f32[2, 4]; i8[9, 4]", GraphError, "metric 'l2' of rows of i8", {"metric": "l2"}),
+        ("f32[2, 65537]; i8[9, 65537]", ShapeError, "i8 rows of 65537 elements, at most 65536", {}),
+    )),
     # -- scatter
     bad("scatter", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter: indices are integers; f32"),
     bad("scatter", "f32[3, 4]; i32[2]; f32[2, 5]", ShapeError, "scatter: ; f32[2, 5]; [2, 4]"),

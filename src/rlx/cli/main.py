@@ -18,8 +18,8 @@ from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
 from rlx.ir.provenance import Origin, added_at
 
 COMMANDS = (
-    "run", "embed", "pull", "models", "show", "rm", "export", "inspect", "tour", "ops", "stages", "verify", "bench",
-    "demo", "env", "cache", "serve", "batch",
+    "run", "embed", "search", "pull", "models", "show", "rm", "export", "inspect", "tour", "ops", "stages", "verify",
+    "bench", "demo", "env", "cache", "serve", "batch",
 )  # fmt: skip
 ALIASES = {"list": "models", "ls": "models"}
 CODES: dict[type[BaseException], int] = {

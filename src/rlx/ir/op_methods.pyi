@@ -512,6 +512,18 @@ class _Builders:
         no token left, gives token
         -1 and NaN. If the integer `scored` of a row is 0, its log-probability is NaN and costs nothing.
         """
+    def nearest_rows(
+        self, queries: Operand, rows: Operand, scales: Operand | None = None, offsets: Operand | None = None,
+        among: Operand | None = None, *, k: int, metric: str | Enum = 'dot', out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """The `k` rows of a matrix with the highest scores for each query: scores (f32), highest first, and indices (i32).
+
+        `queries` is [..., q, d], `rows` [..., n, d]. The score of a row is its dot product with the query, or minus their
+        squared distance (`metric="l2"`), times the row's scale, plus its offset; both are [..., n]. Sums are f32. Of equal
+        scores the lower row comes first. Rows with a score of -inf or NaN are left out; places without a row have the score
+        -inf and the index -1. With `among`, [..., q, m], only these rows are scored; those that do not exist are left out.
+        Rows of i8 take the dot product with the query rounded to integers from -64 to 64, which is exact in integers.
+        """
     def selective_scan(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, d: Operand | None = None,
         segments: Operand | None = None, *, state_size: int, out_shape: ShapeLike | None = None
@@ -1754,6 +1766,18 @@ class ValueOps:
         those after the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has
         no token left, gives token
         -1 and NaN. If the integer `scored` of a row is 0, its log-probability is NaN and costs nothing.
+        """
+    def nearest_rows(
+        self, rows: Operand, scales: Operand | None = None, offsets: Operand | None = None,
+        among: Operand | None = None, *, k: int, metric: str | Enum = 'dot', out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """The `k` rows of a matrix with the highest scores for each query: scores (f32), highest first, and indices (i32).
+
+        `queries` is [..., q, d], `rows` [..., n, d]. The score of a row is its dot product with the query, or minus their
+        squared distance (`metric="l2"`), times the row's scale, plus its offset; both are [..., n]. Sums are f32. Of equal
+        scores the lower row comes first. Rows with a score of -inf or NaN are left out; places without a row have the score
+        -inf and the index -1. With `among`, [..., q, m], only these rows are scored; those that do not exist are left out.
+        Rows of i8 take the dot product with the query rounded to integers from -64 to 64, which is exact in integers.
         """
     def selective_scan(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, d: Operand | None = None,

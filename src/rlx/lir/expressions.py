@@ -315,7 +315,8 @@ SCALAR_OPS = {
 # shl, shr: integer shifts; shr is arithmetic (sign-extending).
 # quot, rem: quotient and remainder of non-negative indices.
 # dot_u8(total, x, y): total plus the dot product of the four unsigned bytes of x and four signed bytes of y; all i32.
-# dot_u7: the same if no byte of x exceeds 127, which is faster on some targets.
+# dot_u7: the same, faster on some targets, if the sum of two adjacent products fits into 16 bits: no byte of x exceeds
+# 127, or bytes of y are from -64 to 64.
 
 
 # -- arithmetic on expressions ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from rlx.ops import reduce as reduce
 from rlx.ops import remat as remat
 from rlx.ops import rope as rope
 from rlx.ops import sampling as sampling
+from rlx.ops import search as search
 from rlx.ops import selective_scan as selective_scan
 from rlx.ops import shape as shape
 from rlx.ops import softmax as softmax

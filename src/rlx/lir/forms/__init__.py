@@ -10,8 +10,8 @@ import importlib
 GROUPS = (
     "attention", "causal_conv", "control", "conv", "custom", "elementwise", "fused", "gated_delta_net",
     "gated_linear_attention", "grouped", "index", "int8", "kv_cache", "linalg", "linear", "loss", "norm", "quant",
-    "quantised_activations", "random", "reduce", "remat", "rope", "sampling", "selective_scan", "shape", "softmax",
-    "update",
+    "quantised_activations", "random", "reduce", "remat", "rope", "sampling", "search", "selective_scan", "shape",
+    "softmax", "update",
 )  # fmt: skip
 
 

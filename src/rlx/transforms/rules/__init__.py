@@ -24,6 +24,7 @@ from rlx.transforms.rules import reduce as reduce
 from rlx.transforms.rules import remat as remat
 from rlx.transforms.rules import rope as rope
 from rlx.transforms.rules import sampling as sampling
+from rlx.transforms.rules import search as search
 from rlx.transforms.rules import selective_scan as selective_scan
 from rlx.transforms.rules import shape as shape
 from rlx.transforms.rules import softmax as softmax

@@ -22,6 +22,7 @@ WHERE = {
     "gated_delta_net_with_states": "gated_delta_net.gated_delta_net_with_states",
     "gated_delta_net_backward": "gated_delta_net.gated_delta_net_backward",
     "gated_linear_attention_carry": "delta_tokens.gated_linear_attention",
+    "nearest_rows": "search.nearest_rows",
     "selective_scan_backward": "selective_scan_backward.selective_scan_backward",
 }
 

@@ -1,0 +1,1 @@
+"""Vector search: an index of vectors on disk, and exact search over it."""
