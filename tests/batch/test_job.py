@@ -225,6 +225,26 @@ def test_an_error_of_the_task_ends_the_job_with_its_message(
     assert any(note.strip().startswith("worker: ") for note in caught.value.notes)
 
 
+# -- an index -------------------------------------------------------------------------------------------------------
+def test_vectors_become_an_index(encoder: Path, tmp_path: Path) -> None:
+    listed = write_texts(tmp_path / "a.txt", 30)
+    options: dict[str, Any] = {"runner": Inline(), "shard_records": 8, "index": tmp_path / "library"}
+    (tmp_path / ".library.tmp").mkdir()  # of a driver that was killed
+    results = rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, **options)
+    with rlx.Index.open(tmp_path / "library") as index:
+        assert len(index) == 30 and index.model == str(encoder)
+        query = results.vectors()[11]
+        assert index.search(query, k=1)[0].id in [
+            f"{tmp_path / 'a.txt'}:{i + 1}" for i in range(30) if listed[i] == listed[11]
+        ]
+        assert index.texts([11]) == [listed[11]]
+    rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, **options)
+    with pytest.raises(BatchError, match="has 30 rows of f32, the job 30 of int8"):
+        rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, index_dtype="int8", **options)
+    with pytest.raises(RequestError, match="made of vectors in NumPy files"):
+        rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, format="jsonl", **options)
+
+
 # -- the whole command -----------------------------------------------------------------------------------------------
 def test_a_script_without_a_main_guard_may_run_jobs(decoder: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.txt", 8)

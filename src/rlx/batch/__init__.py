@@ -71,17 +71,25 @@ def score(
 def run(
     task: Task, inputs: Inputs, out: str | Path, *, workers: int | str = "auto", threads: int | None = None,
     runner: str | Runner = "local", input_format: str | None = None, shard_records: int | None = None,
-    on_progress: OnProgress | None = None,
+    index: str | Path | None = None, index_dtype: str = "f32", on_progress: OnProgress | None = None,
 ) -> Results:  # fmt: skip
     """Run a task over input files; returns its results once all of them are written.
 
     `workers` are processes with `threads` threads each ("auto": what suits the model and the machine). `runner` is
     "local", "ray" (a cluster that `ray.init` has connected) or one of your own. `input_format` overrides what suffixes
-    say: text, jsonl, csv, tsv or parquet. `shard_records` is the size of a shard, which results do not depend on.
+    say: text, jsonl, csv, tsv or parquet. `shard_records` is the size of a shard, which rows do not depend on. `index`
+    is a new folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8.
     """
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
+    if index is not None:
+        from rlx.batch.indexing import build_index, check_index
+
+        check_index(job, Path(index))
     chosen, fingerprint = prepare(task, workers, threads, runner)
-    return job.run(out, chosen, fingerprint, on_progress)
+    results = job.run(out, chosen, fingerprint, on_progress)
+    if index is not None:
+        build_index(job, results, Path(index), index_dtype)
+    return results
 
 
 def plan(

@@ -45,6 +45,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     reading.add_argument("--field", metavar="NAME", help="member or column with the text (text; generate: prompt)")
     reading.add_argument("--shard-lines", type=int, metavar="N", help="records per shard")
     reading.add_argument("--format", choices=("npy", "jsonl"), help="embed: NumPy files, or lines of JSON (npy)")
+    reading.add_argument("--index", type=Path, metavar="INDEX", help="embed: also an index for rlx search")
+    reading.add_argument("--index-dtype", choices=("f32", "f16", "int8"), default="f32", help="of its vectors (f32)")
     model = command.add_argument_group("model")
     model.add_argument("--device", default="cpu", help=DEVICE_HELP)
     model.add_argument("--precision", choices=("auto", "f32", "int8"), default="auto")
@@ -87,8 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         connect(arguments.ray)
     with _shown() as on_progress:
-        results = batch.run(task, arguments.inputs, arguments.out, runner=runner, on_progress=on_progress, **options)
+        results = batch.run(
+            task, arguments.inputs, arguments.out, runner=runner, on_progress=on_progress, index=arguments.index,
+            index_dtype=arguments.index_dtype, **options,
+        )  # fmt: skip
     _report(results)
+    if arguments.index is not None:
+        console.note(f"index: {arguments.index}; rlx search {arguments.index} 'a query'")
     return 0
 
 
