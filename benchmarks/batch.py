@@ -181,15 +181,13 @@ def pss_of(pids: list[int]) -> dict[str, Any]:
 def fma_rate(processes: int, seconds: float) -> float:
     """GFLOPS of so many processes with one thread each."""
     code = (
-        "import sys, time, ceilings; probe = ceilings.fma_probe(1); print('ready', flush=True); sys.stdin.readline()\n"
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "import time, ceilings; probe = ceilings.fma_probe(1); print('ready', flush=True); sys.stdin.readline()\n"
         f"calls, begin = 0, time.perf_counter()\nwhile time.perf_counter() - begin < {seconds}:\n"
         "    probe.call(); calls += 1\nprint(calls * probe.work / (time.perf_counter() - begin) / 1e9)"
     )
-    folder = str(Path(__file__).parent)
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(processes)
     ]
     for process in started:
@@ -206,7 +204,6 @@ def scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     task = Embed(str(write_model(folder / "model")), {})
     write_texts(folder / "texts.txt", 40_000)
     time.sleep(0.2)  # a model that was written just now gets no snapshot
-    job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines)
     chosen, fingerprint = rlx.batch.prepare(task, "auto", None, "local")
     cores = args.cores or chosen.workers * chosen.threads
     counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < cores] + [cores]
@@ -220,6 +217,8 @@ def scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if isinstance(case, int):
                 probes[case].append(fma_rate(case, min(args.seconds, 3.0)))
             else:
+                # shards of more threads are larger, so that all take as long
+                job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines * case[1])
                 rates[case].append(steady_rate(job, Watched(*case), fingerprint, args.seconds))
             print(f"round {turn + 1}: {case} done", file=sys.stderr)
     median = {case: statistics.median(r["lines_per_second"] for r in runs) for case, runs in rates.items()}

@@ -163,11 +163,11 @@ class OutputFolder:
         counts = {name: sum(getattr(p, name) for p in parts) for name in ("records", "rows", "errors", "tokens")}
         listed = [asdict(part) | {"file": self.part_path(part.number).name} for part in parts]
         self._write_manifest({"counts": counts | {"shards": len(parts)}, "shards": listed})
+        for entry in os.scandir(self.path):
+            if entry.name.endswith(".tmp"):  # of a driver that was killed
+                os.unlink(entry.path)
         (self.path / JOURNAL).unlink()
         sync_folder(self.path)
-        for entry in os.scandir(self.path):
-            if entry.name.endswith(".tmp"):
-                os.unlink(entry.path)
         return counts
 
     def _write_manifest(self, more: Mapping[str, Any]) -> None:

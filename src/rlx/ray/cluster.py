@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from rlx.batch.on_ray import import_ray
@@ -28,8 +29,8 @@ def assigned() -> dict[str, Any]:
 
     Outside of Ray there are none. Without `num_cpus`, an actor has no CPUs, and gets one thread.
     """
-    ray = import_ray()
-    if not ray.is_initialized():
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
         return {}
     context = ray.get_runtime_context()
     if context.get_task_id() is None and context.get_actor_id() is None:  # a driver
