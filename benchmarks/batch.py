@@ -307,11 +307,13 @@ def long_run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         while not done.wait(2.0):
             memory.append((time.monotonic() - begin, rss_mb()))
 
-    last = list[Progress]()
+    last, printed = list[Progress](), 0.0
 
     def on_progress(progress: Progress) -> None:
-        if not last or progress.seconds - last[-1].seconds > 30:
-            last.append(progress)
+        nonlocal printed
+        last[:] = [progress]
+        if progress.seconds - printed > 30:
+            printed = progress.seconds
             print(f"{progress.done:.1%} {progress.rate:.1f} lines/s, {rss_mb()} MB", file=sys.stderr)
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -322,13 +324,13 @@ def long_run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     done.set()
     results.verify()
     quarters = [memory[len(memory) * i // 4][1] for i in range(1, 4)] if len(memory) >= 4 else []
-    resumed = last[-1].resumed if last else 0
     print(
         f"{results.counts} in {seconds:.0f} s; driver {quarters} MB, most {max((m for _, m in memory), default=0)} MB"
     )
     return {
         "lines": args.lines, "model": args.model, "counts": results.counts, "seconds": seconds,
-        "resumed_shards": resumed, "lines_per_second": results.counts["records"] / seconds,
+        "resumed_shards": last[0].resumed if last else results.counts["shards"],  # all: it was finished before
+        "lines_per_second": last[0].rate if last else None,
         "driver_mb_at_quarters": quarters, "driver_mb_most": max((m for _, m in memory), default=0),
         "driver_mb": [m for _, m in memory[:: max(1, len(memory) // 60)]],
     }  # fmt: skip
