@@ -42,7 +42,7 @@ def test_the_part_on_ray_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "fedcba9876543210" * 4)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
     pytest.importorskip("ray")
     before, _, _ = PAGE.read_text().partition("\n## Output\n")
     text = before + RAY + PAGE.read_text().partition(RAY)[2]
