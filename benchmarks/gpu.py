@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 import rlx
+from rlx.backends.cuda.executable import CudaExecutable
 from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.engine.generate import Decoder
 
@@ -180,8 +181,9 @@ def decode_times(decoder: Decoder, device: Gpu, steps: int) -> tuple[list[float]
         start = time.perf_counter()
         decoder.decode(tokens)
         wall.append(time.perf_counter() - start)
-    prepared = list(decoder.compiled.executable._prepared.values())[-1]  # type: ignore[attr-defined]
-    return seconds_of(device, lambda: device.replay(prepared._graph), steps), wall[4:]
+    executable = decoder.compiled.executable
+    assert isinstance(executable, CudaExecutable)
+    return seconds_of(device, executable.latest.replay, steps), wall[4:]
 
 
 def measured(model: Any, name: str, positions: int, batch: int, speed: float, steps: int) -> dict[str, Any]:

@@ -23,8 +23,8 @@ import rlx
 from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.backends.cuda.launch_plan import SCRATCH, PlannedLaunch, plan_launches, variants
 from rlx.backends.cuda.modules import load_variants
+from rlx.lir.module import plan_lir
 from rlx.lir.program import Program
-from rlx.module import plan_lir
 from rlx.profile import CompileProfile
 from rlx.types import evaluate
 

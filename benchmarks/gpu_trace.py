@@ -8,6 +8,7 @@ import sys
 import numpy as np
 
 import rlx
+from rlx.backends.cuda.executable import CudaExecutable
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.engine.generate import Decoder
 
@@ -21,9 +22,10 @@ def main() -> int:
     for _ in range(3):
         decoder.decode([7])
     executable = model.compiled.executable
-    prepared = list(executable._prepared.values())[-1]  # type: ignore[attr-defined]
+    assert isinstance(executable, CudaExecutable)
+    prepared = executable.latest
     arrays = [model.compiled.allocator.upload(x) if isinstance(x, np.ndarray) else x
-              for x in (decoder._step_inputs[name] for name in model.compiled.input_types)]  # fmt: skip
+              for x in (decoder.step_inputs[name] for name in model.compiled.input_types)]  # fmt: skip
     totals: dict[str, list[float]] = collections.defaultdict(list)
     for _ in range(5):
         _, trace = prepared.trace(arrays)

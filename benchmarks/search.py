@@ -30,7 +30,7 @@ WRITTEN = 50_000  # rows at a time
 BYTES = {"f32": 4, "f16": 2, "int8": 1}
 LIBRARIES = (
     Library(OURS, "search:rlx_search", ("rlx", "numpy", "llvmlite")),
-    Library(PEER, "search:faiss_search", ("faiss-cpu", "numpy")),
+    Library(PEER, "search:faiss_search", ("faiss", "numpy")),
 )
 
 
@@ -99,7 +99,9 @@ def faiss_search(case: Case, threads: int) -> Prepared:
         for at in range(0, len(ours), WRITTEN):
             index.add(np.ascontiguousarray(ours.vectors[at : at + WRITTEN]))
     queries = queries_of(case)
-    return Prepared(lambda: index.search(queries, K), output=lambda: index.search(queries, K)[0])
+    return Prepared(
+        lambda: index.search(queries, K), output=lambda: index.search(queries, K)[0], note=faiss.__version__
+    )
 
 
 def reference(case: Case) -> np.ndarray:
@@ -119,20 +121,20 @@ def recall(folder: Path, threads: int) -> dict[str, float]:
 
     queries = np.load(folder / "queries.npy")
     exact, *others = (rlx.Index.open(folder / dtype, threads=threads).search_rows(queries, K)[1] for dtype in BYTES)
-    found = [np.mean([len(set(a) & set(b)) / K for a, b in zip(exact, rows, strict=True)]) for rows in others]
-    return dict(zip(list(BYTES)[1:], map(float, found), strict=True))
+    shares = [np.mean([len(set(a) & set(b)) / K for a, b in zip(exact, rows, strict=True)]) for rows in others]
+    return dict(zip(list(BYTES)[1:], map(float, shares), strict=True))
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
 def cases(folder: Path) -> list[Case]:
     import rlx
 
-    made = []
+    every = []
     for dtype, size in BYTES.items():
         with rlx.Index.open(folder / dtype) as index:
             rows, dim = len(index), index.dim
         for queries in BATCHES:
-            made.append(
+            every.append(
                 Case(
                     f"{dtype}, {queries} quer{'y' if queries == 1 else 'ies'}",
                     {"queries": queries, "rows": rows, "dim": dim},
@@ -142,7 +144,7 @@ def cases(folder: Path) -> list[Case]:
                     narrow=4.0 if size == 1 else 1.0,
                 )
             )
-    return made
+    return every
 
 
 def row(result: Result, case: CaseResult) -> list[str]:

@@ -17,11 +17,11 @@ import tiny_mamba
 
 import rlx
 from rlx.dtypes import BY_NAME
-from rlx.flow.flow import BuiltModel
+from rlx.flow.built import BuiltModel
 from rlx.flow.weights import MapWeights
 from rlx.ir.graph import Graph
+from rlx.lir.module import LirModule, plan_lir
 from rlx.models.load import open_checkpoint
-from rlx.module import LirModule, plan_lir
 from rlx.profile import CompileProfile, Precision
 from rlx.target import Target
 from rlx.train import adamw

@@ -333,7 +333,7 @@ def _nearest_rows(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Row by row, with Python's sort. Queries against rows of int8 are rounded to 64ths of their peak, in f32."""
     scores = np.full((*queries.shape[:-1], k), -np.inf)
-    found = np.full(scores.shape, -1, np.int64)
+    best_rows = np.full(scores.shape, -1, np.int64)
     for place in np.ndindex(*queries.shape[:-1]):
         query, unit, matrix = queries[place].astype(np.float64), 1.0, rows[place[:-1]]
         if rows.dtype.kind == "i":
@@ -350,8 +350,8 @@ def _nearest_rows(
             score += 0.0 if offsets is None else float(offsets[place[:-1]][row])
             ranking.append((-score, row))
         for i, (score, row) in enumerate(sorted(ranking)[:k]):
-            scores[place][i], found[place][i] = -score, row
-    return scores, found
+            scores[place][i], best_rows[place][i] = -score, row
+    return scores, best_rows
 
 
 @oracle("softmax")

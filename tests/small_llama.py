@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.flow.flow import BuiltModel
+from rlx.flow.built import BuiltModel
 from rlx.flow.weights import WeightSource
 from rlx.models.load import Checkpoint
 from rlx.runtime.kv_spec import table_name

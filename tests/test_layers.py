@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlx
-from rlx.backends.base import backend
+from rlx.backends.base import BUILT_IN, backend
 from rlx.ir.registry import LEAF, OPS
 from rlx.lir import kernels
 from rlx.lir.loops import SCALAR_OPS
@@ -20,7 +20,7 @@ ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
     ["arrays", "garbage", "jax_names", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
-    ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts"],
+    ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts", "kv_layout"],
     ["profile", "target", "quant_schemes"], ["ir", "formats"],
     ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
     ["runtime"], ["functional"], ["numpy"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["index"],
@@ -99,8 +99,11 @@ def test_a_backend_sees_no_op(path: Path) -> None:
 
 
 def test_forms_of_a_backend_are_those_of_known_ops() -> None:
-    for name in ("cpu", "toy"):
-        assert set(backend(name).target().forms()) <= set(OPS)
+    rlx.Graph("any")  # declares the ops
+    targets = [target for name in BUILT_IN for target in backend(name).known_targets().values()]
+    assert {target.device for target in targets} == set(BUILT_IN)
+    for target in targets:
+        assert set(target.forms()) <= set(OPS), target.name
 
 
 def test_the_rest_of_the_package_does_not_import_forms_of_a_backend() -> None:
@@ -139,7 +142,7 @@ def test_a_backend_sees_no_other() -> None:
         for name in imports(path):
             parts = name.split(".")
             if parts[:2] == ["rlx", "backends"] and len(parts) > 2 and own != "base":
-                shared = ("base", "cache_folder", "run_time_errors", "reports")
+                shared = ("base", "cache_folder", "program_executable", "run_time_errors", "reports")
                 assert parts[2] in (own, *shared), f"{path.name} imports {name}"
 
 
@@ -160,6 +163,19 @@ def names(path: Path) -> set[str]:
 def test_nobody_else_knows_what_a_processor_is_made_of() -> None:
     known = {str(p.relative_to(ROOT)): {n for n in names(p) if OF_PROCESSORS.fullmatch(n)} for p in ELSEWHERE}
     assert not {path for path, actual in known.items() if actual}
+
+
+def device_tests(path: Path) -> list[int]:
+    """Lines that compare something with the name of a built-in device."""
+    compared = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Compare)]
+    sides = [(n.lineno, side) for n in compared for side in ast.walk(n) if isinstance(side, ast.Constant)]
+    return sorted({line for line, side in sides if side.value in BUILT_IN})
+
+
+def test_what_a_device_can_do_is_asked_of_its_backend() -> None:
+    """Not of its name; commands may treat the default device apart."""
+    others = [p for p in FILES if p.relative_to(ROOT).parts[0] not in ("backends", "cli")]
+    assert not {str(p.relative_to(ROOT)): lines for p in others if (lines := device_tests(p))}
 
 
 # How a backend cuts problems, and what its machine code calls: launches give operands, sizes and strides.

@@ -15,7 +15,7 @@ import rlx
 from rlx import ModelFlow
 from rlx.engine.generate import Timings, Usage
 from rlx.engine.language_model import Completion
-from rlx.flow.flow import Params
+from rlx.flow.built import Params
 from rlx.mir.report import FusionReport
 from rlx.notebook import MAX_ROWS, Bar, box, fold, marked, note, preformatted, prose, table
 

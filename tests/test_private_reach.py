@@ -6,6 +6,8 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
+
 import rlx
 
 ROOT = Path(rlx.__file__).parent
@@ -73,6 +75,23 @@ def test_private_names_stay_in_their_package() -> None:
         if name not in own[package(path)] and name not in FOREIGN
     ]
     assert not reaches, "give it a public name, or move the function:\n" + "\n".join(reaches)
+
+
+# Benchmarks, scripts and examples use public names. Of torch: settings of its compiler, and packed products of oneDNN.
+PROGRAMS = [p for name in ("benchmarks", "scripts", "examples") for p in sorted((ROOT.parents[1] / name).rglob("*.py"))]
+OF_TORCH = {"_inductor", "_reorder_linear_weight", "_linear_pointwise"}
+
+
+def test_programs_beside_the_package_use_public_names() -> None:
+    if not PROGRAMS:
+        pytest.skip("needs a checkout")
+    reaches = [
+        f"{path.name}:{line}: {name}"
+        for path in PROGRAMS
+        for name, line in used(path).items()
+        if name not in defined(path) | FOREIGN | OF_TORCH
+    ]
+    assert not reaches, "give it a public name:\n" + "\n".join(reaches)
 
 
 def test_each_exception_is_still_used() -> None:

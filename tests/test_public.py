@@ -7,7 +7,8 @@ import rlx
 NAMES = {
     "Activation", "BuiltModel", "CompilationMode", "CompileProfile", "CompiledGraph", "Completion", "DecodeBindings",
     "Dim", "DimBinding", "DispatchReport", "EmbeddingModel", "Emit", "FlowCtx", "FlowStage", "FlowState", "FlowValue",
-    "FusionPolicy", "FusionReport", "GdnInputSlots", "Graph", "GraphModule", "GraphStage", "KernelDispatchConfig",
+    "FusionPolicy", "FusionReport", "GdnInputSlots", "Graph", "GraphModule", "GraphStage", "Hit", "Index",
+    "KernelDispatchConfig",
     "KernelDispatchPolicy", "LanguageModel",
     "LayerStack",
     "LirModule", "MapWeights", "MaskKind", "MemoryReport", "Model", "ModelExecutionConfig", "ModelFlow", "ModelPhase",

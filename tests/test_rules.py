@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlx
+from rlx.mir.pipeline import PIPELINE
 
 ROOT = Path(rlx.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -86,6 +87,42 @@ def test_a_repeat_is_found(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("\n".join(["def b():", *same[:2], "", "    # why", *same[2:]]))
     files = [tmp_path / "a.py", tmp_path / "b.py"]
     assert repeats(files, 3) == [f"{files[1]}:2 and {files[0]}:3"] and not repeats(files, 4)
+
+
+# -- names of files ---------------------------------------------------------------------------------------------------
+def test_a_pass_has_a_file_of_its_name() -> None:
+    for step in PIPELINE:
+        assert step.apply.__module__ == f"rlx.mir.{step.name}"
+        assert step.apply.__name__ == step.name and step.apply.__doc__
+
+
+VAGUE = re.compile(r"(utils?|helpers?|misc|common|\w*manager)\.py")
+SHARED_CODE = {"backends/cuda/matmul/common.py"}  # the C that all matmul variants begin with
+
+
+def test_no_file_has_a_name_for_anything() -> None:
+    assert {name_of(p) for p in FILES if VAGUE.fullmatch(p.name)} <= SHARED_CODE
+
+
+# -- test files -------------------------------------------------------------------------------------------------------
+def colliding(folder: Path) -> list[str]:
+    """Names of test files that several folders without `__init__.py` have: pytest imports such files by name alone."""
+    loose = [p for p in folder.rglob("*.py") if not (p.parent / "__init__.py").exists() and p.name != "conftest.py"]
+    return sorted({p.name for p in loose if sum(q.name == p.name for q in loose) > 1})
+
+
+def test_test_files_of_one_name_are_in_packages() -> None:
+    assert not colliding(Path(__file__).parent)
+
+
+def test_a_collision_of_test_files_is_found(tmp_path: Path) -> None:
+    for folder in ("a", "b", "package"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test_same.py").touch()
+    (tmp_path / "package" / "__init__.py").touch()
+    assert colliding(tmp_path) == ["test_same.py"]
+    (tmp_path / "a" / "__init__.py").touch()
+    assert colliding(tmp_path) == []
 
 
 # -- private names ----------------------------------------------------------------------------------------------------

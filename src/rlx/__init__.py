@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from rlx.engine.load import load as load
     from rlx.engine.model import Model as Model
     from rlx.engine.vision_model import VisionModel as VisionModel
+    from rlx.flow.built import BuiltModel as BuiltModel
     from rlx.flow.context import FlowCtx as FlowCtx
     from rlx.flow.emit import Emit as Emit
-    from rlx.flow.flow import BuiltModel as BuiltModel
     from rlx.flow.flow import ModelFlow as ModelFlow
     from rlx.flow.layers import LayerStack as LayerStack
     from rlx.flow.recipe import ModelRecipe as ModelRecipe
@@ -82,10 +82,10 @@ if TYPE_CHECKING:
     from rlx.ir.graph import Value as Value
     from rlx.ir.provenance import stage as stage
     from rlx.lir.forms.custom import op as op
+    from rlx.lir.module import LirModule as LirModule
     from rlx.mir.report import FusionReport as FusionReport
     from rlx.module import GraphModule as GraphModule
     from rlx.module import GraphStage as GraphStage
-    from rlx.module import LirModule as LirModule
     from rlx.ops.attention import MaskKind as MaskKind
     from rlx.profile import CompileProfile as CompileProfile
     from rlx.profile import FusionPolicy as FusionPolicy
@@ -110,7 +110,7 @@ if TYPE_CHECKING:
 # name -> (module, attribute); an empty attribute is the module itself
 _PUBLIC = {
     "Activation": ("rlx.hir.blocks", "Activation"),
-    "BuiltModel": ("rlx.flow.flow", "BuiltModel"),
+    "BuiltModel": ("rlx.flow.built", "BuiltModel"),
     "CompilationMode": ("rlx.runtime.variants", "CompilationMode"),
     "CompileProfile": ("rlx.profile", "CompileProfile"),
     "CompiledGraph": ("rlx.runtime.compiled", "CompiledGraph"),
@@ -137,7 +137,7 @@ _PUBLIC = {
     "KernelDispatchPolicy": ("rlx.profile", "KernelDispatchPolicy"),
     "LanguageModel": ("rlx.engine.language_model", "LanguageModel"),
     "LayerStack": ("rlx.flow.layers", "LayerStack"),
-    "LirModule": ("rlx.module", "LirModule"),
+    "LirModule": ("rlx.lir.module", "LirModule"),
     "MapWeights": ("rlx.flow.weights", "MapWeights"),
     "MaskKind": ("rlx.ops.attention", "MaskKind"),
     "MemoryReport": ("rlx.inspect.memory", "MemoryReport"),

@@ -8,28 +8,23 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from rlx.dtypes import DTypeLike
-from rlx.errors import FusionError, GraphError, RlxError, nearest
+from rlx.errors import GraphError, RlxError, nearest
 from rlx.hir.lower import lower
 from rlx.ir import registry
 from rlx.ir.builders import Builder, builder, is_op, op_names
-from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.graph import Graph, Value
 from rlx.ir.op_methods import ModuleOps
 from rlx.ir.provenance import stage as provenance
 from rlx.ir.registry import HIR, LEAF, MIR
-from rlx.lir import memory
-from rlx.lir.program import ARENA, Program
-from rlx.lir.schedule import schedule
-from rlx.mir.pipeline import Optimised, optimise
+from rlx.lir.module import LirModule, count_of, lir_lines, plan_lir
 from rlx.notebook import box, preformatted
-from rlx.operand_layouts import Layout
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.target import Target
-from rlx.types import DimBinding, ShapeLike, Size, TensorType, evaluate
+from rlx.types import DimBinding, ShapeLike, Size, TensorType
 
 Built = TypeVar("Built")
 
@@ -40,51 +35,6 @@ class GraphStage(enum.Enum):
     HIR = "hir"
     MIR = "mir"
     LIR = "lir"
-
-
-# -- LIR --------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class LirModule:
-    """A planned module: the MIR it was planned from, the optimised graph, and the programs for a target."""
-
-    mir: Graph
-    optimised: Optimised
-    main: Program
-    bind: Program  # runs once when weights are set
-    target: Target
-
-    def arena(self, sizes: Mapping[str, int]) -> memory.Plan:
-        """The placement of the temporary buffers for these symbol sizes."""
-        lives = memory.lifetimes(self.main)
-        wanted = {x.name: evaluate(self.main.buffers[x.name].type.bytes, sizes) for x in lives}
-        return memory.plan(lives, wanted)
-
-    def naive_bytes(self) -> Size:
-        """Total bytes of the temporary buffers without memory sharing, as an expression over the symbols."""
-        total: Size = 0
-        for buffer in self.main.buffers.values():
-            total = total + buffer.type.bytes if buffer.kind == ARENA else total
-        return total
-
-
-def plan_lir(graph: Graph, target: Target, profile: CompileProfile) -> LirModule:
-    """Lower, optimise and schedule a graph according to a profile."""
-    mir = lower(graph, profile.fusion.policy)
-    done = optimise(mir, target, profile)
-    if profile.fusion.assert_clean and done.report.missed:
-        missed = done.report.missed
-        hint = "rewrite the graph, or compile without fusion.assert_clean"
-        raise FusionError(f"graph {graph.name!r}: {len(missed)} fusions missed", notes=map(str, missed), hint=hint)
-    derived = zip(done.derived, done.bind.outputs, strict=True)
-    layouts = {n: _layout(o.node) for n, o in derived if o.node.op == "prepack"}
-    return LirModule(mir, done, schedule(done.main, target, notes=layouts), schedule(done.bind, target), target)
-
-
-def _layout(prepack: Node) -> str:
-    """Describes the memory layout of a prepacked weight."""
-    layout, source = prepack.attrs["layout"], prepack.operands[0]
-    assert isinstance(layout, Layout) and source is not None
-    return layout.note(source.type)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -448,7 +398,7 @@ class GraphModule(ModuleOps):
     def inspect(self, sizes: Mapping[str, int] | DimBinding | None = None) -> str:
         """The level as text, with counts; at LIR also fusion and arena, planned for `sizes` if present."""
         known = sizes.as_dict() if isinstance(sizes, DimBinding) else dict(sizes or {})
-        return "\n".join(_lir_lines(self._lir, known) if self._lir is not None else self._graph_lines())
+        return "\n".join(lir_lines(self._lir, known) if self._lir is not None else self._graph_lines())
 
     def _graph_lines(self) -> list[str]:
         graph = self._graph
@@ -514,12 +464,9 @@ def _at_level(where: str, graph: Graph, level: str) -> Graph:
 
 # -- inspection -------------------------------------------------------------------------------------------------------
 def _head(level: str, graph: Graph) -> str:
-    leaves = f"{_many(len(graph.inputs), 'input')}, {_many(len(graph.params), 'param')}"
-    return f"{level} @{graph.name}: {_many(len(graph.nodes), 'node')} ({leaves}), {_many(len(graph.outputs), 'output')}"
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    leaves = f"{count_of(len(graph.inputs), 'input')}, {count_of(len(graph.params), 'param')}"
+    nodes, outputs = count_of(len(graph.nodes), "node"), count_of(len(graph.outputs), "output")
+    return f"{level} @{graph.name}: {nodes} ({leaves}), {outputs}"
 
 
 def _counts(graph: Graph) -> list[str]:
@@ -537,29 +484,3 @@ def _counts(graph: Graph) -> list[str]:
         weights = weights + node.types[0].bytes
     lines.append(f"  weights: {weights} bytes")
     return lines
-
-
-def _lir_lines(lir: LirModule, sizes: Mapping[str, int]) -> list[str]:
-    program = lir.main
-    launches = f"{len(program.launches)} launch{'' if len(program.launches) == 1 else 'es'}"
-    lines = [
-        f"lir @{program.name}: {launches} of {_many(len(program.kernels()), 'kernel')} for {lir.target.name}",
-        f"  fingerprint: {program.fingerprint()}",
-        f"  arena: {_arena_text(lir, sizes)}",
-        f"  derived weights: {', '.join(lir.optimised.derived) or 'none'}",
-    ]
-    for kind, entries in program.manifest().items():
-        lines.append(f"  {kind}: {', '.join(f'{name}: {type_}' for name, type_ in entries.items()) or 'none'}")
-    lines += ["", str(lir.optimised.report), "", program.text()]
-    if lir.bind.launches:
-        lines += ["", lir.bind.text()]
-    return [*lines, "", "--- mir ---", lir.optimised.main.text(origins=True)]
-
-
-def _arena_text(lir: LirModule, sizes: Mapping[str, int]) -> str:
-    naive = lir.naive_bytes()
-    missing = [s for s in lir.main.symbols if s not in sizes]
-    if missing:
-        return f"at most {naive} bytes, by {', '.join(missing)}"
-    plan = lir.arena(sizes)
-    return f"{plan.size} bytes (least possible {plan.bound}, {evaluate(naive, sizes)} without sharing)"

@@ -13,7 +13,7 @@ from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 from rlx.engine.model import CAPTURES
 from rlx.errors import RequestError, ShapeError
-from rlx.flow.flow import stage_values
+from rlx.flow.stage_values import stage_values
 
 Array = np.ndarray[Any, Any]
 TOKENS = np.random.default_rng(0).integers(0, 97, 90).tolist()

@@ -15,8 +15,8 @@ from rlx.backends.base import HOST, Allocator, HostAllocator
 from rlx.engine import page_pool
 from rlx.engine.kv_cache import KvCache
 from rlx.engine.page_pool import PagePool, PoolFull
+from rlx.kv_layout import KvLayout
 from rlx.runtime.kv_spec import KvCacheSpec
-from rlx.target import KvLayout
 
 LAYOUT = KvLayout(keys="hpds", values="hpsd")
 SPEC = KvCacheSpec(layers=2, kv_heads=3, head_dim=8, layout=LAYOUT)

@@ -9,9 +9,9 @@ from rlx.errors import CapabilityError, GraphError
 from rlx.flow.state import CacheBindings
 from rlx.hir.lower import lower
 from rlx.ir.graph import Node, Value
+from rlx.kv_layout import KvLayout
 from rlx.ops.attention import MaskKind
 from rlx.runtime.kv_spec import KvCacheSpec
-from rlx.target import KvLayout
 
 
 def attend(cache: CacheBindings, layer: int, mask: str = MaskKind.CAUSAL) -> Value:

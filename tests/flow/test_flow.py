@@ -15,8 +15,9 @@ from small_llama import SETTINGS, Driver, difference, forward, random_weights
 
 import rlx
 from rlx.errors import BindError, CapabilityError, GraphError, ShapeError
+from rlx.flow.built import BuiltModel
 from rlx.flow.context import FlowCtx
-from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.flow.flow import ModelFlow
 from rlx.flow.layers import StageList
 from rlx.flow.stages import (
     Embed,

@@ -15,7 +15,7 @@ import pytest
 import rlx
 from rlx import ModelExecutionConfig, ModelFlow
 from rlx.errors import BindError, GraphError, RequestError, ShapeError
-from rlx.flow.flow import stage_values
+from rlx.flow.stage_values import stage_values
 from rlx.flow.stages import Custom, LmHead, Named, RmsNorm, Sequence
 from rlx.flow.weights import MapWeights
 from rlx.hir.lower import lower

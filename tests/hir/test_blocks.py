@@ -16,7 +16,7 @@ from rlx.errors import BindError, DTypeError, GraphError, KernelError, LowerErro
 from rlx.hir.blocks import ACTIVATIONS, Activation
 from rlx.hir.lower import direct, lower, lowering
 from rlx.ir.registry import FUSED, HIR, OPS, Sample, get
-from rlx.module import plan_lir
+from rlx.lir.module import plan_lir
 from rlx.profile import CompileProfile, Fusion
 
 BLOCKS = sorted(name for name, d in OPS.items() if d.level == HIR)

@@ -14,7 +14,7 @@ from rlx.hir.blocks import ACTIVATIONS
 from rlx.hir.lower import lower, lowering
 from rlx.ir.evaluate import run
 from rlx.ir.registry import OPS
-from rlx.module import plan_lir
+from rlx.lir.module import plan_lir
 from rlx.profile import CompileProfile
 from rlx.types import concrete
 

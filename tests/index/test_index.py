@@ -39,8 +39,8 @@ def test_the_best_rows_are_those_of_numpy(tmp_path: Path, dtype: str, metric: st
         for at in range(0, 3000, 1100):
             index.append(rows[at : at + 1100])
         exact = rows.astype(np.float16) if dtype == "f16" and metric != "cosine" else rows
-        scores, found = index.search_rows(queries, 7)
-    for query, score, row in zip(queries, scores, found, strict=True):
+        scores, best_rows = index.search_rows(queries, 7)
+    for query, score, row in zip(queries, scores, best_rows, strict=True):
         want = ranked(exact, query, metric, 7)
         if dtype == "f16":  # stored vectors are rounded
             assert len(set(want) & set(row)) >= 6
@@ -59,17 +59,17 @@ def test_scores_are_the_same_bits_for_any_batch_number_of_threads_and_for_int8(t
                 answers.append(index.search_rows(queries, 12))
                 parts = [index.search_rows(q[None], 12) for q in queries]
                 answers.append((np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])))
-    for scores, found in answers[1:]:
+    for scores, best_rows in answers[1:]:
         np.testing.assert_array_equal(scores, answers[0][0])
-        np.testing.assert_array_equal(found, answers[0][1])
+        np.testing.assert_array_equal(best_rows, answers[0][1])
 
 
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
 def test_of_equal_rows_the_lower_one_comes_first(tmp_path: Path, dtype: str) -> None:
     with rlx.Index.create(tmp_path / "index", dim=8, dtype=dtype) as index:
         index.append(np.ones((9000, 8), np.float32))
-        _, found = index.search_rows(np.ones((1, 8)), 300, rescore=400)
-        np.testing.assert_array_equal(found[0], np.arange(300))
+        _, best_rows = index.search_rows(np.ones((1, 8)), 300, rescore=400)
+        np.testing.assert_array_equal(best_rows[0], np.arange(300))
 
 
 def test_hits_have_ids_texts_and_metadata(tmp_path: Path) -> None:
@@ -229,18 +229,18 @@ def test_damaged_files_are_format_errors_or_give_the_right_answer(tmp_path: Path
     }
     seen = set()
     for path in files:
-        whole = path.read_bytes()
-        damages = [whole[: len(whole) // 2], b"", whole + b"x"]
+        original = path.read_bytes()
+        damages = [original[: len(original) // 2], b"", original + b"x"]
         for _ in range(12):
-            changed = bytearray(whole)
-            changed[int(rng.integers(len(whole)))] ^= 1 << int(rng.integers(8))
+            changed = bytearray(original)
+            changed[int(rng.integers(len(original)))] ^= 1 << int(rng.integers(8))
             damages.append(bytes(changed))
         for damaged in damages:
             path.write_bytes(damaged)
             outcome = _outcome(folder)
             assert outcome in ("FormatError", "right"), (path.name, outcome)
             seen.add(outcome)
-        path.write_bytes(whole)
+        path.write_bytes(original)
     assert seen == {"FormatError", "right"} and _outcome(folder) == "right"
 
 
@@ -272,8 +272,8 @@ def test_faiss_finds_the_same(tmp_path: Path, metric: str) -> None:
     with rlx.Index.create(tmp_path / "index", dim=48, metric=metric) as index:
         index.append(rows)
         index.delete(range(0, 4000, 7))
-        scores, found = index.search_rows(queries, 10)
+        scores, best_rows = index.search_rows(queries, 10)
         norms = np.linalg.norm(queries, axis=1, keepdims=True)
         theirs, labels = index.to_faiss().search(queries / norms if metric == "cosine" else queries, 10)
-    np.testing.assert_array_equal(found, labels)
+    np.testing.assert_array_equal(best_rows, labels)
     np.testing.assert_allclose(scores, -theirs if metric == "l2" else theirs, rtol=1e-4, atol=1e-5)

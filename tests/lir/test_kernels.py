@@ -15,10 +15,10 @@ from rlx.dtypes import F32, F64, dtype
 from rlx.errors import ParseError
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, EpilogueOperand, Kernel, MatmulKernel
 from rlx.lir.loops import For, LoopKernel, Param
+from rlx.lir.module import plan_lir
 from rlx.lir.parse import parse_kernel
 from rlx.lir.program import Launch, launch_text
 from rlx.lir.text import kernel_text
-from rlx.module import plan_lir
 from rlx.profile import CompileProfile
 from rlx.types import TensorType
 

@@ -13,10 +13,10 @@ from rlx.dtypes import ALL, BF16, F16, F32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import AttentionGradKernel, MatmulKernel
 from rlx.lir.loops import Ref
+from rlx.lir.module import plan_lir
 from rlx.lir.program import Program
 from rlx.lir.views import View
 from rlx.mir.legalize import legalize
-from rlx.module import plan_lir
 from rlx.profile import CompileProfile, Precision
 from rlx.target import Target
 

@@ -39,10 +39,10 @@ from rlx.lir.loops import (
     Table,
     Var,
 )
+from rlx.lir.module import plan_lir
 from rlx.lir.parse import parse_kernel
 from rlx.lir.program import Program
 from rlx.lir.text import kernel_text
-from rlx.module import plan_lir
 from rlx.profile import CompileProfile
 
 rlx.Graph("any")  # declares the ops

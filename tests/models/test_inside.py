@@ -18,8 +18,8 @@ from rlx.engine import load as models
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import BindError, CapabilityError, DTypeError, GraphError, RequestError, ShapeError
-from rlx.flow.flow import stage_values
 from rlx.flow.init import zeros
+from rlx.flow.stage_values import stage_values
 from rlx.functional import random
 from rlx.models.init import flow_of
 from rlx.models.load import open_checkpoint

@@ -22,7 +22,7 @@ from test_golden import ARCHITECTURES, Golden, converted, gguf, write
 
 from rlx.flow import BuiltModel, ModelFlow, SideOutputs
 from rlx.flow import stages as st
-from rlx.flow.flow import stage_values
+from rlx.flow.stage_values import stage_values
 from rlx.hir.lower import lower
 from rlx.ir.registry import LEAF
 from rlx.models.load import Checkpoint, open_checkpoint

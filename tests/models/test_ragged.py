@@ -12,7 +12,7 @@ from test_golden import NAMES, TOLERANCE, Golden
 
 from rlx.errors import GraphError, KernelError
 from rlx.flow import ModelFlow
-from rlx.flow.flow import BuiltModel
+from rlx.flow.built import BuiltModel
 from rlx.models.load import open_checkpoint
 from rlx.types import sym
 

@@ -10,7 +10,7 @@ import pytest
 
 import rlx
 from rlx.errors import KernelError
-from rlx.target import KvLayout
+from rlx.kv_layout import KvLayout
 
 Array = np.ndarray[Any, Any]
 DEVICES = ("reference", "toy", "cpu")
@@ -92,8 +92,8 @@ class Cache:
 def expected(dtype: str, kind: str) -> Array:
     """NumPy in f64 over keys and values rounded to the type of the cache."""
     k, v = (PROMPT[n].astype(np.float64) for n in "kv")
-    if dtype == "f16":
-        k, v = (PROMPT[n].astype(np.float16).astype(np.float64) for n in "kv")
+    if dtype in ("f16", "bf16"):
+        k, v = (PROMPT[n].astype(rlx.dtype(dtype).numpy).astype(np.float64) for n in "kv")
     group = HEADS // KV_HEADS
     scores = np.einsum("bqhd,bkhd->bhqk", PROMPT["q"], np.repeat(k, group, 2)) / np.sqrt(DIM)
     rows, keys = np.ogrid[:LENGTH, :LENGTH]
@@ -104,7 +104,7 @@ def expected(dtype: str, kind: str) -> Array:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ("f32", "f16", "q8_0"))
+@pytest.mark.parametrize("dtype", ("f32", "f16", "bf16", "q8_0"))
 def test_bits_depend_on_neither_pages_nor_chunks_nor_shape(dtype: str, kind: str, device: str) -> None:
     results = []
     for ragged, seed, size in ((False, 0, 70), (False, 1, 70), (False, 2, 33), (True, 3, 50), (True, 4, 17)):

@@ -61,8 +61,8 @@ def test_the_extremes_of_bytes_do_not_overflow() -> None:
     """Sums of two products reach 32640 of 32767."""
     queries = np.array([[64.0] * 64, [-64.0] * 64], np.float32)
     rows = np.array([[127] * 64, [-128] * 64], np.int8)
-    scores, found = rlx.compile(search(64, 2, rows="i8")).run({"queries": queries, "rows": rows})
-    np.testing.assert_array_equal(found, [[0, 1], [1, 0]])
+    scores, best_rows = rlx.compile(search(64, 2, rows="i8")).run({"queries": queries, "rows": rows})
+    np.testing.assert_array_equal(best_rows, [[0, 1], [1, 0]])
     np.testing.assert_array_equal(scores, np.array([[127, -128], [128, -127]], np.float32) * 4096)
 
 
@@ -83,9 +83,9 @@ def test_rows_that_are_not_numbers_are_left_out() -> None:
     graph = search(9, 250, offsets=True)
     inputs = {"queries": np.ones((2, 9), np.float32), "rows": rows, "offsets": offsets}
     assert_same(graph, inputs)
-    scores, found = rlx.compile(graph).run(inputs)
-    assert found[0, 0] == 40 and (found[0, 98:] == -1).all() and np.isneginf(scores[0, 98:]).all()
-    assert sorted(found[0, :98]) == [i for i in range(100) if i not in (5, 41)]
+    scores, best_rows = rlx.compile(graph).run(inputs)
+    assert best_rows[0, 0] == 40 and (best_rows[0, 98:] == -1).all() and np.isneginf(scores[0, 98:]).all()
+    assert sorted(best_rows[0, :98]) == [i for i in range(100) if i not in (5, 41)]
 
 
 def test_among_scores_only_these_rows() -> None:
@@ -102,15 +102,15 @@ def test_scores_do_not_depend_on_other_queries_rows_or_threads() -> None:
     rng = np.random.default_rng(0)
     rows, queries = rng.standard_normal((2600, 50), np.float32), rng.standard_normal((9, 50), np.float32)
     graph = search(50, 2600)
-    scores, found = rlx.compile(graph, threads=1).run({"queries": queries, "rows": rows})
-    by_row = np.take_along_axis(scores, np.argsort(found, 1), 1)
+    scores, best_rows = rlx.compile(graph, threads=1).run({"queries": queries, "rows": rows})
+    by_row = np.take_along_axis(scores, np.argsort(best_rows, 1), 1)
     for threads in (1, 2):
         f = rlx.compile(graph, threads=threads)
         for q in range(9):
             some, places = f.run({"queries": queries[q : q + 1], "rows": rows[:1301]})
             np.testing.assert_array_equal(some[0, :1301], by_row[q][places[0, :1301]])
     by_among = rlx.compile(search(50, 5, among=5)).run(
-        {"queries": queries, "rows": rows, "among": np.ascontiguousarray(found[:, :5])}
+        {"queries": queries, "rows": rows, "among": np.ascontiguousarray(best_rows[:, :5])}
     )
     np.testing.assert_array_equal(by_among[0], scores[:, :5])
 

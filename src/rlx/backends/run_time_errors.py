@@ -63,6 +63,11 @@ def assertion_error(assertion: Assertion, sizes: Mapping[str, int]) -> BindError
     return BindError(assertion.message(a, b), notes=[assertion.where])
 
 
+def negative_shape(output: int, shape: tuple[int, ...]) -> BindError:
+    """The error for an output of which a symbolic size is negative."""
+    return BindError(f"output {output}: its shape is {shape}", hint="a symbolic size came out negative")
+
+
 def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
     """Raises if the sizes violate an assertion that the run does not check itself."""
     for assertion in program.assertions:

@@ -37,6 +37,7 @@ from rlx.inspect.page import graph_columns, graph_page
 from rlx.inspect.profiler import Report
 from rlx.ir.graph import Graph
 from rlx.ir.provenance import Origin, built_from
+from rlx.kv_layout import KvLayout
 from rlx.lir import memory
 from rlx.lir.program import Launch, Program, launch_text
 from rlx.lir.views import View
@@ -47,7 +48,7 @@ from rlx.runtime.compiled import CompiledGraph, stand_in
 from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 from rlx.runtime.plan import cached_plan, source_line
 from rlx.runtime.session import compile
-from rlx.target import KvLayout, Target
+from rlx.target import Target
 from rlx.types import evaluate
 
 LEVELS = ("hir", "mir", "lir", "llvm", "asm")

@@ -25,7 +25,7 @@ from rlx.types import concrete
 
 if TYPE_CHECKING:
     from rlx.engine.model import Model
-    from rlx.flow.flow import BuiltModel
+    from rlx.flow.built import BuiltModel
     from rlx.functional.tracers import Trace
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rlx.engine.load_settings import auto_cache, default_context, profile_for, with_precision
-from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.flow.built import BuiltModel
+from rlx.flow.flow import ModelFlow
+from rlx.kv_layout import KvLayout
 from rlx.models.load import Checkpoint
 from rlx.models.pooling import EmbedSettings, pooled, read_settings
-from rlx.target import KvLayout
 
 
 def model_flow(

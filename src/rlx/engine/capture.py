@@ -14,7 +14,7 @@ from rlx.runtime.compiled import CompiledGraph
 
 if TYPE_CHECKING:
     from rlx.engine.model import Model
-    from rlx.flow.flow import BuiltModel
+    from rlx.flow.built import BuiltModel
 
 
 def captured_values(

@@ -15,7 +15,8 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError, ShapeError, nearest
-from rlx.flow.flow import BuiltModel, matching, stage_values
+from rlx.flow.built import BuiltModel
+from rlx.flow.stage_values import matching, stage_values
 from rlx.ir.graph import Value
 from rlx.runtime.compiled import CompiledGraph
 

@@ -20,7 +20,8 @@ from rlx.engine.load import class_of
 from rlx.engine.model import Model, Prepared
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
-from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
+from rlx.flow.built import BuiltModel, Params
+from rlx.flow.flow import KvCacheSpec, ModelFlow
 from rlx.fork_safe_locks import cached_property
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.bpe import check_tables
@@ -29,6 +30,7 @@ from rlx.formats.tensor_file import PathLike, broken, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.functional.jitted import Jitted
 from rlx.ir.graph import Graph
+from rlx.kv_layout import KvLayout
 from rlx.models.config import record_types
 from rlx.models.family import FAMILIES, Family, FileWeights
 from rlx.models.image_preprocessing import ImageSettings
@@ -51,7 +53,6 @@ from rlx.runtime.export import (
 )
 from rlx.runtime.kv_spec import CACHES
 from rlx.runtime.session import Session
-from rlx.target import KvLayout
 from rlx.types import TensorType
 
 AnyModel = LanguageModel | EmbeddingModel | VisionModel

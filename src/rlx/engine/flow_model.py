@@ -15,7 +15,8 @@ from rlx.engine.language_model import LanguageModel
 from rlx.engine.load_settings import CONTEXT, session_for
 from rlx.engine.tokens_apart import check_flow
 from rlx.errors import BindError, CapabilityError, GraphError, RequestError
-from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.flow.built import BuiltModel
+from rlx.flow.flow import ModelFlow
 from rlx.flow.generation import INPUTS, for_generation, for_sequences
 from rlx.flow.stages.embed import RopeTables
 from rlx.flow.weights import MapWeights

@@ -63,7 +63,7 @@ class Decoder:
         self.samples = operand_input("uniform") in compiled.input_types
         self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls without `sampling`
         # the inputs of a decode step, and the rows, capacity, pools and sampling that they are for
-        self._step_inputs: dict[str, Any] = {}
+        self.step_inputs: dict[str, Any] = {}
         self._step_rows: tuple[int, ...] = ()
         self._step_sampling: Inputs | None = None
 
@@ -200,9 +200,9 @@ class Decoder:
             inputs["last_token_idx"] = np.arange(count, dtype=np.int32)
             if self.cache.spec.lengths:
                 inputs["lengths"] = np.zeros(count, np.int32)
-            self._step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
+            self.step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
             self._step_rows, self._step_sampling = key, sampling
-        inputs = self._step_inputs
+        inputs = self.step_inputs
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             inputs["tokens"][i, 0] = max(token, 0)
             inputs["positions"][i, 0] = -1 if token < 0 else len(row)

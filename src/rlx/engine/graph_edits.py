@@ -18,7 +18,7 @@ from rlx.engine.edits import Edit, edited_values
 from rlx.engine.sampler import short_repr
 from rlx.engine.tokens_apart import TOKENS, same_apart
 from rlx.errors import GraphError, RequestError, RlxError, ShapeError
-from rlx.flow.flow import BuiltModel
+from rlx.flow.built import BuiltModel
 from rlx.functional import tree
 from rlx.functional.tracers import Trace, Traced, type_of
 from rlx.functional.tracing import trace_leaves

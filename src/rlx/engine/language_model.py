@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rlx.engine.logprobs import Logprob, Score, TokenBytes
     from rlx.engine.structured import GrammarCompiler, Structure
     from rlx.engine.tools import ToolCall, ToolFormat
-    from rlx.flow.flow import BuiltModel
+    from rlx.flow.built import BuiltModel
     from rlx.formats.chat import ChatTemplate
     from rlx.inspect.call_report import CallRecorder, CallReport
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.model import Patch
     from rlx.engine.model_snapshot import ModelSnapshot
     from rlx.engine.vision_model import VisionModel
-    from rlx.flow.flow import BuiltModel, ModelFlow
+    from rlx.flow.built import BuiltModel
+    from rlx.flow.flow import ModelFlow
     from rlx.formats.tokenizer import Tokenizer
 
     Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel

@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.edits import Edit, EditedModel
     from rlx.engine.memory import Memory
     from rlx.engine.model_snapshot import SnapshotCheckpoint
-    from rlx.flow.flow import BuiltModel, ModelFlow
+    from rlx.flow.built import BuiltModel
+    from rlx.flow.flow import ModelFlow
     from rlx.functional.tracers import HeldArray
     from rlx.inspect.call_report import CallRecorder, CallReport
     from rlx.models.family import Family
@@ -242,7 +243,7 @@ class Model:
     @property
     def stages(self) -> list[str]:
         """The paths of all stages and their parts, for `capture` and `edit`."""
-        from rlx.flow.flow import stage_values
+        from rlx.flow.stage_values import stage_values
 
         return list(stage_values(self.built.module))
 
@@ -344,7 +345,7 @@ class Model:
     @property
     def params(self) -> Mapping[str, Array]:
         """The weights by name, as stored in the file; read on access."""
-        from rlx.flow.flow import Params
+        from rlx.flow.built import Params
 
         return Params(self.built.module, {}, self.checkpoint.weights)
 

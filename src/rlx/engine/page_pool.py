@@ -24,8 +24,8 @@ from rlx.engine.page_table import Pages
 from rlx.engine.prefix_tree import Key, Node, PrefixTree, State
 from rlx.fork_safe_locks import Lock
 from rlx.free_memory import fits, require
+from rlx.kv_layout import KvLayout
 from rlx.runtime.kv_spec import KvCacheSpec
-from rlx.target import KvLayout
 from rlx.types import concrete
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlx.engine.sampler import OPERANDS, operand_input
-from rlx.flow.flow import BuiltModel
+from rlx.flow.built import BuiltModel
 from rlx.ir.graph import Value
 from rlx.ir.rewrite import copy_graph
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import CapabilityError
-from rlx.flow.flow import BuiltModel
+from rlx.flow.built import BuiltModel
 from rlx.flow.init import WantedWeights
 from rlx.formats.tensor_file import quoted
 from rlx.models.config import leaves

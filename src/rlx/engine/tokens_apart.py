@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import GraphError
-from rlx.flow.flow import BuiltModel
+from rlx.flow.built import BuiltModel
 from rlx.ir import evaluate
 from rlx.ir.graph import Node, Value
 from rlx.ir.registry import HIR

@@ -15,7 +15,7 @@ from rlx.formats import TensorFile
 from rlx.runtime.compiled import CompiledGraph
 
 if TYPE_CHECKING:
-    from rlx.flow.flow import BuiltModel
+    from rlx.flow.built import BuiltModel
     from rlx.models.load import Checkpoint
 
 SAMPLE = 4096  # bytes at both ends of a tensor that the digest covers

@@ -1,9 +1,9 @@
 """Builds models from stages."""
 
 from rlx.flow import stages as stages
+from rlx.flow.built import BuiltModel as BuiltModel
 from rlx.flow.context import FlowCtx as FlowCtx
 from rlx.flow.emit import Emit as Emit
-from rlx.flow.flow import BuiltModel as BuiltModel
 from rlx.flow.flow import KvCacheSpec as KvCacheSpec
 from rlx.flow.flow import ModelFlow as ModelFlow
 from rlx.flow.layers import LayerStack as LayerStack

@@ -13,7 +13,8 @@ from rlx.ops.attention import parse_mask
 from rlx.types import sym
 
 if TYPE_CHECKING:
-    from rlx.flow.flow import BuiltModel, ModelFlow
+    from rlx.flow.built import BuiltModel
+    from rlx.flow.flow import ModelFlow
 
 INPUTS = ("tokens", "positions", "last_token_idx", "rows", "lengths")  # that a decoder's runtime sets
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.errors import GraphError
-from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.flow.built import BuiltModel
+from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import WeightSource
 
 

@@ -13,11 +13,11 @@ from rlx.hir.lower import apply_activation, default_positions, lowering, place, 
 from rlx.hir.ragged import check_token_rows, without_batch
 from rlx.ir.graph import Value
 from rlx.ir.registry import HIR, TAKES_PACKED, f32, i32, op, sample
+from rlx.kv_layout import POOL_AXES
 from rlx.ops.attention import attention, split_mask
 from rlx.ops.conv import conv2d
 from rlx.ops.kv_cache import cached_attention, kv_append
 from rlx.ops.rope import rope
-from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, tensor
 
 NORMS = ("rms", "layer")

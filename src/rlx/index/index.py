@@ -291,8 +291,8 @@ class Index:
         key = rows.dtype.str, rows.shape[1], k, metric, width, *sorted(more)
         if key not in self._compiled:
             self._compiled[key] = compile_graph(_graph(rows, k, metric, more, width), threads=self._threads)
-        scores, found = self._compiled[key].run({"queries": queries, "rows": rows, **more})
-        return scores, found
+        scores, best = self._compiled[key].run({"queries": queries, "rows": rows, **more})
+        return scores, best
 
     def embed(self, texts: Sequence[str]) -> Array:
         """Vectors of texts by the model of the index, as queries if the model knows a prompt for these."""

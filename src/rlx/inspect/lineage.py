@@ -16,8 +16,8 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.passes import record_graphs
 from rlx.ir.provenance import Origin
 from rlx.ir.rewrite import Rewriter, rebuild
+from rlx.lir.module import LirModule, plan_lir
 from rlx.lir.program import Program
-from rlx.module import LirModule, plan_lir
 from rlx.profile import CompileProfile
 from rlx.target import Target
 

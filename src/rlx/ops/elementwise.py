@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import BF16, BOOL, DType, promote
+from rlx.dtypes import BOOL, DType, cast_array, promote
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError
 from rlx.ir.registry import ELEMENTWISE, OpDef, Sample, boolean, f32, i32, op, sample
@@ -246,29 +246,6 @@ def where(condition: TensorType, a: TensorType, b: TensorType) -> TensorType:
     """`a` where the condition holds, else `b`."""
     _require("where", is_bool, condition.dtype)
     return TensorType(broadcast(condition.shape, a.shape, b.shape, where="where"), promote(a.dtype, b.dtype))
-
-
-def cast_array(x: Any, dtype: DType) -> Any:
-    """NumPy cast by rlx rules: float to integer truncates, saturates and maps NaN to 0; anything to bool is `!= 0`."""
-    if dtype.is_integer and x.dtype.kind not in "iub":
-        limits = np.iinfo(dtype.numpy)
-        wide = np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf))
-        inside = np.clip(wide, float(limits.min), float(limits.max))
-        result = np.where(inside >= float(limits.max), 0, inside).astype(dtype.numpy)
-        return np.where(wide >= float(limits.max), limits.max, result).astype(dtype.numpy)
-    if dtype.is_bool:
-        return x != 0
-    if dtype is BF16 and x.dtype == np.float64:
-        x = _round_to_odd(x)
-    return x.astype(dtype.numpy)
-
-
-def _round_to_odd(x: Any) -> Any:
-    """f64 to f32, rounded to odd, so that a second rounding (ml_dtypes makes bf16 from f32) is correct."""
-    near = x.astype(np.float32)
-    back = near.astype(np.float64)
-    bits = near.view(np.uint32) - (np.abs(back) > np.abs(x)).astype(np.uint32)  # toward zero
-    return np.where(np.isfinite(x), bits | (back != x), near.view(np.uint32)).astype(np.uint32).view(np.float32)
 
 
 @op(

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import U8
+from rlx.dtypes import U8, cast_array
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.graph import Value
 from rlx.ir.independence import by_rows
 from rlx.ir.registry import FUSED, f32, op, sample
-from rlx.ops.elementwise import cast_array
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
 from rlx.ops.quant import MIN_SCALE
 from rlx.types import TensorType

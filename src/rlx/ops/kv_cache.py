@@ -20,9 +20,9 @@ from rlx.dtypes import BY_NAME, F32
 from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, f32, i32, op, packed, sample
+from rlx.kv_layout import POOL_AXES
 from rlx.ops.attention import split_mask
 from rlx.ops.quant import unpack_blocks
-from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, require_equal
 
 PACKED = BY_NAME["q8_0"]  # the packed type that caches support

@@ -11,13 +11,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rlx.dtypes import F32, F64, I8, PACKED, U8, DType
+from rlx.dtypes import F32, F64, I8, PACKED, U8, DType, cast_array
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.graph import Value
 from rlx.ir.independence import never
 from rlx.ir.registry import COMPOSED, TAKES_PACKED, Spec, f32, i32, op, packed, sample
-from rlx.ops.elementwise import cast_array
 from rlx.ops.linear import matmul
 from rlx.quant_schemes import SMALL_FLOATS, QuantScheme
 from rlx.types import Size, TensorType, axis_index, require_equal

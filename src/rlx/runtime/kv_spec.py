@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import CapabilityError
-from rlx.target import KvLayout
+from rlx.kv_layout import KvLayout
 from rlx.types import Size
 
 CACHES = ("auto", "f32", "f16", "bf16", "q8_0")  # types of keys and values that `load` accepts

@@ -24,7 +24,7 @@ from rlx.runtime.weights import Recipe, recipes
 from rlx.target import Target
 
 if TYPE_CHECKING:
-    from rlx.module import LirModule
+    from rlx.lir.module import LirModule
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CompiledPlan:
 
 def make_plan(graph: Graph, target: Target, profile: CompileProfile | None = None) -> CompiledPlan:
     """Compile a graph to programs, bypassing the cache."""
-    from rlx.module import plan_lir  # imports all passes, which a cache hit does not need
+    from rlx.lir.module import plan_lir  # imports all passes, which a cache hit does not need
 
     return plan_from_lir(plan_lir(graph, target, profile or CompileProfile()), graph)
 
@@ -60,7 +60,7 @@ def _make_and_compile(graph: Graph, target: Target, profile: CompileProfile) -> 
     """Like `make_plan`, but starts compiling kernels in the background as soon as they are known."""
     backend = backend_of(target)
     backend.start_compiler(target)
-    from rlx.module import plan_lir
+    from rlx.lir.module import plan_lir
 
     lir = plan_lir(graph, target, profile)
     backend.start_compiling((lir.main, lir.bind) if lir.optimised.derived else (lir.main,), target)

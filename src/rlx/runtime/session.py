@@ -69,7 +69,7 @@ class Session:
             if lir is not None and profile is not None:
                 raise GraphError(f"compile: module {module.name!r} is planned already, a profile comes too late")
             target = self._target(chosen.fusion.target)
-            if lir is None or self.device.name == "reference":
+            if lir is None or self.device.backend.interprets:
                 return self._compile(source, chosen)
             if lir.target != target:
                 mismatch = f"module {module.name!r} is planned for {lir.target.name}, this session is for {target.name}"

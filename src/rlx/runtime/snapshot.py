@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlx.backends.base import Executable
+from rlx.kv_layout import KvLayout
 from rlx.profile import CompileProfile
 from rlx.runtime import kv_spec, record_json, signature
 from rlx.runtime.compiled import CompiledGraph, Parts, input_specs, lazy_plan
 from rlx.runtime.session import Session
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe
-from rlx.target import KvLayout
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
-from rlx.flow.flow import BuiltModel
+from rlx.flow.built import BuiltModel
 from rlx.flow.patterns import check_names_matched
 from rlx.flow.stages.parts import DROPOUT_KEY
 from rlx.fork_safe_locks import Lock, Waits

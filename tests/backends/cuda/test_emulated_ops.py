@@ -74,3 +74,25 @@ def test_blocks_split_long_reductions(backwards: bool) -> None:
     np.testing.assert_allclose(mean, x.astype(np.float64).mean(1), rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(top, x.max(1))
     np.testing.assert_allclose(squares, (x.astype(np.float64) ** 2).sum(1) + 1, rtol=1e-6)
+
+
+def test_loops_and_branches_are_walked_by_the_host() -> None:
+    """A loop of known length, replayed as a graph, and one whose length and branches data decide."""
+
+    def collatz(n: Any) -> Any:
+        def step(state: Any) -> Any:
+            n, count = state
+            return rlx.cond(n % 2 == 0, lambda: n // 2, lambda: 3 * n + 1), count + 1
+
+        return rlx.while_loop(lambda state: state[0] > 1, step, (n, 0))[1]
+
+    def sums(x: Any) -> Any:
+        return rlx.scan(lambda total, v: (total + v, total * v), np.float32(0), x)
+
+    x = np.arange(6, dtype=np.float32)
+    with emulated_gpu():
+        for _ in range(3):
+            assert int(np.asarray(rlx.jit(collatz, device="cuda")(np.int32(6)))) == 8
+            total, products = rlx.jit(sums, device="cuda")(x)
+            assert float(np.asarray(total)) == 15.0
+            np.testing.assert_array_equal(np.asarray(products), [0, 0, 2, 9, 24, 50])

@@ -18,7 +18,7 @@ from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.targets import BY_NAME, SM_80, SM_90, CudaTarget
 from rlx.errors import CapabilityError
 from rlx.lir.loops import LoopKernel
-from rlx.module import plan_lir
+from rlx.lir.module import plan_lir
 from rlx.profile import CompileProfile
 
 MOST_REGISTERS = 255

@@ -1,4 +1,4 @@
-"""Epilogues of matmul records can be emitted by any backend, for any shape of tile: here as columns, by the toy."""
+"""Epilogues of matmul records can be run by any backend, for any shape of tile: here as columns, by the toy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from targets import AVX2, AVX512
 
 import rlx
-from rlx.backends.toy import emitter
+from rlx.backends.toy import interpreter
 from rlx.dtypes import F32
 from rlx.lir.kernels import MatmulKernel
 from rlx.lir.loops import Arg, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Store, substitute
-from rlx.module import plan_lir
+from rlx.lir.module import plan_lir
 from rlx.profile import CompileProfile
 from rlx.target import Target
 
@@ -54,8 +54,7 @@ def test_an_epilogue_has_no_shape_of_tile(target: Target, gated: bool) -> None:
     first = rng.normal(size=(ROWS, COLUMNS)).astype(np.float32)
     factor = rng.normal(size=(ROWS, COLUMNS if gated else 1)).astype(np.float32)
     out = np.zeros((ROWS, COLUMNS), np.float32)
-    memory = (first.T.reshape(-1), factor.T.reshape(-1), out.reshape(-1))
-    arguments = [part for array in memory for part in (array, 0)]
-    emitter.function(by_columns(kernel))(COLUMNS, [], *arguments, ROWS, COLUMNS)
+    memory = [(array.reshape(-1), 0) for array in (first.T, factor.T, out)]
+    interpreter.run(by_columns(kernel), COLUMNS, memory, [ROWS, COLUMNS], [])
     erf = np.vectorize(math.erf)(first.astype(np.float64) / math.sqrt(2))
     np.testing.assert_allclose(out, 0.5 * first * (1 + erf) * factor, rtol=2e-6, atol=1e-7)

@@ -19,10 +19,10 @@ from rlx.dtypes import PACKED, DType
 from rlx.flow.weights import MapWeights
 from rlx.ir import evaluate
 from rlx.ir.registry import packed
+from rlx.kv_layout import KvLayout
 from rlx.models import config as configs
 from rlx.models import llama
 from rlx.profile import CompileProfile, Precision
-from rlx.target import KvLayout
 from rlx.transforms import grad
 
 Array = np.ndarray[Any, Any]

@@ -16,7 +16,7 @@ from rlx.backends.toy import TOY
 from rlx.dtypes import BF16, DType
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import LoopKernel, Reduce, expressions
-from rlx.module import plan_lir
+from rlx.lir.module import plan_lir
 from rlx.profile import CompileProfile
 from rlx.target import Target
 

@@ -248,7 +248,9 @@ class CpuExecutable(base.Executable):
         shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
         for i, shape in enumerate(shapes):
             if min(shape, default=0) < 0:
-                raise BindError(f"output {i}: its shape is {shape}", hint="a symbolic size came out negative")
+                from rlx.backends.run_time_errors import negative_shape
+
+                raise negative_shape(i, shape)
         memory = self._plan_that_fits(key)
         outputs = list(zip(shapes, self._output_types, strict=True))
         if max(values, default=0) >= ADDRESSES:

@@ -10,8 +10,9 @@ from typing import Any
 
 from rlx.dtypes import DType
 from rlx.errors import CapabilityError
+from rlx.kv_layout import KV_PAGE, KvLayout
 from rlx.operand_layouts import Layout, WeightLayout
-from rlx.target import KV_PAGE, KvLayout, Target
+from rlx.target import Target
 from rlx.types import TensorType
 
 KEY_BLOCK = KV_PAGE  # keys per attention step, aligned to absolute positions; also the page size of a KV cache

@@ -12,55 +12,44 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.base import ArrayType, Executable, InputSpec, Key
+from rlx.backends.base import InputSpec, Key
 from rlx.backends.cuda.gpu import Gpu, Graph
 from rlx.backends.cuda.launch_plan import SCRATCH, can_fault, plan_launches, variants
 from rlx.backends.cuda.memory import ALIGNMENT, CudaArray, Memory
 from rlx.backends.cuda.modules import load_variants
 from rlx.backends.cuda.targets import CudaTarget
-from rlx.backends.reports import RunMemory, Trace
+from rlx.backends.program_executable import ProgramExecutable
+from rlx.backends.reports import Trace
 from rlx.backends.run_time_errors import check_sizes, fault
-from rlx.errors import BindError
-from rlx.lir.memory import Plan, lifetimes, plan
-from rlx.lir.program import ENTER, JUMP, LAUNCH, LEAVE, NEXT, Branch, Loop, Program, Step
+from rlx.lir.program import LAUNCH, Program
 from rlx.lir.views import View
-from rlx.types import concrete, evaluate
+from rlx.types import evaluate
 
 MOST_GRAPHS = 64  # sizes of a program whose graphs are kept
 LARGEST_COPY = 64 << 20  # bytes of inputs and outputs up to which a run is captured: a graph copies them
 
 
-class CudaExecutable(Executable):
+class CudaExecutable(ProgramExecutable):
     """Runs a program from any number of threads: runs take turns on the GPU's stream."""
 
-    threads = 1
+    target: CudaTarget
+    alignment = ALIGNMENT
 
     def __init__(
         self, program: Program, target: CudaTarget, device: Gpu, inputs: Sequence[InputSpec] | None = None
     ) -> None:  # fmt: skip
-        self._program, self.gpu = program, device
-        self.target: CudaTarget = target
-        self.symbols, self.reads = program.symbols, tuple(program.weights)
-        self._lives = lifetimes(program)
+        super().__init__(program, target)
+        self.gpu = device
         self.states = {spec.name for spec in inputs or () if spec.written}
-        self._weights: Mapping[str, CudaArray] = {}
         self._constants: dict[str, CudaArray] | None = None
         self._arena: Memory | None = None
         self._fault: Memory | None = None
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
         self.faults = any(can_fault(kernel) for kernel in program.kernels().values())
 
-    @property
-    def program(self) -> Program:
-        return self._program
-
-    @property
-    def weights(self) -> Mapping[str, CudaArray]:
-        return self._weights
-
     def bind(self, weights: Mapping[str, Any]) -> None:
         with self.gpu.lock:
-            self._weights = dict(weights)
+            super().bind(weights)
             self._forget()
             if not weights:
                 self._arena = None
@@ -70,31 +59,9 @@ class CudaExecutable(Executable):
             prepared.release()
         self._prepared = {}
 
-    def image(self) -> Program:
-        """The program is all there is to store; machine code has a cache of its own."""
-        return self._program
-
     # -- sizes --
-    def outputs(self, key: Key) -> list[ArrayType]:
-        sizes = dict(zip(self.symbols, key, strict=True))
-        types = [self._program.buffers[name].type for name in self._program.outputs]
-        shapes = [(concrete(t.array_shape, sizes), t.dtype.numpy) for t in types]
-        for i, (shape, _) in enumerate(shapes):
-            if min(shape, default=0) < 0:
-                raise BindError(f"output {i}: its shape is {shape}", hint="a symbolic size came out negative")
-        return shapes
-
-    def plan(self, sizes: Mapping[str, int]) -> Plan:
-        """Where temporary buffers are in the arena."""
-        buffers = self._program.buffers
-        rounded = {x.name: _round(evaluate(buffers[x.name].type.bytes, sizes)) for x in self._lives}
-        return plan(self._lives, rounded)
-
-    def memory(self, key: Key) -> RunMemory:
-        return RunMemory(key, self.plan(dict(zip(self.symbols, key, strict=True))), 0)
-
     def units(self, key: Key) -> list[int]:
-        sizes = dict(zip(self.symbols, key, strict=True))
+        sizes = self.sizes(key)
         return [
             sum(math.prod(p.grid) for p in one.plan.passes) for one in plan_launches(self._program, sizes, self.target)
         ]
@@ -145,6 +112,11 @@ class CudaExecutable(Executable):
         self._prepared[known] = prepared  # the most recently used is last
         return prepared
 
+    @property
+    def latest(self) -> _Prepared:
+        """The program at the sizes and states of the latest run, for benchmarks."""
+        return next(reversed(self._prepared.values()))
+
     def trace(self, key: Key, inputs: Sequence[Any]) -> tuple[list[CudaArray], Trace]:
         with self.gpu.lock:
             prepared = self._prepare(key, inputs)
@@ -164,7 +136,7 @@ class _Prepared:
     def __init__(self, owner: CudaExecutable, key: Key) -> None:
         program = owner.program
         self.owner, self.gpu, self.program = owner, owner.gpu, program
-        self.sizes = dict(zip(owner.symbols, key, strict=True))
+        self.sizes = owner.sizes(key)
         check_sizes(program, self.sizes)
         self.types = owner.outputs(key)
         self.launches = plan_launches(program, self.sizes, owner.target)
@@ -183,8 +155,6 @@ class _Prepared:
             self._words[i][list(launch.fault_words)] = owner.fault_memory().address
         for buffer, address in list(self.addresses.items()):
             self._place(buffer, address)
-        self.walk = list(program.steps())
-        self._edges = {(s.kind, s.number): i for i, s in enumerate(self.walk) if s.kind != LAUNCH}
         self._graph: Graph | None = None
         self._slots: Memory | None = None
         self._runs = 0
@@ -267,40 +237,10 @@ class _Prepared:
 
     def _launch_order(self) -> Iterator[int]:
         """Walks through loops and branches; reads predicates from the device."""
-        position = 0
-        while position < len(self.walk):
-            step = self.walk[position]
-            if step.kind == LAUNCH:
-                yield step.number
-                position += 1
-            else:
-                position = self._follow(step, position)
+        steps = self.owner.run_order(self.sizes, self._holds)
+        return (step.number for step in steps if step.kind == LAUNCH)
 
-    def _follow(self, step: Step, position: int) -> int:
-        """The position after an edge of a loop or branch."""
-        control = self.program.controls[step.number]
-        match step.kind, control:
-            case "enter", Loop():
-                self.sizes[control.symbol] = self.sizes[control.parity] = 0
-                return position + 1 if self._has_next(control) else self._edges[NEXT, step.number] + 1
-            case "next", Loop():
-                self.sizes[control.symbol] += 1
-                self.sizes[control.parity] ^= 1
-                if self._has_next(control):
-                    return self._edges[ENTER, step.number] + 1
-            case "test", Loop() if not self._holds(control.predicate):
-                return self._edges[NEXT, step.number] + 1
-            case "test", Branch() if not self._holds(control.predicate):
-                return self._edges[JUMP, step.number] + 1
-            case "jump", _:
-                return self._edges[LEAVE, step.number]
-        return position + 1
-
-    def _has_next(self, loop: Loop) -> bool:
-        return loop.length is None or self.sizes[loop.symbol] < evaluate(loop.length, self.sizes)
-
-    def _holds(self, predicate: View | None) -> bool:
-        assert predicate is not None
+    def _holds(self, predicate: View) -> bool:
         value = np.zeros(1, np.uint8)
         offset = evaluate(predicate.offset, self.sizes) * predicate.dtype.size
         self.gpu.download(value, self.addresses[predicate.buffer] + offset)
@@ -340,13 +280,17 @@ class _Prepared:
         (self._graph,) = graphs
 
     def _replay(self, inputs: Sequence[CudaArray]) -> list[CudaArray]:
-        assert self._slots is not None and self._graph is not None
         self._copy_inputs(inputs)
-        self.gpu.replay(self._graph)
+        self.replay()
         outputs = self._new_outputs()
         for result, output in zip(self._results, outputs, strict=True):
             self.gpu.copy(output.start, result.start, result.nbytes)
         return outputs
+
+    def replay(self) -> None:
+        """Enqueues the graph once more, on the inputs of the latest run."""
+        assert self._graph is not None, "sizes that repeat have a graph"
+        self.gpu.replay(self._graph)
 
     def _copy_inputs(self, inputs: Sequence[CudaArray]) -> None:
         """Copies inputs to their places: what is on the host in one piece, what is on the device each by itself."""

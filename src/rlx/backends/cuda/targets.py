@@ -8,7 +8,8 @@ from typing import Any
 
 from rlx.dtypes import DType
 from rlx.errors import CapabilityError
-from rlx.target import KvLayout, Target
+from rlx.kv_layout import KvLayout
+from rlx.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node, Value
+from rlx.kv_layout import POOL_AXES
 from rlx.lir.forms.linear import Strided, multiply
 from rlx.lir.kernels import BEYOND_CAPACITY, OUTSIDE_POOL, OUTSIDE_TABLE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, number
 from rlx.lir.schedule import Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
 from rlx.ops.attention import parse_mask
-from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, dim_min, product
 
 # The current unit and key.

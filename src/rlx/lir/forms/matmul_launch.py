@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlx.dtypes import I32, I64, DType
-from rlx.ir.graph import Graph
+from rlx.ir.graph import Graph, Node
 from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.kernels import Epilogue, EpilogueOperand, MatmulKernel, sum_name, weight_name
 from rlx.lir.loops import Expr, Ref
@@ -171,3 +171,18 @@ def _epilogue(s: Scheduler, body: Graph, operands: Sequence[EpilogueOperand], su
     lets, values = body_lets(body, inputs, s.target)
     name = "_".join(n.op for n in body.nodes if n.op not in ("input", "const"))[:40]
     return Epilogue(name, tuple(lets), tuple(values))
+
+
+# -- forms that need no layout ----------------------------------------------------------------------------------------
+def grouped_matmul(s: Scheduler, node: Node) -> Sequence[View]:
+    x, w, index = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    launch_matmul(s, x, [w], [], [out], None, weights=1, layout=None, columns=out.shape[1], index=index)
+    return [out]
+
+
+def outer_of_runs(s: Scheduler, node: Node) -> Sequence[View]:
+    x, y, offsets = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    launch_matmul(s, x, [y], [], [out], None, weights=1, layout=None, columns=out.shape[2], index=offsets, depth=True)
+    return [out]

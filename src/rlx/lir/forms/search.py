@@ -32,21 +32,21 @@ FLIPPED = 0x80808080 - 2**32  # makes signed bytes unsigned, 128 higher
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How many rows are scored at once against several queries and against one, and lanes of their partial sums."""
+    """How many rows are scored at once, with several queries and with one, and the partial sums of a score."""
 
     rows: int
     queries: int
     rows_of_one: int
-    lanes: int
+    partials: int
     words: bool  # rows of i8 are read four bytes at a time, with dot products of bytes
 
     @property
     def chunk(self) -> int:
         """Rows that all queries see before the next: few enough to stay in the first-level cache."""
-        return 24 if self.lanes > 1 else 8
+        return 24 if self.partials > 1 else 8
 
 
-PORTABLE = Tile(rows=1, queries=1, rows_of_one=1, lanes=16, words=False)
+PORTABLE = Tile(rows=1, queries=1, rows_of_one=1, partials=16, words=False)
 
 
 @loop_form("nearest_rows")
@@ -89,7 +89,7 @@ class _Problem:
         self.sums: View | None = None  # of each query's integers
         words = tile.words and self.integers and isinstance(self.d, int) and self.d % BYTES == 0
         self.tile = (
-            tile if words or not tile.words else Tile(tile.rows, tile.queries, tile.rows_of_one, tile.lanes, False)
+            tile if words or not tile.words else Tile(tile.rows, tile.queries, tile.rows_of_one, tile.partials, False)
         )
         if self.integers:
             _quantise_queries(self)
@@ -153,12 +153,12 @@ class _Scorer:
             None if v is None else b.param(v, name=name)
             for name, v in (("scales", p.scales), ("offsets", p.offsets), ("units", p.units), ("sums", p.sums))
         )
-        room = max(tile.rows * tile.queries, tile.rows_of_one) * tile.lanes
+        room = max(tile.rows * tile.queries, tile.rows_of_one) * tile.partials
         kind = I32 if p.integers else F32
         self.partial = Rows(b, "partial", p.s.temporary(TensorType((units, room), kind)), written=True)
         self.d = b.arg("d", p.d)
-        self.steps = b.arg("steps", p.d // tile.lanes)
-        self.whole = isinstance(p.d, int) and p.d % tile.lanes == 0
+        self.steps = b.arg("steps", p.d // tile.partials)
+        self.divides = isinstance(p.d, int) and p.d % tile.partials == 0
 
     def _product(self, total: Expr, x: Expr, y: Expr) -> Expr:
         """A term of a score, added: `x` of a row, `y` of a query."""
@@ -173,8 +173,8 @@ class _Scorer:
         return fma(x.cast(F32), y, total)
 
     def sums_of(self, body: Body, rows: Sequence[Expr], queries: Sequence[Expr]) -> None:
-        """Writes partial sums of each row with each query: one per lane, in the order of elements."""
-        tile, lane = self.p.tile, Index("lane")
+        """Writes partial sums of each row with each query: `partials` each, in the order of elements."""
+        tile, part = self.p.tile, Index("lane")
         kind = I32 if self.p.integers else F32
 
         def step(inner: Body, at: Expr, prefix: str, inside: Expr | None) -> None:
@@ -196,27 +196,27 @@ class _Scorer:
                     total = totals[r][c]
                     inner.assign(total, self._product(total, x, y))
 
-        with body.loop("lane", tile.lanes, vector=True) as lanes:
+        with body.loop("lane", tile.partials, vector=True) as across:
             totals = [
-                [lanes.var(f"total{r}_{c}", 0.0 if kind is F32 else 0, kind) for c in range(len(queries))]
+                [across.var(f"total{r}_{c}", 0.0 if kind is F32 else 0, kind) for c in range(len(queries))]
                 for r in range(len(rows))
             ]
-            with lanes.loop("step", self.steps) as inner:
-                step(inner, Index("step") * tile.lanes + lane, "", None)
-            if not self.whole:
-                at = lanes.let("at", self.steps * tile.lanes + lane)
-                step(lanes, at, "last_", lanes.let("inside", at < self.d))
+            with across.loop("step", self.steps) as inner:
+                step(inner, Index("step") * tile.partials + part, "", None)
+            if not self.divides:
+                at = across.let("at", self.steps * tile.partials + part)
+                step(across, at, "last_", across.let("inside", at < self.d))
             for r in range(len(rows)):
                 for c in range(len(queries)):
-                    lanes.store(self.partial, self._pair(r, c, len(queries)) * tile.lanes + lane, totals[r][c])
+                    across.store(self.partial, self._pair(r, c, len(queries)) * tile.partials + part, totals[r][c])
 
     def _pair(self, r: int, c: int, queries: int) -> Expr:
         return Const(r * queries + c, I64)
 
     def total(self, r: int, c: int, queries: int) -> Expr:
-        """The sum of a pair of a tile whose partial sums are written: lanes are added in halves."""
-        lanes = self.p.tile.lanes
-        sums = [self.partial[self._pair(r, c, queries) * lanes + lane] for lane in range(lanes)]
+        """The sum of a pair of a tile whose partial sums are written: partials are added in halves."""
+        partials = self.p.tile.partials
+        sums = [self.partial[self._pair(r, c, queries) * partials + part] for part in range(partials)]
         while len(sums) > 1:
             half = len(sums) // 2
             sums = [x + y for x, y in zip(sums[:half], sums[half:], strict=True)]
@@ -296,10 +296,10 @@ def _scan(p: _Problem) -> tuple[View, View]:
         with each.loop("single", each.let("singles", q - tiled * tile.queries)) as outer:
             tiles(outer, base, outer.let("query", tiled * tile.queries + Index("single")), 1, tile.rows_of_one)
         with each.loop("query", q) as inner:
-            with inner.loop("i", chunk, vector=True) as lanes:
-                valid = lanes.let("valid", base + i < stop)
+            with inner.loop("i", chunk, vector=True) as each_row:
+                valid = each_row.let("valid", base + i < stop)
                 score = scorer.score(chunk_sums[of * chunk + i], first_row + base + i, first_query + of, valid)
-                lanes.store(chunk_scores, i, score)
+                each_row.store(chunk_scores, i, score)
             top = inner.let("top", Reduce("max", "i", chunk, chunk_scores[i]))
             threshold = inner.let("threshold", thresholds[of])
             with inner.when("better", top > threshold) as better:
@@ -351,16 +351,16 @@ def _keep_best(body: Body, scores: Rows, rows: Rows, first: Expr, count: Expr, k
     above = body.let(
         "above", Reduce("sum", "i", extent, (scores[first + i].order() > key.cast(I32)).cast(I32)).cast(I64)
     )
-    ties, kept = body.var("ties", k - above, I64), body.var("kept", 0, I64)
+    ties, front = body.var("ties", k - above, I64), body.var("kept", 0, I64)
     least = body.var("least", math.inf, F32)
     with body.loop("i", extent) as each:
         score, row = each.let("moved", scores[first + i]), each.let("moved_row", rows[first + i])
         order = each.let("order", score.order().cast(I64))
         tie = each.let("tie", order.eq(key) & (ties > 0))
         keep = each.let("keep", (order > key) | tie)
-        each.store(scores, first + kept, score)
-        each.store(rows, first + kept, row)
-        each.assign(kept, kept + keep.cast(I64))
+        each.store(scores, first + front, score)
+        each.store(rows, first + front, row)
+        each.assign(front, front + keep.cast(I64))
         each.assign(ties, ties - tie.cast(I64))
         each.assign(least, keep.select(least.min(score), least))
     return least
@@ -385,11 +385,11 @@ def _score_candidates(p: _Problem) -> tuple[View, View]:
         # A row that does not exist is read as row 0, or not at all if there is none.
         some = inner.let("some", (n > 0).cast(I64))
         row = [inner.let(f"row{r}", first_row + valid[r].select(index[r], 0)) for r in range(rows)]
-        with inner.loop("some_once", some) as there:
-            scorer.sums_of(there, row, [ROW])
+        with inner.loop("some_once", some) as existing:
+            scorer.sums_of(existing, row, [ROW])
             for r in range(rows):
-                score = scorer.score(scorer.total(r, 0, 1), row[r], ROW, there.let(f"valid{r}", valid[r]))
-                there.store(scores, at[r], score)
+                score = scorer.score(scorer.total(r, 0, 1), row[r], ROW, existing.let(f"valid{r}", valid[r]))
+                existing.store(scores, at[r], score)
         with inner.loop("none_once", inner.let("none", 1 - some)) as none:
             for r in range(rows):
                 none.store(scores, at[r], Const(-math.inf, F32))
@@ -423,10 +423,10 @@ def _take_best(p: _Problem, scores: View, rows: View, outs: Sequence[View]) -> N
     with body.loop("i", n) as gather:
         score = gather.let("score", candidates[i])
         reach = (score.order().cast(I64) >= key) & (score > -math.inf)
-        with gather.when("reached", reach) as found:
-            found.store(near, count, score)
-            found.store(near_rows, count, indices[i])
-            found.assign(count, count + 1)
+        with gather.when("reached", reach) as member:
+            member.store(near, count, score)
+            member.store(near_rows, count, indices[i])
+            member.assign(count, count + 1)
     reached = body.let("near_all", count)
     with body.loop("i", reached) as each:
         score, row = each.let("ranked", near[i]), each.let("ranked_row", near_rows[i])

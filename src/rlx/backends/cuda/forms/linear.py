@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Node
+from rlx.lir.forms.matmul_launch import grouped_matmul as grouped_matmul
 from rlx.lir.forms.matmul_launch import launch_matmul
+from rlx.lir.forms.matmul_launch import outer_of_runs as outer_of_runs
 from rlx.lir.schedule import Scheduler, form_of
 from rlx.lir.views import View
 
@@ -35,17 +37,3 @@ def fused_matmul(s: Scheduler, node: Node) -> Sequence[View]:
         columns=attrs["columns"], index=index,
     )  # fmt: skip
     return outs
-
-
-def grouped_matmul(s: Scheduler, node: Node) -> Sequence[View]:
-    x, w, index = (s.view(o) for o in node.operands)
-    out = s.result(node)
-    launch_matmul(s, x, [w], [], [out], None, weights=1, layout=None, columns=out.shape[1], index=index)
-    return [out]
-
-
-def outer_of_runs(s: Scheduler, node: Node) -> Sequence[View]:
-    x, y, offsets = (s.view(o) for o in node.operands)
-    out = s.result(node)
-    launch_matmul(s, x, [y], [], [out], None, weights=1, layout=None, columns=out.shape[2], index=offsets, depth=True)
-    return [out]

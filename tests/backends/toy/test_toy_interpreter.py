@@ -1,4 +1,4 @@
-"""The emitter and its scalar vocabulary, on kernels written by hand: against NumPy."""
+"""The interpreter and the meanings of scalar operations, on kernels written by hand: against NumPy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rlx.backends.toy import scalars
-from rlx.backends.toy.emitter import function
+from rlx.backends.toy import interpreter
 from rlx.dtypes import BF16, F32, F64, I8, I16, I32, I64, U8, U32, DType
 from rlx.dtypes import dtype as dtype_of
 from rlx.lir.loops import (
+    SCALAR_OPS,
     Apply,
     Arg,
     Assign,
@@ -35,6 +35,7 @@ from rlx.lir.loops import (
     Table,
     Var,
 )
+from rlx.lir.scalar_meanings import MEANINGS
 
 Array = np.ndarray[Any, Any]
 U, J = Index("u"), Index("j")
@@ -47,7 +48,7 @@ def launch(
     kernel = LoopKernel("by_hand", params, tuple(args), For("u", Arg("n"), body))
     faults: list[int] = []
     with np.errstate(all="ignore"):
-        function(kernel)(units, faults, *(word for a in arrays for word in (a.reshape(-1), 0)), *args.values())
+        interpreter.run(kernel, units, [(a.reshape(-1), 0) for a in arrays], list(args.values()), faults)
     return faults
 
 
@@ -122,13 +123,27 @@ def test_a_reduction_of_any_extent(op: str, extent: int) -> None:
 
 def test_zeros_at_the_end_of_a_sum_change_no_bit() -> None:
     x = np.random.default_rng(1).standard_normal(70).astype(np.float32)
-    sums = [
-        scalars.reduce(np.add, np.float32(0), n, 0, lambda i, n=n: np.pad(x, (0, n - 70))[i]) for n in (70, 96, 200)
-    ]
-    assert sums[0] == sums[1] == sums[2]
+    total = Reduce("sum", "j", Arg("n"), Load(0, ((J, 1),), F32))
+    sums = np.zeros(3, np.float32)
+    for i, n in enumerate((70, 96, 200)):
+        params, store = (Param("x", F32), Param("y", F32, True)), Store(1, ((U, 1),), total)
+        launch(params, (store,), [np.pad(x, (0, n - 70)), sums[i : i + 1]], 1, n=n)
+    assert sums[0] == sums[1] == sums[2] != 0
+
+
+def test_a_name_inside_a_loop_hides_one_outside() -> None:
+    y, value = np.zeros(4, np.float32), Ref("v", F32)
+    inner = (Let("v", Const(2.0, F32)), Store(0, ((U, 2),), value))
+    body = (Let("v", Const(1.0, F32)), For("j", 3, inner), Store(0, ((U, 2), (Const(1, I64), 1)), value))
+    launch((Param("y", F32, True),), body, [y], 2, n=2)
+    assert y.tolist() == [2, 1, 2, 1]
 
 
 # -- scalars ----------------------------------------------------------------------------------------------------------
+def test_every_scalar_operation_has_a_meaning() -> None:
+    assert set(MEANINGS) == set(SCALAR_OPS) - {"cast"}
+
+
 def test_integers_wrap_and_shift_as_signed_numbers() -> None:
     x = np.array([-128, -1, 0, 1, 127], np.int8)
     assert computed(element(0, I8) + element(0, I8), I8, x).tolist() == [0, -2, 0, 2, -2]
