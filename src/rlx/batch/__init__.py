@@ -16,7 +16,7 @@ from rlx.batch.job import Job, OnProgress
 from rlx.batch.job import Progress as Progress
 from rlx.batch.results import Results as Results
 from rlx.batch.runner import Runner
-from rlx.batch.sizing import choose_workers
+from rlx.batch.sizing import choose_workers, on_host
 from rlx.batch.tasks import Task
 from rlx.errors import RequestError
 
@@ -128,7 +128,7 @@ def prepare(task: Task, workers: int | str, threads: int | None, runner: str | R
 
         if workers == "auto":
             count = OnRay.capacity(per_worker)
-        return OnRay(count, per_worker, gpus=0 if device in ("cpu", None) else 1), fingerprint
+        return OnRay(count, per_worker, gpus=0 if on_host(device) else 1), fingerprint
     raise RequestError(f"batch: no runner is called {runner!r}", hint=f"known: {', '.join(RUNNERS)}")
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from rlx import free_memory
+from rlx.backends.base import device as device_named
 from rlx.errors import RequestError
 
 # An encoder's activations fit the caches of a core, so a process per core wins: nobody waits for the slowest thread.
 # A decoder reads all its weights per step: processes would each read them, threads share them, up to about eight.
 DECODER_THREADS = 8
 PRIVATE = {"encoder": 300 << 20, "decoder": 1 << 30}  # bytes per process besides the weights, which are shared
+
+
+def on_host(name: str | None) -> bool:
+    """Whether a device computes with the cores of this machine; `auto` counts as one that does."""
+    return name in (None, "auto") or device_named(str(name)).backend.allocator.is_host
 
 
 def choose_workers(
@@ -23,7 +29,7 @@ def choose_workers(
     cores: int = model.threads
     if isinstance(workers, int):
         return workers, threads or max(1, cores // workers)
-    if device not in ("cpu", None):
+    if not on_host(device):
         return 1, threads or 1  # one process per GPU: it runs one call at a time
     kind = model.facts.kind
     threads = threads or (1 if kind == "encoder" else min(cores, DECODER_THREADS))
