@@ -19,7 +19,7 @@ from rlx.ir.provenance import Origin, added_at
 
 COMMANDS = (
     "run", "embed", "search", "pull", "models", "show", "rm", "export", "inspect", "tour", "ops", "stages", "verify",
-    "bench", "demo", "env", "cache", "serve",
+    "bench", "demo", "env", "cache", "serve", "batch",
 )  # fmt: skip
 ALIASES = {"list": "models", "ls": "models"}
 CODES: dict[type[BaseException], int] = {
