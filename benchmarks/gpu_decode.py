@@ -23,7 +23,7 @@ from gpu import CONTEXT, SHAPES, config, fill, kv_bytes, read_speed, seconds_of,
 
 import rlx
 from rlx.backends.cuda import launch_plan
-from rlx.backends.cuda.executable import _Prepared
+from rlx.backends.cuda.executable import PreparedProgram
 from rlx.backends.cuda.gpu import gpu
 from rlx.backends.cuda.matmul import generator
 from rlx.backends.cuda.matmul.generator import RowsChoice
@@ -70,22 +70,22 @@ class Step:
             decoder.decode([7] * batch)
         self.decoder, self.device = decoder, gpu(0)
         self.executable = model.compiled.executable
-        self.key = list(self.executable._prepared)[-1][0]
-        inputs = (decoder._step_inputs[name] for name in model.compiled.input_types)
+        self.key = self.executable.latest_key
+        inputs = (decoder.step_inputs[name] for name in model.compiled.input_types)
         self.arrays = [model.compiled.allocator.upload(x) if isinstance(x, np.ndarray) else x for x in inputs]
 
     def time(self, repeats: int = 30, skipped: Callable[[Any], bool] | None = None) -> tuple[float, bytes, Any]:
         """Seconds of a replay, and the logits."""
-        self.executable._plans.clear()
-        prepared = _Prepared(self.executable, self.key)
+        self.executable.plans.clear()
+        prepared = PreparedProgram(self.executable, self.key)
         if skipped is not None:
-            prepared._launch_order = lambda: (
+            prepared.launch_order = lambda: (
                 i for i in range(len(prepared.launches)) if not skipped(prepared.launches[i])
             )  # type: ignore[method-assign]
         for _ in range(2):
             outputs = prepared.run(self.arrays)
         logits = np.asarray(outputs[0]).tobytes()
-        seconds = statistics.median(seconds_of(self.device, lambda: self.device.replay(prepared._graph), repeats))
+        seconds = statistics.median(seconds_of(self.device, prepared.replay, repeats))
         prepared.release()
         return seconds, logits, prepared
 

@@ -45,12 +45,16 @@ class Score(Task):
         scores = scores_of(model, [text for _, text in read_texts], 0)
         lines = list[bytes]()
         for (record, _), score in zip(read_texts, scores, strict=True):
-            perplexity = score.perplexity
-            members: dict[str, Any] = {"logprob": score.logprob, "tokens": len(score.tokens)}
-            members["perplexity"] = perplexity if math.isfinite(perplexity) else None
+            members: dict[str, Any] = {"logprob": _number(score.logprob), "tokens": len(score.tokens)}
+            members["perplexity"] = _number(score.perplexity)
             if self.per_token:
                 members["token_ids"] = [token.token for token in score.tokens]
-                members["token_logprobs"] = [token.logprob for token in score.tokens]
+                members["token_logprobs"] = [_number(token.logprob) for token in score.tokens]
             lines.append(json_line(place(shard, record) | members))
         tokens = sum(len(text.tokens) for _, text in read_texts)
         return ShardResult(b"".join(lines), len(lines), tokens, failures)
+
+
+def _number(value: float) -> float | None:
+    """A number of JSON, which has no NaN: a text without scored tokens has no log-probability."""
+    return value if math.isfinite(value) else None

@@ -7,9 +7,10 @@ import contextlib
 import errno
 import importlib
 import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import rlx
 from rlx.cli import console
@@ -34,6 +35,11 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser for all commands, or for one, which imports only that command."""
+    return _parsers(command)[0]
+
+
+def _parsers(command: str | None) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and those of commands by name."""
     top = argparse.ArgumentParser(prog="rlx", description="An ML compiler and runtime.")
     top.add_argument("--version", action="version", version=f"rlx {rlx.__version__}")
     top.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -42,7 +48,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         importlib.import_module(f"rlx.cli.{name}").add(commands)
     for inner in commands.choices.values():  # also accepted after the command
         inner.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    return top
+    return top, commands.choices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,11 +92,10 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _parsed(words: Sequence[str], command: str) -> argparse.Namespace:
     """The arguments of a command; an unknown option is an error of that command."""
-    top = parser(command if command in COMMANDS else None)
+    top, commands = _parsers(command if command in COMMANDS else None)
     arguments, unknown = top.parse_known_args(words)
     if unknown:
-        inner = next(iter(top._subparsers._group_actions)).choices[command]  # type: ignore[union-attr, index]
-        options = [name for action in inner._actions for name in action.option_strings if name.startswith("--")]
+        options = sorted(set(re.findall(r"--[a-z][a-z-]*", commands[command].format_help())))
         option = unknown[0].partition("=")[0]
         hint = nearest(option, options) if option.startswith("--") else None
         usage = f"rlx {command} --help lists the options"

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import FormatError
 
-Array = np.ndarray[Any, Any]
 MISSING = b"\xff"  # a value that is absent; no UTF-8 text has this byte
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError, FormatError, RequestError, ShapeError
 from rlx.fork_safe_locks import cached_property
 from rlx.index.head import DTYPES, METRICS, Head
@@ -28,7 +29,6 @@ from rlx.runtime.session import compile as compile_graph
 if TYPE_CHECKING:
     from rlx.engine.embedding_model import EmbeddingModel
 
-Array = np.ndarray[Any, Any]
 Id = int | str
 QUERIES = 64  # searched in one pass over the rows
 RESCORED = 16  # times k: rows of an int8 index that are scored again

@@ -14,15 +14,14 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import FormatError, RequestError
 from rlx.index.columns import Fixed, Varying, read_parts, write_at
 from rlx.index.head import MAX_ROWS, Head, read_head, replace_file, sync_folder, write_head
 
-Array = np.ndarray[Any, Any]
 LOCK = "lock"
 TRIES = 5  # a writer may replace files between two reads of a reader
 _PIECE = struct.Struct("<Q32s")  # rows up to and including the piece, digest

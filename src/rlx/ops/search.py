@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32, I8, I32
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.independence import never
@@ -17,7 +18,6 @@ NO_ROW = -1  # the index of a place for which there is no row
 QUERY_STEPS = 64  # of a query against rows of i8: two neighbouring products of -64..64 and 0..255 fit into 16 bits
 MAX_K = 16384
 MAX_INT8 = 65536  # elements of an i8 row whose dot product fits into i32
-Array = np.ndarray[Any, Any]
 
 
 def quantise_query(query: Array) -> tuple[Array, np.float32]:

@@ -1,7 +1,7 @@
 """The executable: a LIR program on a GPU. Sizes that repeat run as one CUDA graph.
 
-A `_Prepared` is the program at concrete sizes and addresses. Its first run enqueues launches one by one; the second
-captures them as a graph, which later runs replay: inputs are copied to fixed places, results from fixed places.
+A `PreparedProgram` is the program at concrete sizes and addresses. Its first run enqueues launches one by one; the
+second captures them as a graph, which later runs replay: inputs are copied to fixed places, results from fixed places.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class CudaExecutable(ProgramExecutable):
         self._constants: dict[str, CudaArray] | None = None
         self._arena: Memory | None = None
         self._fault: Memory | None = None
-        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
-        self._plans: dict[Key, Planned] = {}
+        self._prepared: dict[tuple[Any, ...], PreparedProgram] = {}
+        self.plans: dict[Key, Planned] = {}
         self.faults = any(can_fault(kernel) for kernel in program.kernels().values())
 
     def bind(self, weights: Mapping[str, Any]) -> None:
@@ -67,13 +67,13 @@ class CudaExecutable(ProgramExecutable):
     # -- sizes --
     def planned(self, key: Key, sizes: Mapping[str, int]) -> Planned:
         """The launches of a run and their functions, which do not depend on where states are."""
-        planned = self._plans.pop(key, None)
+        planned = self.plans.pop(key, None)
         if planned is None:
             launches = plan_launches(self._program, sizes, self.target)
             planned = launches, load_variants(list(variants(launches)), self.target, self.gpu)
-            while len(self._plans) >= MOST_GRAPHS:
-                self._plans.pop(next(iter(self._plans)))
-        self._plans[key] = planned  # the most recently used is last
+            while len(self.plans) >= MOST_GRAPHS:
+                self.plans.pop(next(iter(self.plans)))
+        self.plans[key] = planned  # the most recently used is last
         return planned
 
     def units(self, key: Key) -> list[int]:
@@ -116,7 +116,7 @@ class CudaExecutable(ProgramExecutable):
             prepared.check()
         return outputs
 
-    def _prepare(self, key: Key, inputs: Sequence[Any]) -> _Prepared:
+    def _prepare(self, key: Key, inputs: Sequence[Any]) -> PreparedProgram:
         named = zip(self._program.inputs, inputs, strict=True)
         states = tuple(array.address for name, array in named if name in self.states)
         known = (key, states)
@@ -124,12 +124,18 @@ class CudaExecutable(ProgramExecutable):
         if prepared is None:
             while len(self._prepared) >= MOST_GRAPHS:
                 self._prepared.pop(next(iter(self._prepared))).release()
-            prepared = _Prepared(self, key)
+            prepared = PreparedProgram(self, key)
         self._prepared[known] = prepared  # the most recently used is last
         return prepared
 
     @property
-    def latest(self) -> _Prepared:
+    def latest_key(self) -> Key:
+        """The sizes of the latest run, for benchmarks."""
+        key: Key = next(reversed(self._prepared))[0]
+        return key
+
+    @property
+    def latest(self) -> PreparedProgram:
         """The program at the sizes and states of the latest run, for benchmarks."""
         return next(reversed(self._prepared.values()))
 
@@ -154,7 +160,7 @@ def _round(size: int) -> int:
 class _Behind(Enqueued):
     """A run on the stream. What the host will read, and where faults are reported, is copied right behind it."""
 
-    def __init__(self, outputs: list[CudaArray], read: Sequence[int], prepared: _Prepared) -> None:
+    def __init__(self, outputs: list[CudaArray], read: Sequence[int], prepared: PreparedProgram) -> None:
         super().__init__(outputs, read)
         self._prepared, gpu = prepared, prepared.gpu
         arrays = [outputs[i] for i in read]
@@ -195,7 +201,7 @@ class _Behind(Enqueued):
             self._release()
 
 
-class _Prepared:
+class PreparedProgram:
     """A program at concrete sizes: planned launches, their functions, and memory."""
 
     def __init__(self, owner: CudaExecutable, key: Key) -> None:
@@ -286,7 +292,7 @@ class _Prepared:
 
     def _enqueue(self) -> None:
         self.gpu.separate()
-        for launch in self._launch_order():
+        for launch in self.launch_order():
             self._launch(launch, self.sizes)
 
     def _launch(self, number: int, sizes: Mapping[str, int]) -> None:
@@ -299,7 +305,7 @@ class _Prepared:
                 function = self.functions[planned.kernel.symbol, one.variant]
                 self.gpu.launch(function, one.grid, one.threads, one.shared, words)
 
-    def _launch_order(self) -> Iterator[int]:
+    def launch_order(self) -> Iterator[int]:
         """Walks through loops and branches; reads predicates from the device."""
         steps = self.owner.run_order(self.sizes, self._holds)
         return (step.number for step in steps if step.kind == LAUNCH)
@@ -386,7 +392,7 @@ class _Prepared:
         self.gpu.activate()
         origin = self.gpu.event()
         self.gpu.separate()
-        for number in self._launch_order():
+        for number in self.launch_order():
             begin = self.gpu.event()
             self._launch(number, self.sizes)
             marks.append((number, begin, self.gpu.event()))

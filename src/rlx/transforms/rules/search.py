@@ -8,7 +8,7 @@ from rlx.ir.graph import Value
 from rlx.transforms.build import flat
 from rlx.transforms.rule_tables import Vmapped, batching, no_derivative
 
-no_derivative("nearest_rows", why="it picks rows; gather them and differentiate the dot products")
+no_derivative("nearest_rows", why="it picks rows; for training, gather them and differentiate the dot products")
 
 
 @batching("nearest_rows")
