@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_changed_flow_changes_the_result(folder: Path) -> None:
     declare(lambda flow: flow)
     plain = rlx.load(folder).logits([1, 2, 3])
-    assert not list((folder.parent / "cache").rglob("snapshots/*"))
+    assert not list((folder.parent / "cache").rglob("starts/*"))
     family.FAMILIES.pop("own_llama")  # another process, after its source was edited
     declare(lambda flow: flow.logit_softcap(0.01))
     assert np.abs(rlx.load(folder).logits([1, 2, 3])).max() <= 0.01 < np.abs(plain).max()
@@ -56,7 +56,7 @@ def test_families_of_installed_packages_are_imported_when_they_are_needed(
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
     family.load_installed.cache_clear()
     assert rlx.load(folder).logits([1]).shape == (1, tiny_llama.CONFIG["vocab_size"])
-    assert not list((folder.parent / "cache").rglob("snapshots/*"))
+    assert not list((folder.parent / "cache").rglob("starts/*"))
 
     family.FAMILIES.pop("own_llama")
     points[:] = [EntryPoint("own", "no_such_module", family.ENTRY_POINTS)]

@@ -92,7 +92,9 @@ def family(
     `saved_as` is the GGUF architecture to save as, if it is not the first of `gguf`.
     """
     if kind not in KINDS:
-        raise GraphError(f"family {name!r}: kind is {kind!r}", hint=nearest(kind, KINDS) or f"one of {', '.join(KINDS)}")
+        raise GraphError(
+            f"family {name!r}: kind is {kind!r}", hint=nearest(kind, KINDS) or f"one of {', '.join(KINDS)}"
+        )
 
     def declare(flow: Callable[..., ModelFlow]) -> Family:
         known = FAMILIES.get(name)
