@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_llama
 
 import rlx
-import tiny_llama
 from rlx.errors import CapabilityError, GraphError
 from rlx.flow import ModelFlow
 from rlx.models import family, llama
