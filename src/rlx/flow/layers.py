@@ -355,9 +355,11 @@ class StageList(ABC):
         `attn_mask` comes before. `qk_norm` norms queries and keys per head, with `eps`. Scores are multiplied by
         `score_scale`, by default 1/√head_dim.
         """
-        switches: dict[str, Any] = {"mask": mask, "rope": rope, "bias": bias, "qk_norm": qk_norm}
-        numbers = {"eps": eps, "score_scale": score_scale}
-        return self.stage(attention.Attention(prefix, num_heads, num_kv_heads, head_dim, **switches, **numbers))
+        stage = attention.Attention(
+            prefix, num_heads, num_kv_heads, head_dim, mask=mask, rope=rope, bias=bias, qk_norm=qk_norm, eps=eps,
+            score_scale=score_scale,
+        )  # fmt: skip
+        return self.stage(stage)
 
     def dropout(self, rate: float) -> Self:
         """Set numbers to 0 with probability `rate` in training; nothing otherwise. See `build(training=True)`."""
@@ -404,8 +406,8 @@ class StageList(ABC):
         self, prefix: str, *, intermediate_size: int | None = None, bias: bool = False, activation: str = "silu"
     ) -> Self:
         """`swiglu` by Hugging Face's names, such as `prefix.gate_proj.weight`."""
-        sizes = {"intermediate_size": intermediate_size}
-        return self.stage(ffn.SwiGlu.hf_mlp(prefix, **sizes, bias=bias, activation=activation))
+        stage = ffn.SwiGlu.hf_mlp(prefix, intermediate_size=intermediate_size, bias=bias, activation=activation)
+        return self.stage(stage)
 
     def geglu(
         self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None, bias: bool = False

@@ -66,7 +66,7 @@ class DeltaNetConfig(DecoderConfig):
     HF_IGNORABLE: ClassVar[Ignorable] = {
         **without(DecoderConfig.HF_IGNORABLE, "partial_rotary_factor"), "use_sliding_window": (None, False)
     }  # fmt: skip
-    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.neutral(NO_WINDOW)
+    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.ignorable(NO_WINDOW)
 
     stated_head_dim: int | None = head_dim_key(256)
     partial: float = key(hf="partial_rotary_factor", default=0.25)

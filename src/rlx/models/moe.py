@@ -34,7 +34,7 @@ class Config(DecoderConfig):
     Its window, unlike Qwen3's, applies to all layers.
     """
 
-    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.neutral(NO_WINDOW)
+    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.ignorable(NO_WINDOW)
 
     biases: Biases = group(Biases)
     windows: QwenWindows = group(QwenWindows)
@@ -60,7 +60,7 @@ class Config(DecoderConfig):
 class MixtralConfig(DecoderConfig):
     """Mixtral's configuration: all layers are mixtures. GGUF calls it a Llama with experts."""
 
-    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.neutral(DecoderConfig.GGUF_IGNORABLE)
+    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.ignorable(DecoderConfig.GGUF_IGNORABLE)
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"pairs": True}
 
     eps: float = eps_key(1e-5)

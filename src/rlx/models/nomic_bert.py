@@ -22,7 +22,8 @@ class Config(EncoderConfig):
     """NomicBERT's configuration."""
 
     HF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **EncoderConfig.HF_IGNORABLE, "prenorm": (None, False), "parallel_block": (None, False), "causal": (None, False),
+        **EncoderConfig.HF_IGNORABLE,
+        "prenorm": (None, False), "parallel_block": (None, False), "causal": (None, False),
         "qkv_proj_bias": (None, False), "mlp_fc1_bias": (None, False), "mlp_fc2_bias": (None, False),
         "use_rms_norm": (None, False), "rotary_emb_fraction": (None, 1), "rotary_emb_interleaved": (None, False),
         "rotary_emb_scale_base": (None,), "scale_attn_weights": (None, True), "num_experts": (None, 0, 1),
