@@ -25,7 +25,7 @@ import numpy as np
 
 from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
-from rlx.backends.cuda.matmul.generator import MatmulGenerator, plan_rows, plan_tiles, tile_choices
+from rlx.backends.cuda.matmul.generator import MatmulGenerator, RowsChoice, plan_rows, plan_tiles, tile_choices
 from rlx.backends.cuda.matmul.tiles import TILES
 from rlx.backends.cuda.modules import load_variants
 from rlx.dtypes import BF16, F32
@@ -188,7 +188,7 @@ def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) 
     if case.m <= FEW:
         heights = (16, 32) if case.weights == 2 else (8, 16)
         for height, teams in [(height, teams) for height in heights for teams in (1, 2)]:
-            add(plan_rows(kernel, words, target, height=height, teams=teams))
+            add(plan_rows(kernel, words, target, choice=RowsChoice(height, teams)))
     if case.m >= FEW:
         choices = sorted(tile_choices(kernel, words, target), key=lambda c: c.seconds)
         for name in dict.fromkeys(choice.tile.name for choice in choices):

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ceilings
 import numpy as np
@@ -512,10 +512,14 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
+class HasCpuTime(Protocol):
+    def cpu_seconds(self) -> float: ...
+
+
 class Clock:
     """How much of the machine's processor time since its making went to the host or to programs other than ours."""
 
-    def __init__(self, workers: Iterable[Worker]) -> None:
+    def __init__(self, workers: Iterable[HasCpuTime]) -> None:
         self.workers = tuple(workers)
         self.counters, self.ours = cpu_counters(), self.our_seconds()
 

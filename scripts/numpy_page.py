@@ -51,15 +51,16 @@ print(rnp.linalg.det(matrix))
 5.0
 ```
 
-All of them have derivatives in both modes, wherever the function has one, and a `vmap`. What differs from NumPy:
+All functions below have derivatives in both modes, where there is one, and a `vmap`. What differs from NumPy:
 - **Types.** A Python number takes the type of the array it meets; integers become f32 where NumPy would return f64.
   Arrays are made as f32 unless a `dtype` is given.
 - **Sizes that depend on data** need a bound under a trace: `unique(x, size=8)`, `nonzero(x, size=8)`,
   `bincount(x, length=8)`.
-- **No exceptions at run time.** A singular matrix gives infinities, one that is not positive definite NaN.
+- **No exceptions at run time.** A singular matrix gives infinities or NaN, and so does `cholesky` of one that is not
+  positive definite.
 - **Symmetric matrices.** `cholesky`, `eigh` and `eigvalsh` average the matrix and its transpose, so that gradients are
-  symmetric. The sign of an eigenvector is chosen so that the sum of its components is >= 0, and so is that of a right
-  singular vector (a left one, if the matrix is wide).
+  symmetric. Signs are fixed: the components of each eigenvector have a sum >= 0, and so have those of each right
+  singular vector (of each left one, if the matrix is wide).
 - **`np.array([x, y])`** of traced values is impossible, since NumPy asks for their numbers: `rnp.array([x, y])` and
   `np.stack([x, y])` do it.
 - `out=`, in-place methods and strings are not supported. Errors name the function in full, and what to use instead.

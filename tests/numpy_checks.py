@@ -26,7 +26,7 @@ def floats(results: Sequence[Any]) -> list[Any]:
 
 
 def close(actual: Any, wanted: Any, what: str, relative: float = 1e-9, absolute: float = 1e-11) -> None:
-    assert np.shape(actual) == np.shape(wanted), f"{what}: {np.shape(actual)}, wanted {np.shape(wanted)}"
+    assert np.shape(actual) == np.shape(wanted), f"{what}: {np.shape(actual)}, expected {np.shape(wanted)}"
     np.testing.assert_allclose(
         np.asarray(actual, np.float64), np.asarray(wanted, np.float64), rtol=relative, atol=absolute, err_msg=what
     )

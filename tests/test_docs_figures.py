@@ -52,3 +52,27 @@ def test_the_readme_quotes_the_results(update: bool) -> None:
     if update:
         path.write_text(TABLE.sub(figures(), text))
     assert TABLE.findall(path.read_text()) == [figures()], "out of date: pytest --update tests/test_docs_figures.py"
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+SUITE = re.compile(r"(?<=<!-- gpu suite -->\n).*?(?=<!-- /gpu suite -->)", re.S)
+
+
+def gpu_suite() -> str:
+    """The table of the last run of benchmarks/gpu_suite.py."""
+    path = RESULTS / "gpu-suite.json"
+    if not path.exists():
+        return "The suite has not run to its end on this version.\n"
+    results = json.loads(path.read_text())
+    known = results["versions"]
+    versions = f"{known['gpu']}, driver {known['driver']}, NVRTC {known['nvrtc']}, commit {known['commit']}"
+    lines = [f"{results['date']}, {versions}:", "", "| what | cases | failed |", "| --- | ---: | ---: |"]
+    lines += [f"| {row['what']} | {row['cases']:,} | {row['failed']} |" for row in results["rows"]]
+    return "\n".join([*lines, ""])
+
+
+def test_the_page_about_gpus_quotes_the_last_run_of_the_suite(update: bool) -> None:
+    path = ROOT / "docs" / "gpu.md"
+    if update:
+        path.write_text(SUITE.sub(lambda _: gpu_suite(), path.read_text()))
+    assert SUITE.findall(path.read_text()) == [gpu_suite()], "out of date: pytest --update tests/test_docs_figures.py"

@@ -24,7 +24,7 @@ ROWS = [
     ["profile", "target", "quant_schemes"], ["ir", "formats"],
     ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
     ["runtime"], ["functional"], ["numpy"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["index"],
-    ["server"], ["cli"], ["__main__"],
+    ["server", "batch"], ["ray"], ["cli"], ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 # Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules, a notebook shows a graph folded as `rlx inspect`

@@ -19,6 +19,7 @@ NAMES = {
 }  # fmt: skip
 
 # Functions of arrays, NumPy's names among them.
+NAMES |= {"batch", "ray"}
 NAMES |= {
     "abs", "add", "all", "any", "arange", "arctan", "argmax", "argmin", "argsort", "asarray", "astype", "at",
     "attention", "broadcast_to", "ceil", "checkpoint", "clip", "concatenate", "cond", "conv1d", "conv2d", "cos",

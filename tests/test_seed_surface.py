@@ -1059,22 +1059,22 @@ def test_custom_fn(device: str) -> None:
 
 ONE = graph(lambda a: a.exp(), a=(3,))
 WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
-    "fwd inputs": ((graph(lambda a, b: a + b, a=(3,), b=(3,)),), "fwd_body: has 2 inputs, wanted 1"),
-    "fwd outputs": ((graph(lambda a: [a, a], a=(3,)),), "fwd_body: has 2 outputs, wanted 1"),
+    "fwd inputs": ((graph(lambda a, b: a + b, a=(3,), b=(3,)),), "fwd_body: has 2 inputs, expected 1"),
+    "fwd outputs": ((graph(lambda a: [a, a], a=(3,)),), "fwd_body: has 2 outputs, expected 1"),
     "vjp without d_output": (
         (ONE, graph(lambda a, y: y, a=(3,), primal_output=(3,))), "vjp_body: has no input called 'd_output'",
     ),
     "vjp inputs": (
         (ONE, graph(lambda a, b, y, d: d, a=(3,), b=(3,), primal_output=(3,), d_output=(3,))),
-        "vjp_body: has 2 inputs that stand for operands, wanted 1",
+        "vjp_body: has 2 inputs that stand for operands, expected 1",
     ),
     "vjp outputs": (
         (ONE, graph(lambda a, y, d: [d, d], a=(3,), primal_output=(3,), d_output=(3,))),
-        "vjp_body: has 2 outputs, wanted 1",
+        "vjp_body: has 2 outputs, expected 1",
     ),
     "jvp without a tangent": ((ONE, None, graph(lambda a: a, a=(3,))), "jvp_body: has no input called 'tangent_0'"),
     "jvp outputs": (
-        (ONE, None, graph(lambda a, t: [t, t], a=(3,), tangent_0=(3,))), "jvp_body: has 2 outputs, wanted 1",
+        (ONE, None, graph(lambda a, t: [t, t], a=(3,), tangent_0=(3,))), "jvp_body: has 2 outputs, expected 1",
     ),
 }  # fmt: skip
 

@@ -212,7 +212,7 @@ def test_a_number_is_not_a_shape(make: Any) -> None:
 def test_a_packed_weight_wants_its_bytes() -> None:
     g = Graph("g")
     g.set_outputs([g.input("x", (2, 256)) @ g.param("w", (8, 256), "q4_k").dequantise().mT])
-    with pytest.raises(BindError, match="param 'w': element type is f32, wanted q4_k") as caught:
+    with pytest.raises(BindError, match="param 'w': element type is f32, expected q4_k") as caught:
         rlx.compile(g).set_param("w", np.zeros((8, 256), np.float32))
     assert "144 for each 256" in (caught.value.hint or "") and "void" not in str(caught.value.notes)
 
@@ -265,7 +265,7 @@ def test_a_tied_head_checks_its_sizes(vocab: int, hidden: int) -> None:
     table = {"e": draws(9, 6)}
     head = LmHead(9, 6, tie_word_embeddings=True)
     assert flow.stage(head).build(table).primary_shape == (1, 3, 9)
-    with pytest.raises(ShapeError, match=rf"token table is \[9, 6\], wanted \[{vocab}, {hidden}\]"):
+    with pytest.raises(ShapeError, match=rf"token table is \[9, 6\], expected \[{vocab}, {hidden}\]"):
         flow.stage(LmHead(vocab, hidden, tie_word_embeddings=True)).build(table)
-    with pytest.raises(RlxError, match=rf"\[9, 6\], wanted \[{vocab}, {hidden}\]"):
+    with pytest.raises(RlxError, match=rf"\[9, 6\], expected \[{vocab}, {hidden}\]"):
         flow.stage(LmHead(vocab, hidden, "e2")).build(table | {"e2": draws(9, 6)})

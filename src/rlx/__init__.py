@@ -13,11 +13,13 @@ from rlx.garbage import paused
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from rlx import batch as batch
     from rlx import debug as debug
     from rlx import errors as errors
     from rlx import flow as flow
     from rlx import functional as functional
     from rlx import numpy as numpy
+    from rlx import ray as ray
     from rlx import train as train
     from rlx import transforms as transforms
     from rlx.dtypes import dtype as dtype
@@ -154,6 +156,7 @@ _PUBLIC = {
     "Value": ("rlx.ir.graph", "Value"),
     "VisionModel": ("rlx.engine.vision_model", "VisionModel"),
     "WeightSource": ("rlx.flow.weights", "WeightSource"),
+    "batch": ("rlx.batch", ""),
     "compile": ("rlx.runtime.session", "compile"),
     "debug": ("rlx.debug", ""),
     "diff": ("rlx.ir.diff", "diff"),
@@ -170,6 +173,7 @@ _PUBLIC = {
     "numpy": ("rlx.numpy", ""),
     "op": ("rlx.lir.forms.custom", "op"),
     "random": ("rlx.functional.random", ""),
+    "ray": ("rlx.ray", ""),
     "stage": ("rlx.ir.provenance", "stage"),
     "sym": ("rlx.types", "sym"),
     "train": ("rlx.train", ""),

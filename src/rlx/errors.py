@@ -15,6 +15,7 @@
     │   └── WrongVerb         a verb of another kind of model (rlx.engine.model; also an AttributeError)
     ├── BindError             weights, inputs or dims that do not fit a compiled graph
     ├── KernelError           machine code reported a fault, such as an index out of range
+    ├── BatchError            a batch job that cannot go on, or was made with other settings
     ├── NonFiniteError        a run produced NaN or infinity under rlx.debug.nans (also a FloatingPointError)
     └── RequestError          an invalid request to a model: a setting, a prompt, a number out of range
         ├── ContextError      a prompt that is longer than the context
@@ -104,6 +105,10 @@ class BindError(RlxError):
 
 class KernelError(RlxError):
     """Compiled code reported a fault at run time."""
+
+
+class BatchError(RlxError):
+    """A batch job that cannot go on: other settings than before, shards that kill workers. Its folder stays valid."""
 
 
 class NonFiniteError(RlxError, FloatingPointError):

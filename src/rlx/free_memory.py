@@ -61,7 +61,7 @@ def writable(path: str | os.PathLike[str]) -> Path:
     """Checks that a file can be written to a path, before the work of producing it."""
     target = Path(path)
     if target.is_dir():
-        raise FormatError(f"{target}: is a folder, wanted the path of a file")
+        raise FormatError(f"{target}: is a folder, expected the path of a file")
     if not target.parent.is_dir():
         raise FormatError(f"{target}: there is no folder {target.parent}", hint="make it first")
     return target

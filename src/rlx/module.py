@@ -88,7 +88,7 @@ class GraphModule(ModuleOps):
         outputs = build(module)
         if outputs is not None:
             if not isinstance(outputs, (Value, tuple, list)):
-                problem = f"the function returned a {type(outputs).__name__}, wanted a value or several"
+                problem = f"the function returned a {type(outputs).__name__}, expected a value or several"
                 raise GraphError(f"define {name!r}: {problem}")
             module.set_outputs(outputs)
         elif not module._graph.outputs:

@@ -20,6 +20,7 @@ class Target:
     device: str  # the backend that generates code for it
     prepacks: bool = False  # matmuls need weights in target-specific layouts, packed when weights are bound
     reads_rows: bool = False  # matmuls want 16-bit weights contiguous along k, transposed when weights are bound
+    prompt_tokens: int = 0  # prompt tokens per call from which on more are hardly faster; 0: the usual number
 
     def native(self, dtype: DType) -> DType:
         """The type in which arithmetic on `dtype` is done: floats below 32 bits are widened on load."""
@@ -40,6 +41,15 @@ class Target:
     def kv_layout(self) -> KvLayout:
         """The KV-cache layout that attention reads directly."""
         return KvLayout()
+
+    @property
+    def runs_behind(self) -> bool:
+        """Whether `Executable.enqueue` returns while the device still works, so that a caller may look ahead."""
+        return False
+
+    def padded(self, tokens: int) -> int:
+        """The number of tokens per row to which calls are padded, so that few sizes occur; CPUs take any."""
+        return tokens
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         """Loop forms (see `lir/schedule.py`) by op name that replace the default ones on this target."""

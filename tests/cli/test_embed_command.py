@@ -72,7 +72,7 @@ def test_a_vector_a_line_goes_to_stdout_and_timings_to_stderr(
     captured = capsys.readouterr()
     vectors = np.array([json.loads(line) for line in captured.out.splitlines()], np.float32)
     assert np.array_equal(vectors, wanted[:2])
-    assert "2 texts" in captured.err and "mean of 24" in captured.err and "\033" not in captured.err
+    assert "2 texts" in captured.err and "24 numbers, mean pooling" in captured.err and "\033" not in captured.err
 
 
 def test_a_file_gives_a_row_a_line(

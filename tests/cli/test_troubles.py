@@ -388,3 +388,19 @@ def test_an_output_that_ends_early_and_one_in_ascii() -> None:
     assert (piped.returncode, len(piped.stdout), piped.stderr) == (0, 100, b"")
     complete = subprocess.run(command.split(), env=own, capture_output=True, check=False)
     assert complete.returncode == 0 and b"4?64" in complete.stdout  # 4×64
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["run", "--temprature", "0.5", "hi"], "run: unknown argument '--temprature'", "did you mean '--temperature'"),
+        (["models", "--josn"], "models: unknown argument '--josn'", "did you mean '--json'"),
+        (["embed", "a text", "--query", " "], "embed: --query is empty", "rlx embed FOLDER --query"),
+    ],
+)
+def test_a_wrong_option_is_named_by_its_command(
+    words: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert message in shown and hint in shown

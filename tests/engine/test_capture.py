@@ -44,6 +44,12 @@ def test_an_unknown_pattern_names_the_nearest_stages(tiny: LanguageModel) -> Non
     with pytest.raises(RequestError, match=r"no stage of 'llama' matches 'layer\.1\.atn'") as caught:
         tiny.run([1], capture=["logits", "layer.1.atn"])
     assert "layers.1.attn" in (caught.value.hint or "")
+    with pytest.raises(RequestError, match=r"no stage of 'llama' matches 'layers\.99\.attn'") as caught:
+        tiny.run([1], capture="layers.99.attn")
+    assert caught.value.hint == f"layers are 0 to {tiny.facts.layers - 1}"
+    with pytest.raises(RequestError, match="edit: no stage") as caught:
+        tiny.run([1], edit={"layers.99": lambda x: x})
+    assert caught.value.hint == f"layers are 0 to {tiny.facts.layers - 1}"
 
 
 @pytest.mark.parametrize("capture", [5, [5], {3: 4}])

@@ -123,6 +123,7 @@ def test_normalisation_may_be_asked_for_or_not(model: EmbeddingModel) -> None:
 
 
 def test_one_text_gives_one_vector_and_none_give_none(model: EmbeddingModel) -> None:
+    assert f"texts of up to {model.limit} tokens" in repr(model)
     assert model.embed("bal").shape == (24,)
     assert model.embed("").shape == (24,) and np.isfinite(model.embed("")).all()
     assert model.embed(["bal"]).shape == (1, 24)

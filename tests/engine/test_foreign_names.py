@@ -35,7 +35,7 @@ OWN = {field.name for field in fields(Sampling)} | {
     [
         ("json", "schema= takes a JSON schema"), ("response_format", "schema= takes"),
         ("history", "chat takes the conversation as a list of messages"), ("stream", "model.stream"),
-        ("tools", r"chat\(messages, tools=\[function\]\)"), ("n", r"generate\(\[prompt\] \* 3"), ("echo",
+        ("tools", r"chat\(messages, tools=\[function\]\)"), ("n", "once per seed"), ("echo",
         "model.score"),
         ("max_new_tokens", "here it is called max_tokens"), ("hooks", "here it is called edit"),
         ("system", r"chat\(messages, system=...\)"), ("temprature", "did you mean 'temperature'"),

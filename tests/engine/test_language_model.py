@@ -19,7 +19,7 @@ import rlx
 from rlx.engine import generate as generation
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
-from rlx.errors import CapabilityError, FormatError, NotEndedError, RequestError, ResourceError
+from rlx.errors import BindError, CapabilityError, FormatError, NotEndedError, RequestError, ResourceError
 from rlx.formats.chat import ChatTemplate
 from rlx.formats.tokenizer import Tokenizer
 
@@ -268,6 +268,7 @@ def test_a_message_goes_through_the_template(chatty: LanguageModel) -> None:
     assert tokens[0] == 1 and chatty.tokenizer.decode(tokens[1:]) == "[user] Tell me of Lily.\n[assistant]"
     answer = chatty.chat("Tell me of Lily.", max_tokens=20)
     assert chatty.chat(talk, max_tokens=20).tokens == answer.tokens
+    assert chatty.chat(talk, tools=[], max_tokens=20).tokens == answer.tokens
     for stream in (
         chatty.stream(talk, max_tokens=20),
         chatty.stream("Tell me of Lily.", chat=True, max_tokens=20),
@@ -277,6 +278,28 @@ def test_a_message_goes_through_the_template(chatty: LanguageModel) -> None:
     raw = chatty.stream("Tell me of Lily.", max_tokens=1)
     list(raw)
     assert raw.completion.usage.prompt_tokens == len(chatty.tokenizer.encode("Tell me of Lily."))
+
+
+def test_what_is_no_conversation_is_told_what_one_is(chatty: LanguageModel) -> None:
+    answer = chatty.chat("Hello.", max_tokens=1)
+    of_answer, of_message = "answer.text", '{"role": "user", "content"'
+    for messages, hint in (
+        ([], of_message), (["hi"], of_message), ([answer], of_answer),
+        ([{"role": "user", "content": answer}], of_answer),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match="messages") as caught:
+            chatty.chat(messages)  # type: ignore[arg-type]
+        assert hint in str(caught.value.hint)
+    with pytest.raises(RequestError, match="report: expected a text or token ids") as caught:
+        chatty.report([{"role": "user", "content": "hi"}])  # type: ignore[list-item]
+    assert "model.chat_tokens" in str(caught.value.hint)
+    with pytest.raises(BindError, match=r"no parameter matches \['layers.3.ffn.\*'\]") as bind:
+        chatty.float_params("layers.3.ffn.*")
+    assert "names of the file, such as 'model.layers.0" in str(bind.value.hint)
+    stream = chatty.stream("One day", max_tokens=1)
+    with pytest.raises(AttributeError, match=r"no attribute 'stop': close\(\) stops it"):
+        stream.stop()  # type: ignore[attr-defined]
+    assert chatty.facts.layers == 5 and not hasattr(stream, "other")
 
 
 def test_a_conversation_reads_only_what_is_new(chatty: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import tiny_mamba
 from limits import LONGEST_S
 
 from rlx.engine import page_pool
+from rlx.engine.generate import Decoder
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.sampler import Sampling
 from rlx.engine.scheduler import Request, Scheduler, Ticket, step_all
@@ -139,8 +140,16 @@ def fuzz(of: Alone, seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> C
     )  # fmt: skip
     sizes = draw.choice(((16,), (32, 64), (16, 48, 128, 256), (256,)))
     monkeypatch.setattr(scheduler, "_slice_tokens", lambda: draw.choice(sizes))
+    monkeypatch.setattr(scheduler, "_weight_bytes", draw.choice((0, 1 << 19, 1 << 40)))  # no, some, only ragged calls
     texts: dict[Ticket, str] = {}
     events: Counter[str] = Counter()
+    run_ragged = Decoder.run_ragged
+
+    def counting(decoder: Decoder, *operands: Any) -> Any:
+        events["ragged"] += 1
+        return run_ragged(decoder, *operands)
+
+    monkeypatch.setattr(Decoder, "run_ragged", counting)
 
     def on_piece(ticket: Ticket, piece: str) -> None:
         texts[ticket] = texts.get(ticket, "") + piece
@@ -188,6 +197,7 @@ def test_random_requests_under_load_have_the_bits_they_have_alone(
     for seed in range(3):
         events += fuzz(alone(kind), seed, 14, monkeypatch)
     assert events["cached"] and events["cancelled"]
+    assert bool(events["ragged"]) == (kind in ("llama", "window", "stories"))
 
 
 @pytest.mark.fuzz
@@ -363,20 +373,65 @@ def test_a_step_is_one_decode_call_and_one_slice(
     """Whoever decodes gets a token in every step, however long the prompt that arrives."""
     model = alone("llama").model
     scheduler = Scheduler(model, rows=4, stall=1e-9, cache_bytes=64 * page_bytes(model))
+    scheduler._weight_bytes = 0  # ragged calls do not pay off
     tickets = [scheduler.submit(Request([7 + i] * 9, 60)) for i in range(3)]
     while not all(t.sequence.tokens for t in tickets):
         scheduler.step()
     shapes = counted_calls(scheduler, monkeypatch)
-    late = scheduler.submit(Request([5, 6] * 100, 4))
+    late = scheduler.submit(Request([5, 6] * 25, 4))
     for step in range(1, 13):
         before = [len(t.sequence.tokens) for t in tickets]
         scheduler.step()
         assert [len(t.sequence.tokens) for t in tickets] == [n + 1 for n in before]
-        assert shapes == [(3, 1), (1, 16)] * step, "slices are as small as can be: stall is 0"
+        assert shapes == [(3, 1), (1, 4)] * step, "slices are as small as can be: stall is 0"
     scheduler.step()
-    assert shapes[24:] == [(3, 1), (1, 8)] and len(late.sequence.tokens) == 1
+    assert shapes[24:] == [(3, 1), (1, 2)] and len(late.sequence.tokens) == 1
     scheduler.step()
     assert shapes[26:] == [(4, 1)]
+
+
+def test_rows_that_decode_join_the_call_of_a_short_slice(
+    alone: Callable[[str], Alone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call, in which every token is a row, until keys and values that are read per token outweigh the weights."""
+    of = alone("llama")
+    scheduler = Scheduler(of.model, rows=4, stall=1e-9, cache_bytes=64 * page_bytes(of.model))
+    scheduler._weight_bytes = 2 * 4 * of.model.caches.bytes_for(128)
+    requests = plain_requests(3, 60)
+    tickets = [scheduler.submit(request) for request in requests]
+    while not all(t.sequence.tokens for t in tickets):
+        scheduler.step()
+    shapes = counted_calls(scheduler, monkeypatch)
+    requests.append(Request([5, 6] * 75, 4, (), 2))
+    tickets.append(scheduler.submit(requests[3]))
+    for _ in range(38):
+        before = [len(t.sequence.tokens) for t in tickets[:3]]
+        scheduler.step()
+        assert [len(t.sequence.tokens) for t in tickets[:3]] == [n + 1 for n in before]
+    assert shapes == [(7, 1)] * 32 + [(3, 1), (1, 4)] * 5 + [(5, 1)], "the last slice has 2 tokens"
+    monkeypatch.undo()
+    finish(scheduler)
+    assert all(is_same(t, of.answer(r)) for t, r in zip(tickets, requests, strict=True))
+
+
+def test_prompts_of_unequal_lengths_are_prefilled_without_padding(
+    alone: Callable[[str], Alone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = alone("llama")
+    draw = random.Random(5)
+    requests = [
+        Request([draw.randrange(3, VOCAB) for _ in range(n)], 4, (), 2, Sampling(temperature=1.0, seed=n))
+        for n in (100, 60, 7, 90)
+    ]
+    for weights, wanted in ((1 << 40, [(167, 1), (1, 90), (4, 1)]), (0, [(2, 100), (1, 7), (1, 90), (4, 1)])):
+        scheduler = Scheduler(of.model, rows=4, stall=math.inf, cache_bytes=64 * page_bytes(of.model))
+        scheduler._weight_bytes = weights
+        shapes = counted_calls(scheduler, monkeypatch)
+        tickets = [scheduler.submit(request) for request in requests]
+        finish(scheduler)
+        monkeypatch.undo()
+        assert shapes[: len(wanted)] == wanted
+        assert all(is_same(t, of.answer(r)) for t, r in zip(tickets, requests, strict=True))
 
 
 def test_slices_follow_the_clock(alone: Callable[[str], Alone]) -> None:
@@ -388,7 +443,7 @@ def test_slices_follow_the_clock(alone: Callable[[str], Alone]) -> None:
     for speed in (0.0, 10.0, 100.0, 170.0, 250.0, 700.0, 1e5):
         scheduler._speed = speed
         sizes.append(scheduler._slice_tokens())
-    assert sizes == [32, 16, 16, 32, 48, 128, 256]
+    assert sizes == [32, 4, 16, 32, 48, 128, 256]
     scheduler.close()
 
 

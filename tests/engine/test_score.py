@@ -41,6 +41,7 @@ def test_batches_and_prompts_do_not_show(tiny: LanguageModel, monkeypatch: pytes
     monkeypatch.setattr(generation, "ROWS", 3)
     assert tiny.score(texts) == [tiny.score(text) for text in texts]
     assert tiny.score([5]).tokens == [] and math.isnan(tiny.score([5]).perplexity)
+    assert math.isnan(tiny.score([5]).logprob)
     text_score = tiny.score(TEXT)
     after = tiny.score(TEXT[12:], prompt=TEXT[:12])
     assert after.tokens == text_score.tokens[11:]
@@ -51,6 +52,8 @@ def test_batches_and_prompts_do_not_show(tiny: LanguageModel, monkeypatch: pytes
 def test_texts_that_cannot_be_scored(tiny: LanguageModel) -> None:
     with pytest.raises(RequestError, match="score: text 0: there are no tokens"):
         tiny.score([[]])
+    with pytest.raises(RequestError, match="score: text 1: has no tokens after the prompt"):
+        tiny.score([[3], []], prompt=[1, 2])  # its sum would be 0, the best of all scores
     with pytest.raises(RequestError, match="the context holds 256"):
         tiny.score([1] * 300)
     with pytest.raises(RequestError, match="score: messages are for chat"):

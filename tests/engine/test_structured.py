@@ -194,6 +194,30 @@ def test_functions_are_called_until_there_is_a_text(tmp_path: Path) -> None:
         assert json.loads(answer.tool_calls[0].arguments)["on"] == calls[0][0]
         with pytest.raises(RequestError, match="no tool"):
             model.chat("hi", tools=[set_light], tool_choice={"type": "function", "function": {"name": "x"}})
+        with pytest.raises(RequestError, match="no tool 'set_ligth'") as caught:
+            model.chat("hi", tools=[set_light], tool_choice="set_ligth")
+        assert "set_light" in str(caught.value.hint)
+        calls.clear()
+        options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 120, "logit_bias": {2: 15.0}}
+        model.chat("hi", tools=[set_light], tool_choice="set_light", **options)
+        assert calls
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message", "hint"),
+    [
+        ("schema", {"type": "object", "propertes": {}}, "schema: unknown keyword 'propertes'", "'properties'"),
+        ("schema", {"anyOf": [{"requird": ["a"]}]}, r"schema.anyOf\[0\]: unknown keyword 'requird'", "'required'"),
+        ("schema", {"properties": {"propertes": {"typ": 1}}}, r"schema.properties.'propertes': unknown", "'type'"),
+        ("schema", Structure, "schema: expected a JSON schema", "pydantic"),
+        ("choice", [1, 2], "choice: expected a list of texts", r"choice=['1', '2']"),
+    ],
+)
+def test_slips_in_settings_have_hints(setting: str, value: Any, message: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        Structure.of({setting: value})
+    assert hint in str(caught.value.hint)
+    Structure.of({"schema": {"properties": {"propertes": {"x-order": 1, "example": 2}}}})  # a name, and annotations
 
 
 # -- logits processors ------------------------------------------------------------------------------------------------
@@ -225,3 +249,49 @@ def test_a_processor_sees_tokens_and_decides(model: rlx.LanguageModel) -> None:
 def test_structures_are_compared_by_text() -> None:
     assert Structure.of({"schema": {"a": 1}}) == Structure.of({"schema": '{"a": 1}'})
     assert Structure.of({}) is None
+
+
+def test_sentencepiece_vocabularies_spell_texts_without_a_space_before_them() -> None:
+    """What a grammar forces is spelled as it stands inside a text, where no space is added before it."""
+    from formats.test_tokenizer import sentencepiece_metadata
+
+    from rlx.engine.structured import GrammarCompiler
+    from rlx.formats.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    for text in ("aab", "é!", " a", "a a"):
+        structure = Structure.of({"choice": [text]})
+        assert structure is not None
+        constraint, tokens = compiler.follow(structure), list[int]()
+        while b"".join(map(tokenizer.token_bytes, tokens)) != text.encode():
+            words = constraint(tokens)
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little", count=tokenizer.vocab_size))
+            tokens.append(int(allowed[0]))
+            assert text.encode().startswith(b"".join(map(tokenizer.token_bytes, tokens)))
+
+
+def test_a_strict_tool_is_enforced_beside_others(tmp_path: Path) -> None:
+    """Calls of strict tools fit their schemas; arguments of others are any object."""
+    from rlx.engine.tool_loop import call_constraint
+
+    strict = {"type": "function", "function": {**OTHER, "strict": True}}
+    for template, call in (
+        (HERMES, '<tool_call>\n{{"name": "{name}", "arguments": {{"{key}": {value}}}}}\n</tool_call>'),
+        (
+            FORMATS["coder"],
+            "<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>",
+        ),
+    ):
+        with rlx.load(with_template(tmp_path / str(len(template)), template)) as model:
+            assert isinstance(model, rlx.LanguageModel)
+            tools = tools_of([strict, TOOLS[0]])
+
+            def accepts(**fields: Any) -> bool:
+                constraint = call_constraint(model, tools, "auto", [])  # noqa: B023
+                assert constraint is not None
+                tokens = model.tokenizer.encode(call.format(**fields), add_special=False)  # noqa: B023
+                return all(constraint(tokens[:i])[t // 32] >> (t % 32) & 1 for i, t in enumerate(tokens))
+
+            assert accepts(name="ring", key="n", value=3) and accepts(name="set_light", key="anything", value=3)
+            assert not accepts(name="ring", key="n", value=33) and not accepts(name="ring", key="m", value=3)

@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_templates import FORMATS, HERMES, THINKING
 
@@ -14,6 +14,7 @@ from rlx.engine.answer_parser import AnswerParser, Event
 from rlx.engine.tools import Tool, choose_tools, learn_format, tool_of_function, tools_of
 from rlx.errors import CapabilityError, RequestError
 from rlx.formats.chat import ChatTemplate
+from rlx.hub.catalogue import CATALOGUE
 
 USER = {"role": "user", "content": "Weather?"}
 TOOLS = tools_of(
@@ -96,6 +97,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=14), st.data())
 def test_any_text_under_any_cut_gives_the_same(name: str, fragments: list[str], data: st.DataObject) -> None:
     text = "".join(fragments)
@@ -120,8 +122,9 @@ def test_thoughts_come_first_and_apart() -> None:
 
 
 def test_a_template_without_tools_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="does not show tools"):
+    with pytest.raises(CapabilityError, match="does not show tools") as caught:
         learn_format(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    assert "qwen2.5-coder-1.5b" in str(caught.value.hint) and "calls tools" in CATALOGUE["qwen2.5-coder-1.5b"].about
     with pytest.raises(CapabilityError, match="cannot learn"):
         learn_format(ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"))
 
@@ -204,3 +207,30 @@ def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(RequestError, match="two tools"):
         tools_of([tool, tool])
     assert isinstance(Tool.of(tool, "tools[0]"), Tool) and HERMES
+
+
+def test_a_choice_among_some_tools() -> None:
+    allowed = {"type": "function", "function": {"name": "clock"}}
+
+    def choice(mode: str, tools: Any) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    chosen, mode = choose_tools(TOOLS, choice("required", [allowed]))
+    assert [tool.name for tool in chosen] == ["clock"] and mode == "required"
+    for wrong in (choice("often", [allowed]), choice("auto", []), choice("auto", [3]), choice("auto", "clock"),
+                  choice("auto", [{"type": "function", "function": {"name": "x"}}])):  # fmt: skip
+        with pytest.raises(RequestError, match="tool_choice"):
+            choose_tools(TOOLS, wrong)
+
+
+@pytest.mark.parametrize("number", ["1e999", "123456789012345678901234567890", "0.10", "NaN"])
+def test_numbers_of_arguments_are_those_that_the_model_wrote(number: str) -> None:
+    """Written again, a number could become Infinity, which is not JSON."""
+    _, text, calls = parsed([f'<tool_call>{{"arguments": {{"x": {number}}}, "name": "f"}}</tool_call>'], "hermes")
+    if number == "NaN":
+        assert calls == [("f", "{}")] or text
+    else:
+        assert calls == [("f", f'{{"x": {number}}}')]
+    tagged = f"<tool_call>\n<function=get_weather>\n<parameter=days>\n{number}\n</parameter>\n</function>\n</tool_call>"
+    _, _, calls = parsed([tagged], "coder")
+    assert calls == [("get_weather", f'{{"days": {number}}}' if number != "NaN" else '{"days": "NaN"}')]

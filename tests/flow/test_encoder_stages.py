@@ -501,7 +501,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(GraphError, match=r"takes \[batch, seq, hidden\]"):
         results_of([ClsTokenPool(), VitSelfAttn("qkv", None, "o", "b", 3, 8)], {}, "direct")
     short = {**VIT, "qkv.weight": VIT["qkv.weight"][:-1]}
-    with pytest.raises(GraphError, match=r"weight 'qkv.weight': shape is \[71, 24\], wanted \[72, 24\]"):
+    with pytest.raises(GraphError, match=r"weight 'qkv.weight': shape is \[71, 24\], expected \[72, 24\]"):
         results_of([VitSelfAttn("qkv.weight", "qkv.bias", "out.weight", "out.bias", HEADS, HEAD)], short, "direct")
 
 

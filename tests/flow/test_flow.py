@@ -186,7 +186,7 @@ def test_a_weight_of_another_shape_names_stage_key_and_shapes(
     weights[key] = np.zeros(shape, np.float32)
     with pytest.raises(ShapeError, match=re.escape(f"weight {key!r}")) as caught:
         built(c, weights)
-    assert f"shape is {list(shape)}, wanted {list(wanted)}" in str(caught.value)  # as the file has them
+    assert f"shape is {list(shape)}, expected {list(wanted)}" in str(caught.value)  # as the file has them
     assert caught.value.notes == [f"  in stage: {stage}"]
 
 

@@ -464,3 +464,17 @@ def test_a_second_render_has_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> 
     template = ChatTemplate("{% for i in range(1000) %}{% endfor %}")
     for _ in range(5):
         assert template.render([USER]) == ""
+
+
+def test_the_last_message_is_continued() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so "}]
+    assert template.render(messages, continue_final_message=True) == "<user>x</><assistant>so "
+    assert template.render(messages) == "<user>x</><assistant>so</><a>"
+    with pytest.raises(RequestError, match="continue_final_message"):
+        template.render(messages[:1], continue_final_message=True)
+    with pytest.raises(RequestError, match="does not show"):
+        ChatTemplate("nothing").render(messages, continue_final_message=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -171,8 +172,9 @@ def test_what_cannot_be_is_said() -> None:
         rlx.jit(lambda x: x if x > 0 else -x)(1.0)
     assert any("test_arrays.py" in n for n in caught.value.notes)
     assert caught.value.hint and "rlx.cond" in caught.value.hint
-    for function, what in ((int, "int"), (float, "float"), (np.asarray, "numbers"), (lambda x: range(3)[x], "index")):
-        with pytest.raises(GraphError, match=f"has no {what} while it is traced"):
+    uses = {"int()": int, "float()": float, "NumPy": np.asarray, "an index or a size": lambda x: range(3)[x]}
+    for use, function in uses.items():
+        with pytest.raises(GraphError, match=f"has no values? for {re.escape(use)} while it is traced"):
             rlx.jit(function)(np.int32(1))
     with pytest.raises(ShapeError, match="4 indices for f64"):
         rlx.jit(lambda x: x[0, 0, 0, 0])(X)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.errors import BindError, DTypeError, GraphError, RlxError, ShapeError
+from rlx.errors import BindError, DTypeError, GraphError, KernelError, RlxError, ShapeError
 
 
 # -- defaults --------------------------------------------------------------------------------------------------------
@@ -83,11 +83,35 @@ def changed(x: Any) -> Any:
     return x
 
 
+def filled(x: Any) -> Any:
+    array = np.zeros(3)
+    array[:] = x
+    return array
+
+
+@rlx.custom_vjp
+def custom(x: Any, scale: Any) -> Any:
+    return x * scale
+
+
+def with_rule(fwd: Any, bwd: Any) -> Any:
+    custom.defvjp(fwd, bwd)
+    return rlx.grad(lambda x: custom(x, 2.0).sum())(X[:2])
+
+
+@rlx.custom_jvp
+def tangent_of_one(x: Any) -> Any:
+    return x * 2
+
+
+tangent_of_one.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0][:1]))
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "a string": (
         lambda: rlx.jit(lambda x, mode: x)(X, "a"),
         DTypeError,
-        "jit: mode is a str, wanted an array",
+        "jit: mode is a str, expected an array",
         "static_argnames='mode'",
     ),
     "a string in a dict": (
@@ -102,7 +126,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "jit: cfg.act is a str",
         "argument of its own",
     ),
-    "self": (lambda: rlx.jit(Plain.scaled)(Plain(), X), DTypeError, "jit: self is a Plain", "static_argnames='self'"),
+    "self": (
+        lambda: rlx.jit(Plain.scaled)(Plain(), X),
+        DTypeError,
+        "jit: self is an object of class Plain",
+        "static_argnames='self'",
+    ),
     "grad of a string": (
         lambda: rlx.grad(lambda x, mode: x)(1.0, "a"),
         DTypeError,
@@ -149,13 +178,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "floats for randint": (
         lambda: rlx.random.randint(KEY, (3,), 0.0, 4.0),
         GraphError,
-        "randint: minval is 0.0, wanted an integer",
+        "randint: minval is 0.0, expected an integer",
         "",
     ),
     "jvp of numbers": (
         lambda: rlx.jvp(np.sin, 2.0, 1.0),
         GraphError,
-        "jvp: primals is a float, wanted a tuple",
+        "jvp: primals is a float, expected a tuple",
         "(x,)",
     ),
     "jvp of an array": (lambda: rlx.jvp(np.sin, (X,), X), GraphError, "jvp: tangents is a ndarray", "(tangent,)"),
@@ -189,7 +218,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "np.array of a list": (
         lambda: rlx.jit(lambda x: np.array([x, x]))(X),
         GraphError,
-        "has no numbers",
+        "has no values for NumPy",
         "np.stack([x, y])",
     ),
     "grad of an int": (lambda: rlx.grad(lambda x: x * 2)(3), DTypeError, "grad: 'x' is i32[], only floats", "3.0"),
@@ -203,19 +232,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "scan without a pair": (
         lambda: rlx.scan(lambda c, x: c, 0.0, X),
         GraphError,
-        "scan: the function returns array, wanted a pair",
+        "scan: the function returns array, expected a pair",
         "carry, y",
     ),
     "cond of an array": (
         lambda: rlx.jit(lambda x: rlx.cond(x, lambda: 1.0, lambda: 2.0))(X),
         ShapeError,
-        "cond: the predicate is f32[3], wanted one bool",
+        "cond: the predicate is f32[3], expected one bool",
         "rlx.where",
     ),
     "while_loop of a number": (
         lambda: rlx.while_loop(lambda c: c, lambda c: c - 1, 3.0),
         DTypeError,
-        "while_loop: cond_fun returns f32[], wanted one bool",
+        "while_loop: cond_fun returns f32[], expected one bool",
         "c > 0",
     ),
     "scan over nothing": (lambda: rlx.scan(lambda c, x: (c, x), 0.0), ShapeError, "length is None", "length="),
@@ -234,16 +263,94 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "a tangent of another shape": (
         lambda: rlx.jvp(np.sin, (X,), (X[:2],)),
         ShapeError,
-        "jvp: tangents[0] is f32[2], wanted f32[3]",
+        "jvp: tangents[0] is f32[2], expected f32[3]",
         "has the shape",
     ),
-    "a traced size": (lambda: rlx.jit(lambda n: np.zeros(n))(3), GraphError, "has no index", "static_argnums"),
+    "a traced size": (
+        lambda: rlx.jit(lambda n: np.zeros(n))(3),
+        GraphError,
+        "has no value for an index",
+        "static_argnums",
+    ),
     "sym as a function": (lambda: rlx.sym("n"), GraphError, "is not called", "rlx.dim('n')"),
     "fori_loop to a float": (
         lambda: rlx.fori_loop(0, 3.5, lambda i, c: c, 0),
         DTypeError,
-        "fori_loop: upper is 3.5, wanted an integer",
+        "fori_loop: upper is 3.5, expected an integer",
         "int(",
+    ),
+    "a keyword of tree.map": (lambda: rlx.tree.map(abs, [1], is_leaf=None), GraphError, "'is_leaf'", "tree.register"),  # type: ignore[call-arg]
+    "a keyword of scan": (lambda: rlx.scan(abs, 0.0, X, unroll=2), GraphError, "'unroll'", "machine code"),
+    "a keyword of jit": (lambda: rlx.jit(abs, donate_argnums=0), GraphError, "'donate_argnums'", "own their memory"),  # type: ignore[call-overload]
+    "a forgotten has_aux": (
+        lambda: rlx.grad(lambda x: (x.sum(), x))(X),
+        ShapeError,
+        "expected one float",
+        "has_aux=True",
+    ),
+    "einsum": (
+        lambda: rlx.jit(lambda a, b: np.einsum("ij,jk->ik", a, b))(np.ones((2, 3)), np.ones((2, 3))),
+        ShapeError,
+        "einsum: 'j' of 'ij,jk->ik' has the sizes 3 and 2",
+        "",
+    ),
+    "a fraction added to integers": (
+        lambda: rlx.at(np.arange(3))[0].add(1.5),
+        DTypeError,
+        "at[...]: an update of f32[] does not fit",
+        "astype",
+    ),
+    "an update of another size": (
+        lambda: rlx.jit(lambda x: x.at[:2].add(np.ones(3)))(X),
+        ShapeError,
+        "at[...]: an update of f32[3] does not broadcast to the selected f32[2]",
+        "",
+    ),
+    "an index below the first": (
+        lambda: rlx.jit(lambda x, i: x[i])(X, -5),
+        KernelError,
+        "gather: index -5 lies outside the 3 entries of 'x'",
+        "",
+    ),
+    "an update of a NumPy array in place": (
+        lambda: rlx.jit(filled)(X),
+        GraphError,
+        "while it is traced",
+        "rlx.at(array)[0]",
+    ),
+    "a traced range": (lambda: rlx.jit(lambda n: list(range(n)))(3), GraphError, "for an index", "range(n): rlx.fori"),
+    "a complex number": (lambda: rlx.jit(lambda x: x * 1j)(X), DTypeError, "complex", "two real arrays"),
+    "a float as an index": (lambda: rlx.jit(lambda x: x[1.0])(X), GraphError, "index: 1.0", "x[1]"),
+    "vmap over a number": (lambda: rlx.vmap(np.sin)(1.0), ShapeError, "is f32[], one number", "in_axes=None"),
+    "solve of other sizes": (
+        lambda: rlx.numpy.linalg.solve(np.eye(2), np.ones(3)),
+        ShapeError,
+        "f64[2, 2] and f64[3]",
+        "one row of b",
+    ),
+    "a string for a custom function": (
+        lambda: custom(X, "a"),
+        DTypeError,
+        "custom_vjp custom: scale is a str",
+        "nondiff_argnums=(1,)",
+    ),
+    "a forward rule without residuals": (
+        lambda: with_rule(lambda x, s: x * s, None),
+        GraphError,
+        "custom: fwd returns array, expected a pair",
+        "",
+    ),
+    "a cotangent of another shape": (
+        lambda: with_rule(lambda x, s: (x * s, None), lambda r, ct: (ct[:1], None)),
+        ShapeError,
+        "custom_vjp custom: bwd returns f32[1] for x, expected f32[2]",
+        "sum over axes",
+    ),
+    "a tangent of another size": (
+        lambda: rlx.grad(lambda x: tangent_of_one(x).sum())(X),
+        ShapeError,
+        "custom_jvp tangent_of_one: its rule returns f32[1] for the result, expected f32[3]",
+        "",
     ),
     "a compiled graph by position": (
         lambda: rlx.compile(rlx.trace(np.sin)(X))(X),
@@ -264,7 +371,17 @@ def test_a_mistake_is_named_with_what_to_do(mistake: str) -> None:
 
 
 def test_names_of_jax_say_where_they_are() -> None:
-    for name, place in {"lax": "rlx.scan", "nn": "rlx.relu", "PRNGKey": "rlx.random.key", "pmap": "one device"}.items():
+    for name, place in {
+        "lax": "rlx.scan",
+        "nn": "rlx.relu",
+        "PRNGKey": "rlx.random.key",
+        "pmap": "one device",
+        "swish": "rlx.silu",
+        "flatten_util": "rlx.tree.ravel",
+        "expit": "rlx.sigmoid",
+        "iota": "rlx.arange",
+        "leaky_relu": "rlx.where",
+    }.items():
         with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{place}.*coming-from-jax"):
             getattr(rlx, name)
     with pytest.raises(AttributeError, match="has no data while it is traced"):
@@ -330,3 +447,30 @@ def test_no_gradient_of_an_argument_may_be_none() -> None:
     ) as caught:
         rlx.grad(lambda t: np.sum(looked_up(t, ids, scale)))(table)
     assert caught.value.hint and "one cotangent per argument" in caught.value.hint
+
+
+def test_custom_functions_take_names_and_python_values() -> None:
+    """As in JAX: arguments by name, and `nondiff_argnums`, which the rules get first."""
+
+    def scaled(x: Any, scale: Any = 2.0, mode: str = "plain") -> Any:
+        return x * scale if mode == "plain" else -x * scale
+
+    f = rlx.custom_vjp(scaled, nondiff_argnums=(2,))
+    f.defvjp(
+        lambda x, scale, mode: (f(x, scale, mode), scale),
+        lambda mode, scale, ct: (ct * scale * (10 if mode == "plain" else -10), None),
+    )
+    np.testing.assert_allclose(f(X, mode="minus"), -2 * X)
+    for mode, sign in (("plain", 10), ("minus", -10)):
+        gradient = rlx.grad(lambda x, mode=mode: f(x, scale=3.0, mode=mode).sum())
+        np.testing.assert_allclose(gradient(X), np.full(3, sign * 3.0))
+        np.testing.assert_allclose(rlx.jit(gradient)(X), np.full(3, sign * 3.0))
+    g = rlx.custom_jvp(lambda function, x: function(x), nondiff_argnums=0)
+    g.defjvp(lambda function, primals, tangents: (function(primals[0]), 7.0 * tangents[0]))
+    assert rlx.grad(lambda x: g(np.sin, x))(1.0) == 7.0
+    np.testing.assert_allclose(g(np.sin, X), np.sin(X), rtol=1e-6)
+    with pytest.raises(TypeError, match="custom_vjp scaled: got an unexpected keyword argument 'sclae'"):
+        f(X, sclae=1.0)
+    np.testing.assert_allclose(f(X), 2 * X)
+    with pytest.raises(GraphError, match=r"nondiff_argnums is \(3,\), there are 1 arguments"):
+        rlx.custom_vjp(lambda x: x, nondiff_argnums=3)(X)

@@ -36,13 +36,13 @@ def test_switch_differentiates_batches_and_reads_what_is_around() -> None:
 
 
 def test_switch_names_what_does_not_fit() -> None:
-    with pytest.raises(DTypeError, match=r"switch: the index is f32\[\], wanted one integer"):
+    with pytest.raises(DTypeError, match=r"switch: the index is f32\[\], expected one integer"):
         rlx.switch(1.0, BRANCHES, X)
     with pytest.raises(ShapeError, match=r"switch: branch 2 returns f64\[\], branch 0 f64\[3\]"):
         rlx.jit(lambda i: rlx.switch(i, [np.sin, np.cos, np.sum], X))(0)
     with pytest.raises(GraphError, match=r"switch: branch 1 returns tuple\(array, array\), branch 0 array"):
         rlx.jit(lambda i: rlx.switch(i, [np.sin, lambda x: (x, x)], X))(0)
-    with pytest.raises(GraphError, match="wanted a list of functions"):
+    with pytest.raises(GraphError, match="expected a list of functions"):
         rlx.switch(0, [], X)
 
 
@@ -91,7 +91,7 @@ def test_a_linear_recurrence_as_a_tree() -> None:
 def test_associative_scan_names_what_does_not_fit() -> None:
     with pytest.raises(ShapeError, match=r"fn returns f64\[\] for f64\[2\]"):
         rlx.associative_scan(lambda a, b: np.sum(a), np.ones(5))
-    with pytest.raises(ShapeError, match="wanted one static size on axis 0"):
+    with pytest.raises(ShapeError, match="expected one static size on axis 0"):
         rlx.associative_scan(np.add, (np.ones(3), np.ones(4)))
     with pytest.raises(GraphError, match=r"elems are array, the function returns tuple"):
         rlx.associative_scan(lambda a, b: (a, b), np.ones(3))
@@ -117,7 +117,7 @@ def test_linearize_is_jvp_at_a_point() -> None:
         )
         np.testing.assert_allclose(tangent["y"], (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
         assert tangent["n"] == 0
-    with pytest.raises(ShapeError, match=r"linearize: tangents\[0\] is f64\[3\], wanted f64\[2, 3\]"):
+    with pytest.raises(ShapeError, match=r"linearize: tangents\[0\] is f64\[3\], expected f64\[2, 3\]"):
         linear(np.ones(3), w, 0)
 
 

@@ -322,7 +322,7 @@ def test_random_numbers_belong_to_their_key() -> None:
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 def test_errors_name_what_does_not_fit() -> None:
-    with pytest.raises(ShapeError, match=r"grad: <lambda> returns f64\[3\], wanted one float"):
+    with pytest.raises(ShapeError, match=r"grad: <lambda> returns f64\[3\], expected one float"):
         rlx.grad(lambda x: x * 2)(np.ones(3))
     with pytest.raises(DTypeError, match=r"'x' is i32\[3\], only floats have a gradient"):
         rlx.grad(lambda x: np.sum(x) * 1.5)(np.ones(3, np.int32))
@@ -330,9 +330,9 @@ def test_errors_name_what_does_not_fit() -> None:
         rlx.grad(lambda x: x, 2)(1.0)
     with pytest.raises(ShapeError, match=r"scan: carry starts as f64\[3\], the function returns f64\[\]"):
         rlx.scan(lambda c, x: (c.sum(), x), np.zeros(3), np.ones((2, 3)))
-    with pytest.raises(ShapeError, match="wanted one number of rows"):
+    with pytest.raises(ShapeError, match="expected one number of rows"):
         rlx.scan(lambda c, x: (c, x), 0.0, (np.ones(2), np.ones(3)))
-    with pytest.raises(GraphError, match=r"wanted a pair \(carry, y\)"):
+    with pytest.raises(GraphError, match=r"expected a pair \(carry, y\)"):
         rlx.scan(lambda c, x: c, 0.0, np.ones(2))
     with pytest.raises(ShapeError, match=r"cond: the branches return f32\[\] and f32\[2\]"):
         rlx.jit(lambda x: rlx.cond(x > 0, lambda v: v, lambda v: np.ones(2, np.float32) * v, x))(1.0)
@@ -366,6 +366,6 @@ def test_modules_list_what_they_are_for() -> None:
 
 
 def test_the_gradient_of_a_function_without_a_return_says_so() -> None:
-    with pytest.raises(ShapeError, match="returns no array, wanted one float") as error:
+    with pytest.raises(ShapeError, match="returns no array, expected one float") as error:
         rlx.grad(lambda x: None)(1.0)
     assert error.value.hint == "does it end in a return?"

@@ -101,3 +101,12 @@ def test_a_notebook_shows_why_a_function_was_traced() -> None:
     html = double._repr_html_()
     assert "traced for x: f32[2, 3]" in html and "<details" in html and "mul" in html
     assert repr(double) == "<rlx.jit of <lambda>, traced once>"
+
+
+def test_a_counter_that_starts_as_an_array_is_traced_once() -> None:
+    """As docs/slow.md says: a NumPy scalar counts as a number."""
+    for start, traces in ((np.zeros((), np.int32), 1), (np.int32(0), 2), (0, 2)):
+        f, count = rlx.jit(lambda t, x: (t + 1, x * t)), start
+        for _ in range(3):
+            count, _ = f(count, np.ones(2, np.float32))
+        assert len(f.history) == traces and count == 3

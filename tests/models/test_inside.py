@@ -194,7 +194,7 @@ def test_init_says_what_it_needs() -> None:
     assert flow.init(random.key(0), shapes={"w": (5, 3)})["w"].shape == (5, 3)
     with pytest.raises(GraphError, match="is not a random key"):
         flow.init(0, shapes={"w": (5, 3)})
-    with pytest.raises(GraphError, match=r"returned shape \[1\], wanted \[5, 3\]"):
+    with pytest.raises(GraphError, match=r"returned shape \[1\], expected \[5, 3\]"):
         flow.initialised({"w": lambda key, shape: np.ones(1)}).init(random.key(0), shapes={"w": (5, 3)})
 
 

@@ -624,5 +624,5 @@ def test_a_bert_that_cannot_be_is_a_format_error(tmp_path: Path, name: str, valu
 def test_tables_of_a_bert_are_checked(tmp_path: Path) -> None:
     for name in ("vocab_size", "type_vocab_size", "max_position_embeddings", "intermediate_size"):
         checkpoint = open_checkpoint(write_folder(tmp_path, bert_weights(), {**BERT, name: BERT[name] + 1}))
-        with pytest.raises(FormatError, match="wanted"):
+        with pytest.raises(FormatError, match="expected"):
             checkpoint.family.flow(checkpoint.config).build(checkpoint.weights)

@@ -120,10 +120,10 @@ UNFIT: list[tuple[str, str, tuple[int, ...], str]] = [
     ("qwen3_next", f"{_DELTA}.in_proj_qkvz.weight", (384, 32), "192 rows, 96 for each of 2 heads, found"),
     ("qwen3_next", f"{_DELTA}.in_proj_ba.weight", (8,), "weight '.*in_proj_b.weight'"),
     ("qwen3_next", f"{_DELTA}.in_proj_ba.weight", (4, 32), r"8 rows, 4 for each .*, found shape \[4, 32\]"),
-    ("qwen3_next", f"{_DELTA}.conv1d.weight", (129, 1, 4), r"shape is \[129, 1, 4\], wanted \[128, 1, 4\]"),
+    ("qwen3_next", f"{_DELTA}.conv1d.weight", (129, 1, 4), r"shape is \[129, 1, 4\], expected \[128, 1, 4\]"),
     ("qwen3_next", f"{_FIRST}.mlp.experts.1.up_proj.weight", (9, 32), r"f16\[8, 32\] as .*, found f32\[9, 32\]"),
     ("qwen3_5_moe", f"{_FIRST}.mlp.experts.gate_up_proj", (48,), r"expected 2 axes or more, found shape \[48\]"),
-    ("qwen3_5_moe", f"{_FIRST}.mlp.experts.gate_up_proj", (3, 17, 32), r"shape is \[3, 9, 32\], wanted \[3, 8, 32\]"),
+    ("qwen3_5_moe", f"{_FIRST}.mlp.experts.gate_up_proj", (3, 17, 32), r"shape is \[3, 9, 32\], expected \[3, 8, 32\]"),
 ]  # fmt: skip
 
 
@@ -224,8 +224,8 @@ GGUF_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"linear_key_head_dim": 2**31}, "metadata: ssm.state_size: expected 1 to 1024, found 2147483648"),
     ({"linear_conv_kernel_dim": 65}, "metadata: ssm.conv_kernel: expected 1 to 64, found 65"),
     ({"linear_num_value_heads": 3}, "3 value heads are no multiple of 2 key heads"),
-    ({"linear_num_key_heads": 1}, "linear_attn.in_proj_qkv.weight': shape is [160, 32], wanted [128, 32]"),
-    ({"linear_conv_kernel_dim": 3}, "linear_attn.conv1d.weight': shape is [160, 4], wanted [160, 3]"),
+    ({"linear_num_key_heads": 1}, "linear_attn.in_proj_qkv.weight': shape is [160, 32], expected [128, 32]"),
+    ({"linear_conv_kernel_dim": 3}, "linear_attn.conv1d.weight': shape is [160, 4], expected [160, 3]"),
 ]
 
 

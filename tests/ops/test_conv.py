@@ -91,7 +91,7 @@ def test_settings_that_mean_nothing_are_refused() -> None:
     g = rlx.Graph("conv")
     x, w = g.input("x", (1, 2, 5, 5)), g.input("w", (3, 2, 3, 3))
     for stride in (True, (1, False), 1.5, None, "2"):
-        with pytest.raises(GraphError, match="wanted one or two integers"):
+        with pytest.raises(GraphError, match="expected one or two integers"):
             g.conv2d(x, w, stride=stride)
     with pytest.raises(ShapeError, match="have no elements"):
         g.conv2d(x, g.input("none", (3, 2, 0, 3)))

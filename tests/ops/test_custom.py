@@ -208,22 +208,22 @@ def test_a_single_output_is_a_multiple_of_one() -> None:
 S = (3,)
 TWO = body("two", {"x": S}, lambda x: x, lambda x: x * 2)
 WRONG: list[tuple[str, tuple[Any, ...], type[GraphError], str]] = [
-    ("two outputs", (TWO,), GraphError, "custom_fn: fwd_body: has 2 outputs, wanted 1"),
-    ("no outputs", (body("none", {"x": S}),), GraphError, "custom_fn: fwd_body: has 0 outputs, wanted 1"),
-    ("inputs", (body("b", {"x": S, "y": S}, lambda x, y: x),), GraphError, "fwd_body: has 2 inputs, wanted 1: one for"),
+    ("two outputs", (TWO,), GraphError, "custom_fn: fwd_body: has 2 outputs, expected 1"),
+    ("no outputs", (body("none", {"x": S}),), GraphError, "custom_fn: fwd_body: has 0 outputs, expected 1"),
+    ("inputs", (body("b", {"x": S, "y": S}, lambda x, y: x),), GraphError, "fwd_body: has 2 inputs, expected 1: one"),
     ("shape", (square((4,)),), ShapeError, r"fwd_body: input 'x' is f32\[4\], operand 0 is f32\[3\]"),
     ("type", (body("b", {"x": (S, "i32")}, lambda x: x),), DTypeError, r"input 'x' is i32\[3\], operand 0 is f32\[3\]"),
     ("no graph", (lambda x: x,), GraphError, "custom_fn: attribute 'fwd_body' cannot be a function"),
-    ("a number", (3,), GraphError, "fwd_body: is a int, wanted a Graph"),
+    ("a number", (3,), GraphError, "fwd_body: is a int, expected a Graph"),
     ("vjp without d_output", (square(S), body("b", {"x": S, "primal_output": S}, lambda x, primal_output: x)),
      GraphError, r"vjp_body: has no input called 'd_output' among \['x', 'primal_output'\]"),
     ("another name of a size", (square(("rows",)),), ShapeError, r"input 'x' is f32\[rows\], operand 0 is f32\[3\]"),
     ("vjp with a primal too many",
      (square(S), body("b", {"x": S, "y": S, "primal_output": S, "d_output": S}, lambda x, **_: x)),
-     GraphError, "vjp_body: has 2 inputs that stand for operands, wanted 1: the rest are d_output"),
+     GraphError, "vjp_body: has 2 inputs that stand for operands, expected 1: the rest are d_output"),
     ("vjp with a gradient too many",
      (square(S), body("b", {"x": S, "primal_output": S, "d_output": S}, lambda x, **_: x, lambda x, **_: x)),
-     GraphError, "vjp_body: has 2 outputs, wanted 1: one gradient for each operand"),
+     GraphError, "vjp_body: has 2 outputs, expected 1: one gradient for each operand"),
     ("vjp with a gradient of another shape",
      (square(S), body("b", {"x": S, "primal_output": S, "d_output": S}, lambda x, **_: x.sum())),
      ShapeError, r"vjp_body: output 0 is f32\[\], operand 0 is f32\[3\]"),
@@ -239,7 +239,7 @@ WRONG: list[tuple[str, tuple[Any, ...], type[GraphError], str]] = [
     ("jvp without a tangent", (square(S), None, square(S)), GraphError, "jvp_body: has no input called 'tangent_0'"),
     ("jvp with two results",
      (square(S), None, body("b", {"x": S, "tangent_0": S}, lambda x, **_: x, lambda x, **_: x)),
-     GraphError, "jvp_body: has 2 outputs, wanted 1: one tangent for each result"),
+     GraphError, "jvp_body: has 2 outputs, expected 1: one tangent for each result"),
     ("jvp with a tangent of another shape",
      (square(S), None, body("b", {"x": S, "tangent_0": (4,)}, lambda x, **_: x)),
      ShapeError, r"jvp_body: input 'tangent_0' is f32\[4\], operand 0 is f32\[3\]"),
@@ -263,7 +263,7 @@ def test_a_body_has_no_weights_of_its_own() -> None:
     with pytest.raises(GraphError, match="fwd_body: has the param 'w'") as caught:
         g.custom_fn([g.input("x", S)], inner)
     assert "operand" in str(caught.value.hint)
-    with pytest.raises(GraphError, match="has 1 inputs, wanted 0: one for each operand"):
+    with pytest.raises(GraphError, match="has 1 inputs, expected 0: one for each operand"):
         g.custom_fn([], square(S))
 
 

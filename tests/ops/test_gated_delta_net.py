@@ -237,9 +237,9 @@ def test_a_gradient_has_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"chunk": 0}, ShapeError, "chunk is 0, wanted an integer from 1"),
-        ({"states": (1, 2, 5, 4, 4)}, ShapeError, r"states is f32\[1, 2, 5, 4, 4\], wanted \[1, 2, 3, 4, 4\]"),
-        ({"misses": (1, 5, 2, 8)}, ShapeError, r"misses is f32\[1, 5, 2, 8\], wanted \[1, 5, 2, 4\]"),
+        ({"chunk": 0}, ShapeError, "chunk is 0, expected an integer from 1"),
+        ({"states": (1, 2, 5, 4, 4)}, ShapeError, r"states is f32\[1, 2, 5, 4, 4\], expected \[1, 2, 3, 4, 4\]"),
+        ({"misses": (1, 5, 2, 8)}, ShapeError, r"misses is f32\[1, 5, 2, 8\], expected \[1, 5, 2, 4\]"),
         ({"dtype": "f64"}, DTypeError, "takes floats of one type"),
     ],
 )

@@ -542,7 +542,7 @@ def test_wrong_bytes_are_refused() -> None:
         f.set_param("w", np.zeros((2, 33), np.uint8))
     with pytest.raises(BindError, match=r"shape is \[2, 2\]"):
         f.set_param("w", np.zeros((2, 68), np.uint8))
-    with pytest.raises(BindError, match="element type is f32, wanted q8_0"):
+    with pytest.raises(BindError, match="element type is f32, expected q8_0"):
         f.set_param("w", np.zeros((2, 32), np.float32))
 
 
@@ -551,9 +551,9 @@ def test_params_that_cannot_hold_a_scheme() -> None:
     x = g.input("x", (2, 128))
     with pytest.raises(ShapeError, match=r"dequant_matmul: k is 128, not whole blocks of 256 \(gguf_q4k\)"):
         g.dequant_matmul(x, g.param("a", (64, 128)), scheme=QuantScheme.GGUF_Q4K)
-    with pytest.raises(ShapeError, match=r"w is f32\[64, 96\], wanted \[n, 128\], or u8\[n, 136\]"):
+    with pytest.raises(ShapeError, match=r"w is f32\[64, 96\], expected \[n, 128\], or u8\[n, 136\]"):
         g.dequant_matmul(x, g.param("b", (64, 96)), scheme=QuantScheme.GGUF_Q8_0)
-    with pytest.raises(DTypeError, match=r"w is f32\[2, 128\], wanted q8_0\[n, k\] or a param"):
+    with pytest.raises(DTypeError, match=r"w is f32\[2, 128\], expected q8_0\[n, k\] or a param"):
         g.dequant_matmul(x, x, scheme=QuantScheme.GGUF_Q8_0)
     c = g.param("c", (64, 128))
     used = c + 1

@@ -183,7 +183,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         conv()
     with pytest.raises(DTypeError, match="row numbers are integers"):
         conv(rows=rows.astype("f32"))
-    with pytest.raises(ShapeError, match=r"rows is i32\[5\], wanted \[6\]"):
+    with pytest.raises(ShapeError, match=r"rows is i32\[5\], expected \[6\]"):
         conv(rows=rows[:5])
     a, b = g.input("a", (4, 3)), g.input("b", (6, 3))
     scan = functools.partial(g.selective_scan_carry, x, x, a, b, b, g.input("h", (2, 4, 3)), state_size=3)

@@ -233,9 +233,9 @@ def test_lanes_of_a_gradient_are_apart() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"chunk": 0}, ShapeError, "chunk is 0, wanted an integer from 1"),
-        ({"states": (1, 5, 4, 2)}, ShapeError, r"states is f32\[1, 5, 4, 2\], wanted \[1, 3, 4, 2\]"),
-        ({"d_out": (1, 5, 3)}, ShapeError, r"d_out is f32\[1, 5, 3\], wanted \[1, 5, 2\]"),
+        ({"chunk": 0}, ShapeError, "chunk is 0, expected an integer from 1"),
+        ({"states": (1, 5, 4, 2)}, ShapeError, r"states is f32\[1, 5, 4, 2\], expected \[1, 3, 4, 2\]"),
+        ({"d_out": (1, 5, 3)}, ShapeError, r"d_out is f32\[1, 5, 3\], expected \[1, 5, 2\]"),
         ({"dtype": "f64"}, DTypeError, "takes floats of one type"),
     ],
 )

@@ -258,10 +258,10 @@ def test_a_decomposition_that_is_not_the_op() -> None:
 
     shape = _compile_error(wrong(lambda x: x.sum()))
     assert "op wrong: its decomposition gives f32[], its type rule f32[2, 3]" in shape
-    assert "gives (3,), wanted values" in _compile_error(wrong(lambda x: 3))
+    assert "gives (3,), expected values" in _compile_error(wrong(lambda x: 3))
     assert "op wrong: its decomposition contains itself, wrong > wrong" in _compile_error(wrong(lambda x: x.wrong()))
     none = _compile_error(wrong(lambda x: x, lambda x: None), error=GraphError)
-    assert "wrong: its type rule gives None, wanted a TensorType" in none
+    assert "wrong: its type rule gives None, expected a TensorType" in none
     block = _compile_error(wrong(lambda x: x.linear(np.ones((3, 3), np.float32))))
     assert "uses the HIR block linear" in block
     with pytest.raises(rlx.errors.ShapeError) as caught:

@@ -83,7 +83,7 @@ def test_inputs_by_keyword(f: rlx.CompiledGraph) -> None:
 )  # fmt: skip
 def test_a_wrong_element_type_names_both(f: rlx.CompiledGraph, dtype: Any, shown: str) -> None:
     error = refusal(f, {"hidden": X.astype(dtype), "ids": IDS})
-    assert str(error) == f"input 'hidden': element type is {shown}, wanted f32"
+    assert str(error) == f"input 'hidden': element type is {shown}, expected f32"
     assert error.hint == "cast it with .astype('float32')"
 
 
@@ -164,7 +164,7 @@ def test_numpy_scalars_are_read_right_every_time(device: str) -> None:
 def test_a_wrong_rank_or_fixed_size_shows_both_shapes(f: rlx.CompiledGraph, shape: tuple[int, ...]) -> None:
     shown = "[" + ", ".join(map(str, shape)) + "]"
     error = refusal(f, {"hidden": np.zeros(shape, f32), "ids": IDS})
-    assert str(error) == f"input 'hidden': shape is {shown}, wanted f32[n, 4]"
+    assert str(error) == f"input 'hidden': shape is {shown}, expected f32[n, 4]"
 
 
 def test_a_symbol_with_two_sizes_names_both_inputs_and_both_sizes(f: rlx.CompiledGraph) -> None:
@@ -232,7 +232,7 @@ def test_a_misspelt_weight_gets_the_nearest(f: rlx.CompiledGraph) -> None:
 
 
 def test_a_transposed_weight_gets_a_hint(f: rlx.CompiledGraph) -> None:
-    with pytest.raises(BindError, match=r"param 'weight': shape is \[3, 4\], wanted f32\[4, 3\]") as caught:
+    with pytest.raises(BindError, match=r"param 'weight': shape is \[3, 4\], expected f32\[4, 3\]") as caught:
         f.set_param("weight", W.T)
     assert "transpose" in str(caught.value.hint)
 
@@ -243,9 +243,9 @@ def test_weights_that_are_no_mapping(f: rlx.CompiledGraph) -> None:
 
 
 def test_a_weight_of_a_wrong_type_or_rank(f: rlx.CompiledGraph) -> None:
-    with pytest.raises(BindError, match="param 'weight': element type is f64, wanted f32"):
+    with pytest.raises(BindError, match="param 'weight': element type is f64, expected f32"):
         f.set_param("weight", W.astype("f8"))
-    with pytest.raises(BindError, match=r"param 'weight': shape is \[12\], wanted f32\[4, 3\]"):
+    with pytest.raises(BindError, match=r"param 'weight': shape is \[12\], expected f32\[4, 3\]"):
         f.set_param("weight", W.reshape(-1))
 
 

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from limits import LONGEST_S
 import rlx
 from rlx.cli.main import main
 from rlx.errors import OverloadedError
-from rlx.server import engine_thread
+from rlx.server import engine_thread, exchange
+from rlx.server.exchange import Exchange
+from rlx.server.generation import Generation, Row
 from rlx.server.serve import Server, running
 from rlx.server.settings import ServerSettings
 
@@ -324,3 +327,52 @@ def test_the_lines_of_the_container_run(tmp_path: Path) -> None:
     script = "import rlx.server.serve, rlx.engine.structured; print('ok')"
     command = [str(tmp_path / "venv" / "bin" / "python"), "-c", script]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "ok\n"
+
+
+def test_pieces_that_arrive_after_the_engine_has_finished_are_not_lost() -> None:
+    """A busy event loop sees the first pieces when the engine is done already."""
+    ticket: Any = SimpleNamespace(done=True, error=None, sequence=SimpleNamespace(finish_reason="stop"))
+    generation = Generation(None, None)  # type: ignore[arg-type]
+    generation.rows = [Row(0, ticket)]
+    receive = generation._receiver(generation.rows[0])
+
+    async def texts() -> list[str]:
+        result = []
+        receive((ticket, "a"))
+        async for batch in generation.pieces():
+            result += [piece for _, piece in batch]
+            if len(result) == 1:
+                receive((ticket, "b"))
+                receive((ticket, ""))
+        return result
+
+    assert asyncio.run(texts()) == ["a", "b"]
+
+
+def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies cut silent connections; comments stop with the last event."""
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is received")
+
+    async def items() -> AsyncIterator[list[str]]:
+        yield ["a"]
+        while sent.count(b": ping\n\n") < 2:
+            await asyncio.sleep(0.001)
+        yield ["b", "c"]
+
+    async def stream() -> None:
+        scope = dict.fromkeys(("rlx.id", "rlx.client", "rlx.namespace"), "") | {"rlx.record": {}}
+        await Exchange(scope, receive, send).events(items())
+        count = len(sent)
+        await asyncio.sleep(0.05)
+        assert len(sent) == count
+
+    monkeypatch.setattr(exchange, "PING_S", 0.01)
+    asyncio.run(stream())
+    texts = [data for data in sent if data and data != b": ping\n\n"]
+    assert texts == [b'data: "a"\n\n', b'data: "b"\n\ndata: "c"\n\n', b"data: [DONE]\n\n"]

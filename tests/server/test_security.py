@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import random
@@ -11,11 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from limits import LONGEST_S
 
 import rlx
 from rlx.errors import RequestError
+from rlx.server import connections, engine_thread
 from rlx.server.app import ROUTES
 from rlx.server.guard import PUBLIC
 from rlx.server.metrics import resident_bytes
@@ -436,3 +439,52 @@ def test_one_failing_request_ends_alone(server: Server, model: Any) -> None:
     for name, seed in (("good", 1), ("also good", 2)):
         expected = model.chat("hi", max_tokens=60, temperature=1.0, seed=seed)
         assert results[name].json()["choices"][0]["message"]["content"] == expected.text
+
+
+# -- connections: slow heads, idle ones, too many ---------------------------------------------------------------------
+def test_a_head_that_never_ends_closes_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    with connect(server.address) as silent, connect(server.address) as slow:
+        slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: ")
+        assert silent.recv(10) == b"" and slow.recv(10) == b""
+    with connect(server.address) as again:  # a second head on a connection that was used
+        again.sendall(request_bytes("GET", "/health"))
+        assert b"200" in again.recv(4096)
+        again.sendall(b"GET /health HT")
+        while piece := again.recv(4096):
+            assert b"HTTP/1.1 200" not in piece
+
+
+def test_a_slow_answer_is_not_a_slow_head(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.05)
+    with connect(server.address) as one:
+        body = BODY | {"max_tokens": 400, "logit_bias": {"0": -100, "2": -100}}
+        one.sendall(request_bytes(body=json_bytes(body)))
+        assert read_status(one) == 200
+
+
+def test_connections_are_counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert connections.most_connections() >= 64
+    monkeypatch.setattr(connections, "most_connections", lambda: 0)
+    with connect(server.address) as one, contextlib.suppress(ConnectionResetError):
+        assert one.recv(10) == b""
+    monkeypatch.undo()
+    assert status_of(server.address, request_bytes("GET", "/health")) == 200
+
+
+def test_a_large_embedding_request_does_not_hold_up_others(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in parts, between steps of other requests; a client that leaves takes its rows with it."""
+    monkeypatch.setattr(engine_thread, "EMBED_TOKENS", 8)
+    model = server.state.engine.served["encoder"].model
+    queue = engine_thread.EmbeddingQueue(model)
+    results: list[Any] = []
+    rows = model.text_rows([f"the cat {i}" for i in range(7)])
+    large, left, small = (engine_thread.EmbeddingJob(part, results.append) for part in (rows, rows[:3], rows[:1]))
+    for job in (large, left, small):
+        queue.submit(job)
+    left.cancelled = True
+    steps = 0
+    while queue.step(lambda done, value: done(value)):
+        steps += 1
+    assert steps > 3 and queue.waiting == 0 and len(results) == 2
+    assert np.array_equal(results[0], model.embed_tokens(rows)) and np.array_equal(results[1], results[0][:1])

@@ -122,7 +122,7 @@ def test_bad_schedules_are_refused() -> None:
         rlx.train.linear(-1, 5)
     step = rlx.train.step(loss_graph(), rlx.train.sgd(0.1))
     step.set_params(weights())
-    with pytest.raises(RequestError, match="lr is nan, wanted a number from 0, or a function of the steps made"):
+    with pytest.raises(RequestError, match="lr is nan, expected a number from 0, or a function of the steps made"):
         step.run({"x": batches(1)[0]}, lr=lambda t: math.nan)
 
 

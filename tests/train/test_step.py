@@ -325,8 +325,8 @@ def test_params_that_are_not_set_are_named() -> None:
     ("values", "message"),
     [
         ({"weight": np.zeros(3)}, "nothing is called 'weight'"),
-        ({"w": np.zeros((40, 5), np.float32)}, r"param 'w': shape is \[40, 5\], wanted f32\[5, 40\]"),
-        ({"w": np.zeros((5, 40))}, "param 'w': element type is f64, wanted f32"),
+        ({"w": np.zeros((40, 5), np.float32)}, r"param 'w': shape is \[40, 5\], expected f32\[5, 40\]"),
+        ({"w": np.zeros((5, 40))}, "param 'w': element type is f64, expected f32"),
     ],
 )
 def test_params_that_do_not_fit_are_refused(values: Arrays, message: str) -> None:

@@ -234,13 +234,13 @@ def test_a_loss_is_one_float() -> None:
     g = rlx.Graph("g")
     x = g.input("x", (2, 3))
     g.set_outputs([x * 2.0])
-    with pytest.raises(ShapeError, match=r"grad: the output is f32\[2, 3\], wanted one number"):
+    with pytest.raises(ShapeError, match=r"grad: the output is f32\[2, 3\], expected one number"):
         grad(g, "x")
     g.set_outputs([x.sum(), x.max()])
-    with pytest.raises(GraphError, match="has 2 outputs, wanted one"):
+    with pytest.raises(GraphError, match="has 2 outputs, expected one"):
         value_and_grad(g, "x")
     g.set_outputs([x.argmax(axis=1).sum()])
-    with pytest.raises(DTypeError, match=r"the output is i32\[\], wanted one float"):
+    with pytest.raises(DTypeError, match=r"the output is i32\[\], expected one float"):
         grad(g, "x")
 
 

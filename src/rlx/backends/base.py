@@ -138,8 +138,8 @@ class Allocator(ABC):
         return None
 
     @abstractmethod
-    def upload(self, array: Array) -> Any:
-        """Copies an array to device memory. Host devices return the array itself."""
+    def upload(self, array: Array, owner: str = "an array") -> Any:
+        """Copies an array to device memory. Host devices return the array itself. `owner` is named in errors."""
 
     @abstractmethod
     def download(self, buffer: Any) -> Array:
@@ -165,6 +165,10 @@ class Allocator(ABC):
     def owns(self, value: object) -> bool:
         """Whether programs of this device can read `value` in place."""
 
+    def borrow(self, value: object) -> Any | None:
+        """A buffer that shares the memory of another library's array, if that is on this device; else None."""
+        return None
+
     def free_bytes(self) -> int | None:
         """Bytes that can still be allocated; None if the device does not report it."""
         return None
@@ -183,7 +187,7 @@ class HostAllocator(Allocator):
 
         return reserved_zeros(shape, dtype)
 
-    def upload(self, array: Array) -> Array:
+    def upload(self, array: Array, owner: str = "an array") -> Array:
         return array
 
     def download(self, buffer: Any) -> Array:
@@ -218,6 +222,18 @@ class InputSpec(NamedTuple):
     written: bool
 
 
+class Enqueued:
+    """A run that may still be under way. Its outputs can be inputs of later runs at once."""
+
+    def __init__(self, outputs: list[Any], read: Sequence[int]) -> None:
+        self.outputs = outputs
+        self._read = tuple(read)  # indices of the outputs that the host will ask for
+
+    def read(self) -> list[Array]:
+        """Waits for the run, not for later ones; returns the outputs asked for as NumPy arrays. Raises its faults."""
+        return [np.asarray(self.outputs[i]) for i in self._read]
+
+
 class Executable(ABC):
     """A program ready to run on a device, from any number of threads at once. `bind` sets its weights."""
 
@@ -248,6 +264,10 @@ class Executable(ABC):
     @abstractmethod
     def run(self, key: Key, inputs: Sequence[Any]) -> list[Any]:
         """Runs on inputs of the declared types, in order. Inputs and outputs are in device memory."""
+
+    def enqueue(self, key: Key, inputs: Sequence[Any], read: Sequence[int]) -> Enqueued:
+        """Starts a run, whose outputs with the indices `read` the host will ask for; by default it ends at once."""
+        return Enqueued(self.run(key, inputs), read)
 
     def run_again(self, inputs: object) -> list[Any] | None:
         """Fast path: the outputs if `inputs` (a mapping) have the types of the last run; None if `run` must be used."""
@@ -514,16 +534,17 @@ def device(text: str) -> Device:
 
 
 def automatic(needed: int) -> Device:
-    """The device for `device="auto"`: an accelerator with `needed` free bytes if this machine has one, else the CPU."""
+    """The device for `device="auto"`: the first accelerator with `needed` free bytes, or the CPU."""
     for name in available():
         if name in HOST_DEVICES or not _class(name).is_accelerator:
             continue
         try:
-            free = backend(name).allocator.free_bytes()
+            free = [backend(name, i).allocator.free_bytes() for i in range(backend(name).device_count())]
         except CapabilityError:  # no such device here, or its packages are missing
             continue
-        if free is None or free >= needed:
-            return Device(name)
+        for index, size in enumerate(free):
+            if size is None or size >= needed:
+                return Device(name, index)
     return Device("cpu")
 
 

@@ -45,7 +45,7 @@ def fault(
     """
     if code >= UNFIT_SIZES:
         return assertion_error(program.assertions[code - UNFIT_SIZES], sizes)
-    where = launch.kernel.symbol if launch is not None else "a kernel"
+    where = launch.kernel.symbol.partition(".")[0] if launch is not None else "a kernel"
     notes = [f"built at: {launch.where}"] if launch is not None and launch.where else []
     text = TEXTS.get(code, f"fault {code}")
     if code == OUT_OF_RANGE and launch is not None and read is not None:

@@ -32,7 +32,6 @@ from rlx.cli.loading import DEVICE_HELP, load
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.vision_model import VisionModel
-from rlx.errors import CapabilityError
 from rlx.hub.store import show_size
 from rlx.inspect.profiler import LARGEST_CACHE
 from rlx.ir.graph import Graph
@@ -64,8 +63,10 @@ class Row:
     limit: str = ""
     note: str = ""
 
-    def compared(self, limits: Ceilings, work: Work, seconds: float) -> Row:
+    def compared(self, limits: Ceilings | None, work: Work, seconds: float) -> Row:
         """The row with the share of the limit that its work, which took these seconds, comes closest to."""
+        if limits is None:
+            return self
         share = limits.share(work, seconds)
         if share is None:
             return replace(self, note=", ".join(filter(None, (self.note, BUSY))))
@@ -112,11 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
     with model:
         compiled = model.compiled
         with console.status("compiling"):
-            compiling = compile_seconds(model.built.module, cold=arguments.cold)
+            compiling = compile_seconds(model.built.module, compiled.device, cold=arguments.cold)
         with console.status("measuring the machine"):
             limits = backend_of(compiled.target).ceilings(compiled.target, compiled.threads)
-        if limits is None:
-            raise CapabilityError(f"bench: the limits of device {compiled.device} are not known")
         cache = "without" if arguments.cold else "with"
         rows = [
             Row("load", loading, "s", note="until ready to run, from the snapshot of an earlier load if there is one"),
@@ -129,26 +128,34 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append(Row("memory", memory.total, "bytes", note=_parts(memory)))
         about = {"model": files.name, "target": compiled.target.name, "threads": compiled.threads}
     if arguments.json:
-        print(json.dumps(about | {"machine": asdict(limits), "rows": [asdict(r) for r in rows]}, indent=2))
+        machine = None if limits is None else asdict(limits)
+        print(json.dumps(about | {"machine": machine, "rows": [asdict(r) for r in rows]}, indent=2))
         return 0
-    print(
-        f"{files.name} on {compiled.target.name}, {compiled.threads} threads; machine: {limits.gflops:.0f} GFLOPS f32, "
-        f"{limits.gops['dot_u7']:.0f} GOPS int8, {limits.memory_gb_per_second:.1f} GB/s from memory"
-    )
+    print(f"{files.name} on {compiled.target.name}{_machine(limits, compiled.threads)}")
     console.table(("row", "value", "unit", "share of the limit"), [row.cells() for row in rows])
     return 0
 
 
+def _machine(limits: Ceilings | None, threads: int) -> str:
+    """The limits in words; nothing for devices whose limits are not measured."""
+    if limits is None:
+        return ""
+    return (
+        f", {threads} threads; machine: {limits.gflops:.0f} GFLOPS f32, {limits.gops['dot_u7']:.0f} GOPS int8, "
+        f"{limits.memory_gb_per_second:.1f} GB/s from memory"
+    )
+
+
 # -- starting --------------------------------------------------------------------------------------------------------
-def compile_seconds(graph: Graph, *, cold: bool) -> float:
-    """Seconds to compile a graph in a new process."""
+def compile_seconds(graph: Graph, device: str, *, cold: bool) -> float:
+    """Seconds to compile a graph for a device in a new process."""
     environment = (
         os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | ({"RLX_CACHE": "off"} if cold else {})
     )
     with tempfile.NamedTemporaryFile("w", suffix=".rlx", encoding="utf-8") as file:
         file.write(graph.text(full=True))
         file.flush()
-        command = [sys.executable, "-c", _COMPILE, file.name]
+        command = [sys.executable, "-c", _COMPILE, file.name, device]
         return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
@@ -160,13 +167,13 @@ from rlx.runtime.session import Session
 with open(sys.argv[1], encoding="utf-8") as file:
     graph = Graph.parse(file.read())
 begin = time.perf_counter()
-Session("cpu").compile(graph)
+Session(sys.argv[2]).compile(graph)
 print(time.perf_counter() - begin)
 """
 
 
 # -- decoders --------------------------------------------------------------------------------------------------------
-def _decoder_rows(model: LanguageModel, limits: Ceilings, repeat: int) -> Iterator[Row]:
+def _decoder_rows(model: LanguageModel, limits: Ceilings | None, repeat: int) -> Iterator[Row]:
     random = np.random.default_rng(0)
     vocabulary = int(model.checkpoint.config.vocab)
     program = _program(model)
@@ -218,7 +225,7 @@ def prefill_work(program: Program, batch: int, seq: int, *, causal: bool = True)
 
 
 # -- encoders --------------------------------------------------------------------------------------------------------
-def _encoder_rows(model: EmbeddingModel, limits: Ceilings, repeat: int) -> Iterator[Row]:
+def _encoder_rows(model: EmbeddingModel, limits: Ceilings | None, repeat: int) -> Iterator[Row]:
     program = _program(model)
     for count, length in TEXTS:
         texts = texts_of(model, count, length)
@@ -230,7 +237,7 @@ def _encoder_rows(model: EmbeddingModel, limits: Ceilings, repeat: int) -> Itera
         yield row.compared(limits, prefill_work(program, count, length, causal=False), seconds)
 
 
-def _vision_rows(model: VisionModel, limits: Ceilings, repeat: int) -> Iterator[Row]:
+def _vision_rows(model: VisionModel, limits: Ceilings | None, repeat: int) -> Iterator[Row]:
     side = model.checkpoint.config.image
     for count in (1, 8):
         inputs = model.inputs(np.ones((count, 3, side, side), np.float32))

@@ -107,6 +107,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise UsageError(f"embed: --{option.replace('_', '-')} is {value}, expected a number from 1")
+    if arguments.query is not None and not arguments.query.strip():
+        raise UsageError("embed: --query is empty", hint="rlx embed FOLDER --query 'a question'")
     out: Path | None = arguments.out
     if out is None:
         return
@@ -359,7 +361,7 @@ def print_timings(model: EmbeddingModel | VisionModel, count: int, seconds: floa
     spent = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
     unit_name = _unit_name(model)
     rate = f"{count} {unit_name} {spent} {count / seconds:.0f}/s" if count != 1 else f"1 {unit_name[:-1]} {spent}"
-    shape = f"{model.pooling} of {model.dim}" if isinstance(model, EmbeddingModel) else f"{model.dim} numbers"
+    shape = f"{model.dim} numbers" + (f", {model.pooling} pooling" if isinstance(model, EmbeddingModel) else "")
     threads = f"{model.threads} thread{'s' if model.threads > 1 else ''}"
     console.dim_note(console.join([rate, shape, model.target, threads]))
 

@@ -204,7 +204,7 @@ def _profile(
 
 def _inputs(compiled: CompiledGraph, sizes: Mapping[str, int], past: int) -> dict[str, Any]:
     """Synthetic inputs. Positions of new tokens follow the cached ones, so that attention reads all of the past."""
-    inputs = {name: stand_in(type_, sizes) for name, type_ in compiled.input_types.items()}
+    inputs = compiled.stand_ins(sizes)
     if "positions" in inputs:
         shape = inputs["positions"].shape
         inputs["positions"] = np.broadcast_to(np.arange(past, past + shape[-1], dtype=np.int32), shape).copy()

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import rlx
 from rlx.cli import console
 from rlx.cli.console import BAD_FILE, FAILED, INTERRUPTED, NO_MEMORY, NOT_FOUND, OK, USAGE, UsageError, note
-from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
+from rlx.errors import FormatError, NotFoundError, ParseError, RlxError, nearest
 from rlx.ir.provenance import Origin, added_at
 
 COMMANDS = (
     "run", "embed", "search", "pull", "models", "show", "rm", "export", "inspect", "tour", "ops", "stages", "verify",
-    "bench", "demo", "env", "cache", "serve",
+    "bench", "demo", "env", "cache", "serve", "batch",
 )  # fmt: skip
 ALIASES = {"list": "models", "ls": "models"}
 CODES: dict[type[BaseException], int] = {
@@ -66,7 +66,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if words == ["--version"]:  # without a command
             print(f"rlx {rlx.__version__}")
             return OK
-        arguments = parser(first if first in COMMANDS else None).parse_args(words)
+        arguments = _parsed(words, first)
         with added_at(Origin(f"rlx {first}"), sys._getframe()):  # not the script that calls `main`
             code = int(arguments.run(arguments))
         if sys.stdout is not None:
@@ -82,6 +82,20 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         _explain(error, first)
         return _code(error)
+
+
+def _parsed(words: Sequence[str], command: str) -> argparse.Namespace:
+    """The arguments of a command; an unknown option is an error of that command."""
+    top = parser(command if command in COMMANDS else None)
+    arguments, unknown = top.parse_known_args(words)
+    if unknown:
+        inner = next(iter(top._subparsers._group_actions)).choices[command]  # type: ignore[union-attr, index]
+        options = [name for action in inner._actions for name in action.option_strings if name.startswith("--")]
+        option = unknown[0].partition("=")[0]
+        hint = nearest(option, options) if option.startswith("--") else None
+        usage = f"rlx {command} --help lists the options"
+        raise UsageError(f"{command}: unknown argument {unknown[0]!r}", hint=f"{hint} {usage}" if hint else usage)
+    return arguments
 
 
 def _code(error: Exception) -> int:

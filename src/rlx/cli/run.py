@@ -36,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--system", help="a system message")
     command.add_argument("--raw", action="store_true", help="continue the text, without the chat template")
     command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens of the answer (512)")
-    command.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
+    command.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token (0)")
     command.add_argument("--top-k", type=int, metavar="K", help="sample from the k likeliest tokens")
     command.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the likeliest tokens that add up to this probability"

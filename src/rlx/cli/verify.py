@@ -57,6 +57,9 @@ ALIKE = 0.5  # share of equal tokens: int8 activations change one choice in ten,
 APART = 0.25  # relative to the largest element: int8 activations change hundredths
 SHARP = 1e-4  # relative to the largest element of a product: far above f32 rounding, below one wrong quantised weight
 PRODUCT_ROWS, PRODUCT_COLUMNS = 21, 99  # several kernel tiles, and a remainder
+NEAR = 0.05  # relative to the largest element: bf16 products change hundredths
+DIVERGENCE = 0.01  # mean KL divergence in nats: bf16 products change thousandths
+CHOICES = 0.9  # share of tokens with the same likeliest next one
 GREEDY = 16  # tokens
 
 
@@ -114,6 +117,10 @@ def checks(name: str, device: str = "cpu") -> Iterator[Check]:
             yield _run_check("decode is prefill", lambda: _decode_is_prefill(model))
         if packed:
             yield _run_check("packed products", lambda: check_products(model.checkpoint.file, model.profile))
+        elsewhere = model.compiled.device != "cpu"
+    if elsewhere:  # the other checks are those of the CPU's code
+        yield _run_check("cpu", lambda: _compare_with_cpu(name, answers["here"]))
+        return
     yield _run_check("threads", lambda: _compare_threads(name, answers["here"]))
     if packed:
         yield _run_check("8 bits", lambda: _compare_with_f32(name, exact, answers["here"]))
@@ -285,6 +292,29 @@ def _decode_is_prefill(model: LanguageModel) -> Check:
         return Check("decode is prefill", False, f"decoding and one prefill give log-probabilities {gap:.1e} apart")
     same = f"same bits at {len(ends)} lengths, same {len(generated)} greedy tokens"
     return Check("decode is prefill", True, f"{same}, log-probabilities at most {gap:.0e} apart")
+
+
+def _compare_with_cpu(name: str, here: Array) -> Check:
+    """Compare the results of another device with the CPU's, which has sums in another order and widens 16 bits."""
+    with load(name, threads=2, offline=True) as model:
+        expected = answer_of(model)
+        is_decoder = _is_decoder(model)
+    gap = float(np.abs(here - expected).max()) / max(float(np.abs(expected).max()), 1e-30)
+    if not is_decoder:
+        return Check("cpu", gap <= NEAR, f"at most {gap:.1e} of the largest element apart ({NEAR} is allowed)")
+    divergence, alike = divergence_of(expected, here)
+    ok = divergence <= DIVERGENCE and alike >= CHOICES
+    words = f"KL divergence {divergence:.1e} ({DIVERGENCE} is allowed), same choice at {alike:.0%} of tokens"
+    return Check("cpu", ok, f"{words}, logits at most {gap:.1e} of the largest apart")
+
+
+def divergence_of(expected: Array, actual: Array) -> tuple[float, float]:
+    """The mean KL divergence of the distributions by logits `[tokens, vocab]`, and the share of equal choices."""
+    logs = [
+        x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), -1, keepdims=True) for x in (expected, actual)
+    ]
+    divergence = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean()
+    return float(divergence), float((expected.argmax(-1) == actual.argmax(-1)).mean())
 
 
 def _compare_threads(name: str, here: Array) -> Check:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlx.engine.tools import SAMPLE_ID, Tool, ToolFormat, tagged_value
+from rlx.engine.tools import SAMPLE_ID, Tool, ToolFormat, member_text, tagged_value
 
 MAX_HEAD = 256  # characters of a call's name and the markers around it
 
@@ -243,16 +243,18 @@ class _CallParser:
         except ValueError:
             value = None
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
-            value = value["function"]
+            value, text = value["function"], member_text(text, "function") or ""
         name = value.get(self._format.name_key) if isinstance(value, dict) else None
         if not isinstance(name, str) or not name:
             self._raw += text
             yield self._not_a_call()
             return
-        arguments = value.get(self._format.arguments_key, {})
+        arguments = value.get(self._format.arguments_key)
+        if not isinstance(arguments, str):
+            arguments = member_text(text, self._format.arguments_key) or "{}"
         self._raw = ""
         yield Event("name", name)
-        yield Event("arguments", arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        yield Event("arguments", arguments)
 
     def _in_head(self, final: bool) -> Iterator[Event]:
         """The name of a call, up to its arguments."""
@@ -310,11 +312,8 @@ class _CallParser:
             yield Event("arguments", "}" if self._members else "{}")
 
     def _member(self, key: str, value: str) -> str:
-        return f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(self._value(key, value), ensure_ascii=False)}"
-
-    def _value(self, key: str, value: str) -> object:
-        properties = {} if self._tool is None else self._tool.parameters.get("properties", {})
-        return tagged_value(value, properties.get(key))
+        members = {} if self._tool is None else self._tool.members
+        return f"{json.dumps(key, ensure_ascii=False)}: {tagged_value(value, members.get(key))}"
 
     def _in_after(self, final: bool) -> Iterator[Event]:
         """Between calls, and after the last one."""

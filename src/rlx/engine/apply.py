@@ -185,7 +185,10 @@ def float_params(model: Model, patterns: Sequence[str]) -> dict[str, Array]:
 
     names = [name for name in model.params if any(matches(name, pattern) for pattern in patterns)]
     if not names:
-        raise BindError(f"float_params: no parameter matches {patterns}", hint=nearest(patterns[0], model.params))
+        close = nearest(patterns[0], model.params)
+        first = next((name for name in model.params if "layers.0" in name or "blk.0" in name), next(iter(model.params)))
+        hint = f"parameters have the names of the file, such as {first!r}; model.params lists them"
+        raise BindError(f"float_params: no parameter matches {patterns}", hint=f"{hint}; {close}" if close else hint)
     return {name: _as_floats(model.checkpoint.weights, name) for name in names}
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.sampler import short_repr
-from rlx.errors import RequestError, ShapeError, nearest
+from rlx.errors import RequestError, ShapeError
 from rlx.flow.built import BuiltModel
-from rlx.flow.stage_values import matching, stage_values
+from rlx.flow.stage_values import matching, stage_hint, stage_values
 from rlx.ir.graph import Value
 from rlx.runtime.compiled import CompiledGraph
 
@@ -87,7 +87,7 @@ def edited_values(built: BuiltModel, patterns: Sequence[str]) -> dict[Value, tup
     for pattern in patterns:
         matches = matching(values, pattern) or matching(main, pattern)
         if not matches:
-            hint = nearest(pattern, [*values, *main])
+            hint = stage_hint(pattern, [*values, *main])
             raise RequestError(f"edit: no stage of {built.module.name!r} matches {pattern!r}", hint=hint)
         for value, path in {value: path for path, value in matches.items()}.items():
             edited.setdefault(value, (path, []))[1].append(pattern)

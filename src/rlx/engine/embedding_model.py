@@ -89,6 +89,9 @@ class EmbeddingModel(Model):
         dense = self.settings.dense
         return dense[-1][-1] if dense else self.facts.dim
 
+    def _size_text(self) -> str:
+        return f"texts of up to {min(self.settings.limit or self.context, self.context)} tokens"
+
     # -- vectors --
     def embed(
         self, texts: str | Iterable[str], *, batch_size: int | None = None, normalize: bool | None = None,
@@ -171,9 +174,9 @@ class EmbeddingModel(Model):
         pooled = self._embed_rows(listed, batch_size, _ignore)
         return _unit(pooled) if unit else pooled
 
-    def text_rows(self, texts: Sequence[str], *, truncate: bool = True) -> list[list[int]]:
+    def text_rows(self, texts: Sequence[str], *, truncate: bool = True, prompt: str | None = None) -> list[list[int]]:
         """The token ids that `embed` computes for texts, which `embed_tokens` takes."""
-        rows = self._encode(_checked(texts), 0, self._prompt(None), truncate)
+        rows = self._encode(_checked(texts), 0, self._prompt(prompt), truncate)
         return [self._truncate(row, i, truncate) if len(row) > self.limit else row for i, row in enumerate(rows)]
 
     def checked_row(self, row: Iterable[int], i: int) -> list[int]:

@@ -11,13 +11,14 @@ from collections import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.backends.base import Enqueued
 from rlx.engine.interventions import Execute
-from rlx.engine.kv_cache import KvCache, aligned
+from rlx.engine.kv_cache import PENDING, KvCache, aligned
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import SPARE, PagePool
 from rlx.engine.sampler import BatchSampling, Sampler, no_token, operand_input, short_repr
@@ -25,19 +26,25 @@ from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec
+from rlx.target import Target
 
 if TYPE_CHECKING:
     from rlx.engine.logprobs import Logprob, TokenBytes
     from rlx.inspect.call_report import CallRecorder
 
 Inputs = Mapping[str, Array]
-CHUNK = 256  # prompt tokens per call: more are hardly faster, and an interrupt waits for the end of a call
+CHUNK = 256  # prompt tokens per call, unless the target wants more: an interrupt waits for the end of a call
 ROWS = 8  # sequences of a batch
 WASTE = 1.25  # maximum padding when prompts are prefilled together
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+def chunk_tokens(target: Target, spec: KvCacheSpec) -> int:
+    """Prompt tokens per call. Rings hold `SPARE` positions beyond their windows."""
+    tokens = target.prompt_tokens or CHUNK
+    return min(tokens, SPARE) if any(spec.windows) else tokens
+
+
+class Pick(NamedTuple):
     """The next token of a row, as the graph picked it, and where its logits are."""
 
     token: int  # -1: no logit was finite
@@ -52,6 +59,26 @@ class Pick:
         return logits
 
 
+class DecodeStep:
+    """A decode step that may still be under way on the device. `picks` waits for it."""
+
+    def __init__(self, run: Enqueued, rows: abc.Sequence[list[int]], feeds: bool) -> None:
+        self._run = run
+        self._rows = [(row, len(row)) for row in rows]  # tokens of the cache, and how many there were before
+        self.next_input = run.outputs[-3] if feeds else None  # the input `tokens` of the next step, in device memory
+
+    def picks(self) -> list[Pick]:
+        """The next token of each row; raises what went wrong on the device."""
+        tokens, logprobs = self._run.read()
+        pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return [Pick(token, logprob, self._run.outputs[0], row) for row, (token, logprob) in enumerate(pairs)]
+
+    def undo(self) -> None:
+        """Forget the tokens that the step fed, and later ones: it failed."""
+        for row, length in self._rows:
+            del row[length:]
+
+
 class Decoder:
     """A compiled decoder and the cache of one batch of sequences."""
 
@@ -61,6 +88,8 @@ class Decoder:
         self.cache = cache
         self._execute = execute
         self.samples = operand_input("uniform") in compiled.input_types
+        self.feeds = self.samples and compiled.target.runs_behind  # a step may start before the tokens are known
+        self.sampled_outputs = (2 + self.feeds) * self.samples  # the last outputs, after those of the model
         self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls without `sampling`
         # the inputs of a decode step, and the rows, capacity, pools and sampling that they are for
         self.step_inputs: dict[str, Any] = {}
@@ -83,26 +112,30 @@ class Decoder:
         tokens, offsets = self._with_recomputed(tokens, offsets, first)
         lengths = [start + len(row) for row, start in zip(tokens, offsets, strict=True)]
         longest = max(len(row) for row in tokens)
-        chunk = aligned(min(CHUNK // len(tokens), SPARE), self.cache.spec)
+        chunk = aligned(chunk_tokens(self.compiled.target, self.cache.spec) // len(tokens), self.cache.spec)
         picks: list[Pick] = []
         for at in range(0, longest, chunk):
             pieces = [row[at : at + chunk] for row in tokens]
             width = max(len(piece) for piece in pieces)
             picked = [i * width + max(len(piece) - 1, 0) for i, piece in enumerate(pieces)]
             begins = [s + at for s in offsets]
-            outputs = self.run(pieces, begins, np.array(picked, np.int32), first, lengths=lengths, sampling=sampling)
+            places = np.array(picked, np.int32)
+            outputs = self.run(pieces, begins, places, first, lengths=lengths, sampling=sampling, pads=True)
             self.compiled.drop_table_pages()
             latest = self.picks(outputs)
             ended = zip(picks or latest, latest, pieces, strict=True)
             picks = [new if piece else old for old, new, piece in ended]
         return picks
 
-    def picks(self, outputs: abc.Sequence[Any]) -> list[Pick]:
-        """The next token of each row, of the outputs of a call."""
+    def _check_samples(self) -> None:
         if not self.samples:
             raise CapabilityError(f"generate: the main output of {self.compiled.name} is not logits [rows, vocab]")
-        rows = zip(np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), strict=True)
-        return [Pick(token, logprob, outputs[0], row) for row, (token, logprob) in enumerate(rows)]
+
+    def picks(self, outputs: abc.Sequence[Any]) -> list[Pick]:
+        """The next token of each row, of the outputs of a call."""
+        self._check_samples()
+        tokens, logprobs, logits = np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), outputs[0]
+        return [Pick(token, logprobs[row], logits, row) for row, token in enumerate(tokens)]
 
     def _sampling(self, rows: int) -> Inputs:
         """Inputs of the sampler for greedy rows."""
@@ -128,16 +161,19 @@ class Decoder:
     def run(
         self, rows: abc.Sequence[abc.Sequence[int]], offsets: abc.Sequence[int], picked: Array, first: int = 0,
         more: Mapping[str, Any] | None = None, lengths: abc.Sequence[int] | None = None,
-        sampling: Inputs | None = None,
+        sampling: Inputs | None = None, pads: bool = False,
     ) -> list[Any]:  # fmt: skip
         """Run the decoder once. Returns its outputs for these tokens, with logits at `picked` places of padded rows.
 
         `more` are additional inputs of this graph. `lengths` are the sequence lengths that RoPE uses, if it depends on
-        them; by default the ends of the rows.
+        them; by default the ends of the rows. With `pads`, values of tokens may have more columns than the longest row.
         """
         ends = [start + len(row) for row, start in zip(rows, offsets, strict=True)]
         lengths = ends if lengths is None else lengths
-        width = max(len(row) for row in rows)
+        width = longest = max(len(row) for row in rows)
+        if pads and not self.cache.spec.states:  # the way of the delta rule depends on the width
+            width = self.compiled.target.padded(longest)
+            picked = picked // longest * width + picked % longest
         tokens = np.zeros((len(rows), width), np.int32)
         positions = np.full((len(rows), width), -1, np.int32)
         for i, (row, start) in enumerate(zip(rows, offsets, strict=True)):
@@ -158,6 +194,33 @@ class Decoder:
             self.cache.tokens[first + i] += row
         return outputs
 
+    def run_ragged(
+        self, rows: abc.Sequence[int], tokens: abc.Sequence[abc.Sequence[int]], sampling: Inputs | None = None
+    ) -> list[Pick]:
+        """The next token of rows that get different numbers of tokens each, in one call and without padding.
+
+        Every token is a row of the batch with the page table of its sequence: a call appends all keys before it reads
+        them. Only for models without recurrent states whose RoPE does not depend on the length.
+        """
+        cache = self.cache
+        begins = [len(cache.tokens[row]) for row in rows]
+        counts = [len(piece) for piece in tokens]
+        cache.reserve(max(begin + count for begin, count in zip(begins, counts, strict=True)))
+        for row, begin, count in zip(rows, begins, counts, strict=True):
+            cache.prepare_write(row, begin, begin + count)
+        positions = [np.arange(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+        inputs = {
+            "tokens": np.concatenate(tokens).astype(np.int32)[:, None],
+            "positions": np.concatenate(positions).astype(np.int32)[:, None],
+            "last_token_idx": np.cumsum(counts, dtype=np.int32) - np.int32(1),
+        }
+        inputs |= self._sampling(len(rows)) if sampling is None else sampling
+        with cache.pool.calling():
+            outputs = self._call({**inputs, **cache.token_rows(np.repeat(rows, counts))}, 0, cache.batch)
+        for row, piece in zip(rows, tokens, strict=True):
+            cache.tokens[row] += piece
+        return self.picks(outputs)
+
     def _call(self, inputs: Mapping[str, Any], first: int, end: int) -> list[Any]:
         try:
             return self.compiled.run(inputs) if self._execute is None else self._execute(inputs)
@@ -167,30 +230,62 @@ class Decoder:
 
     def decode(self, tokens: abc.Sequence[int], first: int = 0, sampling: Inputs | None = None) -> list[Pick]:
         """The next token after one more token per row; -1 skips a row. Faster than `prefill`."""
-        rows = self.cache.tokens[first : first + len(tokens)]
         sampling = self._sampling(len(tokens)) if sampling is None else sampling
-        if self.cache.spec.lengths:
-            recomputed = [
-                i
-                for i, row in enumerate(rows)
-                if tokens[i] >= 0 and self.cache.spec.must_prefill_again(len(row), len(row) + 1)
-            ]
-            if recomputed:
-                return self._decode_recomputing(tokens, recomputed, first, sampling)
-        self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            if token >= 0:
-                self.cache.prepare_write(first + i, len(row), len(row) + 1)
-        with self.cache.pool.calling():
-            inputs = self._fill_step(tokens, rows, first, sampling)
-            outputs = self._call(inputs, first, first + len(tokens))
+        recomputed = self._recomputed(tokens, first)
+        if recomputed:
+            return self._decode_recomputing(tokens, recomputed, first, sampling)
+        return self.start_step(tokens, first, sampling).picks()
+
+    def _recomputed(self, tokens: abc.Sequence[int], first: int) -> list[int]:
+        """Rows that reach a length at which all their keys need other RoPE frequencies."""
+        if not self.cache.spec.lengths:
+            return []
+        lengths = [len(row) for row in self.cache.tokens[first : first + len(tokens)]]
+        again = self.cache.spec.must_prefill_again
+        return [i for i, n in enumerate(lengths) if tokens[i] >= 0 and again(n, n + 1)]
+
+    def can_start(self, tokens: abc.Sequence[int], first: int) -> bool:
+        """Whether `start_step` takes these rows."""
+        return self._execute is None and not self._recomputed(tokens, first)
+
+    def start_step(
+        self, tokens: abc.Sequence[int], first: int, sampling: Inputs, before: DecodeStep | None = None
+    ) -> DecodeStep:
+        """Start a decode step, which may still be under way when this returns.
+
+        With the step `before`, whose tokens are not known yet, these are fed, and `tokens` only says which rows take
+        part.
+        """
+        self._check_samples()
+        cache = self.cache
+        rows = cache.tokens[first : first + len(tokens)]
+        positions = [len(row) if token >= 0 else -1 for token, row in zip(tokens, rows, strict=True)]
+        cache.reserve(max(positions) + 1)
+        for i, position in enumerate(positions):
+            if position >= 0:
+                cache.prepare_write(first + i, position, position + 1)
+        with cache.pool.calling():
+            inputs = self._fill_step(tokens, positions, first, sampling)
+            if before is not None:
+                inputs = {**inputs, "tokens": before.next_input}
+            step = DecodeStep(self._enqueue(inputs, first, first + len(tokens)), rows, self.feeds)
         for token, row in zip(tokens, rows, strict=True):
             if token >= 0:
-                row.append(token)
-        return self.picks(outputs)
+                row.append(token if before is None else PENDING)
+        return step
+
+    def _enqueue(self, inputs: Mapping[str, Any], first: int, end: int) -> Enqueued:
+        read = (-2, -1)
+        if self._execute is not None:
+            return Enqueued(self._call(inputs, first, end), read)
+        try:
+            return self.compiled.enqueue(inputs, read)
+        except BaseException:
+            self.cache.discard_interrupted(first, end)
+            raise
 
     def _fill_step(
-        self, tokens: abc.Sequence[int], rows: abc.Sequence[list[int]], first: int, sampling: Inputs
+        self, tokens: abc.Sequence[int], positions: abc.Sequence[int], first: int, sampling: Inputs
     ) -> dict[str, Any]:
         """Inputs of a decode step, in arrays that steps reuse."""
         key = (first, len(tokens), self.cache.blocks, self.cache.pool.version)
@@ -203,11 +298,12 @@ class Decoder:
             self.step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
             self._step_rows, self._step_sampling = key, sampling
         inputs = self.step_inputs
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            inputs["tokens"][i, 0] = max(token, 0)
-            inputs["positions"][i, 0] = -1 if token < 0 else len(row)
-            if self.cache.spec.lengths:
-                inputs["lengths"][i] = len(row) + 1
+        inputs["tokens"][:, 0] = tokens
+        inputs["positions"][:, 0] = positions
+        if min(tokens) < 0:
+            np.maximum(inputs["tokens"], 0, out=inputs["tokens"])
+        if self.cache.spec.lengths:
+            inputs["lengths"][:] = [len(row) + 1 for row in self.cache.tokens[first : first + len(tokens)]]
         return inputs
 
     def _decode_recomputing(

@@ -140,6 +140,7 @@ def checked_result(path: str, function: Edit, value: Any) -> Any:
     wanted = type_of(value)
     if actual != wanted:
         hint = "cast what it adds: vector.astype(np.float32)" if actual.dtype is not wanted.dtype else None
+        hint = hint or "its value is [tokens, ...]: one row per token of the prompt, then one row per step"
         raise ShapeError(
             f"edit {path!r}: its function gave {actual}, expected {wanted}, as the stage has it", hint=hint
         )

@@ -112,7 +112,7 @@ def execution(
 
     def make() -> EditedGraph:
         edits.check()
-        edited = with_sampler(edits.inserted(built), model.vocab_size)
+        edited = with_sampler(edits.inserted(built), model.vocab_size, feeds=model.runs_behind)
         wanted = {name: i for i, name in enumerate(built.output_names) if is_captured(name, patterns)}
         return EditedGraph(model._compile(edited), wanted)
 

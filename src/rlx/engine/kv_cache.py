@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine.page_pool import SMALLER, PagePool, Retired
 from rlx.engine.page_table import NONE, PageTable
 from rlx.engine.prefix_tree import Key, State
@@ -23,11 +24,15 @@ from rlx.free_memory import require
 from rlx.runtime.kv_spec import KvCacheSpec, table_name
 
 CUT = 64  # prompts of models with recurrent states are cut at multiples of it, a multiple of the delta rule's chunk
+PENDING = -1  # in place of a token
 CHECKPOINT = 512  # tokens between checkpoints; one more is at the last cut of a prompt
 
 
 class KvCache:
-    """Keys, values and recurrent states of a batch of sequences, and their tokens."""
+    """Keys, values and recurrent states of a batch of sequences, and their tokens.
+
+    The last token of a row may be `PENDING`: a call feeds it whose number the host does not know yet.
+    """
 
     def __init__(self, pool: PagePool, rows: int) -> None:
         self.pool = pool
@@ -39,6 +44,7 @@ class KvCache:
         # per row: runs of keys (end, RoPE frequencies), if RoPE depends on length
         self._rope_runs: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(rows)]
         self._published = [0] * rows  # tokens that the prefix cache has in pages of the row
+        self._writable = [0] * rows  # a row may append up to this position without asking again
         self._checkpoints: list[dict[int, State]] = [{} for _ in range(rows)]
         shapes = {name: (rows + (rows > 1), *shape) for name, shape in self.spec.states}  # one more, to swap rows
         require("recurrent states", sum(map(math.prod, shapes.values())) * 4, hint="a smaller batch")
@@ -70,6 +76,8 @@ class KvCache:
         """
         if start == end:
             return
+        if end <= self._writable[row] and 0 < start == len(self.tokens[row]):
+            return
         if self.spec.lengths:
             self._record_rope(row, start, end, self.spec.rope_of_length(end if length is None else length))
         assert not self._states or start in (0, len(self.tokens[row])), "a recurrent state cannot be rewound"
@@ -77,11 +85,12 @@ class KvCache:
             for name in self._states:
                 self.pool.memory.clear(self._state(name, row))
         page = self.spec.layout.page
+        last = -(-end // page)
         for window, table in self._tables.items():
-            last = -(-end // page)
             for block in range(max(start // page, last - table.blocks), last):
                 if not self._may_write(row, window, block, start):
                     self._renew(row, window, block, start)
+        self._writable[row] = 0 if self.spec.lengths else last * page
 
     def _may_write(self, row: int, window: int, block: int, start: int) -> bool:
         """Whether a row may write its page of a block from position `start` on."""
@@ -131,13 +140,20 @@ class KvCache:
         tables = {table_name(window): table.numbers[first:end] for window, table in self._tables.items()}
         return self.pool.buffers | states | tables
 
+    def token_rows(self, rows: Array) -> dict[str, Any]:
+        """Decoder inputs for a batch in which each token is a row: pools, and the page table of each token's row."""
+        assert not self._states
+        return self.pool.buffers | {table_name(window): table.numbers[rows] for window, table in self._tables.items()}
+
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
         if a == b:
             return
         for table in self._tables.values():
             table.swap(a, b)
-        lists: tuple[list[Any], ...] = (self.tokens, self._rope_runs, self._published, self._checkpoints)
+        lists: tuple[list[Any], ...] = (
+            self.tokens, self._rope_runs, self._published, self._writable, self._checkpoints
+        )  # fmt: skip
         for rows in lists:
             rows[a], rows[b] = rows[b], rows[a]
         copy, spare = self.pool.memory.copy, self.batch
@@ -195,6 +211,7 @@ class KvCache:
                 key, tokens = (*namespace, rope), self.tokens[row][:count]
                 self.pool.publish(key, tokens, self._held(row), self._checkpoints[row])
             self._published[row] = max(self._published[row], count)
+            self._writable[row] = 0
 
     def _reusable(self, row: int) -> tuple[int, tuple[int, ...]]:
         """How many tokens of a row other prompts can reuse, and their RoPE frequencies.
@@ -217,8 +234,15 @@ class KvCache:
             held[window] = {b: page for b in blocks if (page := table.pages[row][b % table.blocks]) != NONE}
         return held
 
+    def resolve(self, row: int, token: int) -> None:
+        """Set the pending token of a row, if it has one."""
+        if self.tokens[row][-1:] == [PENDING]:
+            self.tokens[row][-1] = token
+
     def release(self, row: int, namespace: Key | None = None) -> None:
-        """Empty a row; with a namespace its tokens go to the prefix cache. Never waits."""
+        """Empty a row; with a namespace its tokens go to the prefix cache, but for a pending one. Never waits."""
+        if self.tokens[row][-1:] == [PENDING]:
+            del self.tokens[row][-1]
         count, rope = self._reusable(row)
         if namespace is not None and count:
             key: Key | None = (*namespace, rope)
@@ -227,7 +251,7 @@ class KvCache:
             key, held, tokens, states = None, {}, [], {}
         pages = {window: table.clear(row) for window, table in self._tables.items()}
         self.tokens[row], self._rope_runs[row] = [], []
-        self._published[row], self._checkpoints[row] = 0, {}
+        self._published[row], self._writable[row], self._checkpoints[row] = 0, 0, {}
         if any(pages.values()):
             self.pool.retire(Retired(pages, key, tokens, held, states))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
 import numpy as np
 
@@ -121,11 +121,14 @@ class TextStream(Iterator[str]):
         with suppress(ValueError):  # the generator runs in another thread and ends by itself
             self._pieces.close()
 
+    def _not_ended(self) -> NotEndedError:
+        return NotEndedError("stream: it has not ended", hint="read it to its end or close it")
+
     @property
     def completion(self) -> Completion:
         """The text so far, its tokens, usage and timings. Raises NotEndedError while the stream is running."""
         if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
-            raise NotEndedError("stream: it has not ended", hint="read it to its end or close it")
+            raise self._not_ended()
         return self._model.completion_of(self._sequence, self._captures)
 
     def __repr__(self) -> str:
@@ -137,6 +140,15 @@ class TextStream(Iterator[str]):
         from rlx.notebook import box, note, prose  # few programs need it
 
         return box("stream", prose(self.text), note(repr(self).rpartition(": ")[2].removesuffix(">")))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for missing attributes: names of other libraries raise an explanation."""
+            if name == "completion":
+                raise self._not_ended()
+            hint = ": close() stops it" if name in ("stop", "cancel", "abort", "stop_event", "interrupt") else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +182,7 @@ class LanguageModel(Model):
         from rlx.engine.sampling_graph import with_sampler  # a warm start builds no graph
 
         built = super()._build(capture)
-        return with_sampler(built, self.vocab_size) if capture is None else built
+        return with_sampler(built, self.vocab_size, feeds=self.runs_behind) if capture is None else built
 
     # -- parts --
     @cached_property
@@ -203,10 +215,10 @@ class LanguageModel(Model):
     @cached_property
     def tool_format(self) -> ToolFormat:
         """How the model writes tool calls, learnt from its chat template; raises CapabilityError if it writes none."""
-        from rlx.engine.tools import learn_format
+        from rlx.engine.tools import TOOL_MODELS, learn_format
 
         if self.template is None:
-            raise CapabilityError(f"tools: {self.name} has no chat template")
+            raise CapabilityError(f"tools: {self.name} has no chat template", hint=TOOL_MODELS)
         return learn_format(self.template)
 
     @cached_property
@@ -249,12 +261,14 @@ class LanguageModel(Model):
                     raise self._too_long("chat", f"the conversation of {size:,} characters has")
             return self.template.encode(self.tokenizer, messages, tools=tools, **variables)
         except FormatError as error:
-            if size <= SHORT or not self._renders(_shorten(messages)):
-                raise
-            raise RequestError(
-                f"chat: {size:,} characters are more than the model's chat template takes: {error}",
-                hint="shorten the conversation",
-            ) from error
+            if size > SHORT and self._renders(_shorten(messages)):
+                raise RequestError(
+                    f"chat: {size:,} characters are more than the model's chat template takes: {error}",
+                    hint="shorten the conversation",
+                ) from error
+            if not self._renders([{"role": "user", "content": "x"}]):
+                raise  # the template's fault
+            raise RequestError(f"messages: the model's chat template does not take them: {error}") from error
 
     def _renders(self, messages: Messages) -> bool:
         """Whether the chat template renders a conversation without error."""
@@ -333,11 +347,12 @@ class LanguageModel(Model):
 
         `tools` are Python functions with typed arguments: the model may call them, `chat` runs them and gives it the
         results until it answers with text. Tools in OpenAI's form are not run: the calls are in
-        `completion.tool_calls`. `tool_choice` is "auto", "none", "required" or one function in OpenAI's form.
+        `completion.tool_calls`. `tool_choice` is "auto" (the model decides), "none", "required" (at least one call),
+        or the name of the function that must be called. `completion.tool_calls` lists all calls.
         """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        if tools is not None:
+        if tools is not None and not (isinstance(tools, Sequence) and len(tools) == 0):  # `tools=[]`: no tools
             from rlx.engine.tool_loop import answer_with_tools
 
             if edit is not None or capture is not None or trace is not None:
@@ -458,7 +473,7 @@ class LanguageModel(Model):
             # Values of stages are [batch, seq, ...]; those after the last-token gather are [seq, ...].
             types = compiled.signature.outputs
             if decoder.samples:
-                parts, types = parts[:-2], types[:-2]  # the next tokens and their log-probabilities
+                parts, types = parts[: -decoder.sampled_outputs], types[: -decoder.sampled_outputs]
             parts = [np.asarray(a)[0] if _has_rows(t) else np.asarray(a) for a, t in zip(parts, types, strict=True)]
             if not results:
                 size = sum(a[:1].nbytes for a in parts) * len(ids)

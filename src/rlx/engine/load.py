@@ -124,9 +124,11 @@ def _load_files(path: Path, name: str | None, threads: int | None, settings: dic
 
 def open_model(path: Path, name: str | None, session: Session, settings: Mapping[str, Any]) -> Loaded:
     """Load the model from its files."""
+    from rlx.engine.weights import require_room
     from rlx.models.load import open_checkpoint
 
     checkpoint = open_checkpoint(path)
+    require_room(checkpoint, session.device)
     return class_of(checkpoint.family.kind)(checkpoint, name=name, session=session, **settings)
 
 

@@ -51,8 +51,8 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """The log-probability of the text: the sum over its tokens."""
-        return math.fsum(t.logprob for t in self.tokens)
+        """The log-probability of the text: the sum over its tokens; NaN without tokens."""
+        return math.fsum(t.logprob for t in self.tokens) if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:

@@ -71,12 +71,14 @@ class ModelInfo:
     longest: int  # positions
     dim: int
     notes: tuple[str, ...] = ()  # logged as warnings when it is loaded
+    layers: int = 0
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelInfo:
         c, family = checkpoint.config, checkpoint.family
-        vocab, longest, dim = (int(getattr(c, size, 0)) for size in ("vocab", "context", "dim"))  # one may be absent
-        return cls(family.name, family.kind, vocab, longest, dim, checkpoint.notes)
+        sizes = ("vocab", "context", "dim", "layers")  # one may be absent
+        vocab, longest, dim, layers = (int(getattr(c, size, 0)) for size in sizes)
+        return cls(family.name, family.kind, vocab, longest, dim, checkpoint.notes, layers)
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class Model:
 
     @property
     def stages(self) -> list[str]:
-        """The paths of all stages and their parts, for `capture` and `edit`."""
+        """The paths of all stages and their parts, in the order in which they end, for `capture` and `edit`."""
         from rlx.flow.stage_values import stage_values
 
         return list(stage_values(self.built.module))
@@ -259,6 +261,11 @@ class Model:
     def target(self) -> str:
         """The target that the code was compiled for, such as avx512."""
         return self._session.target.name
+
+    @property
+    def runs_behind(self) -> bool:
+        """Whether calls return while the device still works."""
+        return self._session.target.runs_behind
 
     @property
     def threads(self) -> int:
@@ -289,7 +296,10 @@ class Model:
             listed = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu" else tokens
             ids = [operator.index(token) for token in listed]
         except TypeError as error:
-            raise RequestError(f"{where}: expected a text or token ids, found {short_repr(tokens)}") from error
+            is_chat = isinstance(tokens, Sequence) and len(tokens) > 0 and isinstance(tokens[0], Mapping)
+            hint = "model.chat_tokens(messages) are the token ids of a conversation" if is_chat else None
+            message = f"{where}: expected a text or token ids, found {short_repr(tokens)}"
+            raise RequestError(message, hint=hint) from error
         vocab = self.facts.vocab
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab)
@@ -515,9 +525,12 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"context {self.context}" if self._compiled else "closed"
+        state = self._size_text() if self._compiled else "closed"
         state += ", patched" if self._patch else ""
         return f"<{type(self).__name__} {self.name!r}: {self.facts.family} {self.facts.kind}, {state}>"
+
+    def _size_text(self) -> str:
+        return f"context {self.context}"
 
     if not TYPE_CHECKING:
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 KINDS = ("keys", "values")
 MAX_BYTES = 512 << 20  # of the prefix cache, unless the pool has a limit
 SPARE = 512  # positions of a ring beyond its window: the maximum tokens per call
+FEW_PAGES = 4  # at the beginning, where memory is scarce
+FIRST_SHARE = 32  # the pages of a first sequence are at most this part of the free memory
 MAX_NUMBERS = 1 << 30  # of a pool: kernels address no more
 SMALLER = "a shorter context, a smaller batch, or cache='f16' or 'q8_0'"
 PAUSE = 0.0002  # seconds between looks at whether calls run
@@ -75,6 +77,7 @@ class PagePool:
         self.buffers: dict[str, Any] = {}  # pools by name, allocated with the first page
         self.version = 0  # changes with the buffers
         self._reserved = False
+        self._sequences = 1  # that the first allocation of address space is for
         self._capacity: dict[int, int] = {}  # pages by window
         self._retired: deque[Retired] = deque()
         self._closed = False
@@ -103,6 +106,10 @@ class PagePool:
         blocks = self.spec.layout.blocks(tokens)
         return sum(min(blocks, self.table_blocks(w)) * pages.page_bytes for w, pages in self.pages.items())
 
+    def expect(self, sequences: int) -> None:
+        """Reserve address space for so many sequences of the longest length, so that growing copies no pages."""
+        self._sequences = max(self._sequences, sequences)
+
     @property
     def used_bytes(self) -> int:
         """Bytes of pages in use, by sequences or the prefix cache."""
@@ -128,20 +135,9 @@ class PagePool:
             self._caches.add(cache)
         return cache
 
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self) -> Calling:
         """Held while a call runs: pools stay where they are."""
-        me = os.getpid(), threading.get_ident()
-        while True:
-            self._calls.add(me)
-            if self._moving != me[0]:
-                break
-            self._calls.discard(me)
-            time.sleep(PAUSE)
-        try:
-            yield
-        finally:
-            self._calls.discard(me)
+        return Calling(self)
 
     @contextlib.contextmanager
     def _still(self) -> Iterator[None]:
@@ -195,18 +191,19 @@ class PagePool:
         most = MAX_NUMBERS // max(numbers, 1) if self.limit is None else self.limit // max(size, 1)
         old = self._capacity.get(window, 0)
         used = min(len(self.pages[window].users), old)
-        count = most if self.limit is not None else min(max(2 * old, self._first(window)), most)
+        count = most if self.limit is not None else min(max(2 * old, self._first(window, self._sequences)), most)
         if old and not fits(count * size):
             count = min(old + old // 4 + 1, most)
         if count <= old:
             raise PoolFull
         if old:  # both pools exist while pages are copied
             require("KV cache", count * size, hint=SMALLER)
-        pools, kind = dict[str, Any](), dtype(self.spec.dtype).numpy
-        for name, shape in self._shapes(window, count):
-            pool = self.memory.reserve(shape, kind)
-            self._reserved = pool is not None
-            pools[name] = self.memory.zeros(shape, kind) if pool is None else pool
+        kind = dtype(self.spec.dtype).numpy
+        pools = {name: self.memory.reserve(shape, kind) for name, shape in self._shapes(window, count)}
+        self._reserved = all(pool is not None for pool in pools.values())
+        if not self._reserved:  # then memory counts, and there is as much as there must be
+            count = count if old or self.limit is not None else min(count, self._first(window, 1))
+            pools = {name: self.memory.zeros(shape, kind) for name, shape in self._shapes(window, count)}
         with self._still():
             for name, pool in pools.items() if used else ():
                 self.memory.copy(self._part(name, 0, used), self._part(name, 0, used, pool))
@@ -214,9 +211,16 @@ class PagePool:
             self._capacity[window] = count
             self.version += 1
 
-    def _first(self, window: int) -> int:
-        """Pages at the beginning: address space is free, memory is not."""
-        return self.table_blocks(window) if self.memory.is_host else 4
+    def _first(self, window: int, sequences: int) -> int:
+        """Pages at the beginning: address space for all sequences, or memory for one if that is little of it.
+
+        A device that replays recorded calls records them again when pools move.
+        """
+        blocks = self.table_blocks(window)
+        if self.memory.is_host:
+            return sequences * blocks
+        free = self.memory.free_bytes()
+        return FEW_PAGES if free is None or FIRST_SHARE * blocks * self.pages[window].page_bytes > free else blocks
 
     def _shapes(self, window: int, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and storage shapes of the pools of a window, with this number of pages."""
@@ -308,6 +312,27 @@ class PagePool:
         """Empty the prefix cache for good; sequences that still run keep their pages until they end."""
         self._closed = True
         self.clear()
+
+
+class Calling:
+    """The context of a call. Every step enters one: a class is quicker than a generator."""
+
+    __slots__ = ("_me", "_pool")
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool, self._me = pool, (os.getpid(), threading.get_ident())
+
+    def __enter__(self) -> None:
+        pool, me = self._pool, self._me
+        while True:
+            pool._calls.add(me)
+            if pool._moving != me[0]:
+                return
+            pool._calls.discard(me)
+            time.sleep(PAUSE)
+
+    def __exit__(self, *_: object) -> None:
+        self._pool._calls.discard(self._me)
 
 
 def ring_blocks(window: int, layout: KvLayout) -> int:

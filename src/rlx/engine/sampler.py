@@ -190,11 +190,14 @@ class Sampler:
         if settings.allowed is not None and not callable(settings.allowed):
             self._fixed_mask = _as_words(settings.allowed, vocab)
         self._picked: list[int] = []  # for functions of the tokens so far
-        self._drawn: tuple[float, Array | None] | None = None
+        self._drawn: list[tuple[float, Array | None]] = []  # for the next tokens, in order
         self.seed = _fresh_seed() if settings.seed is None else int(settings.seed)
         self._random = np.random.Generator(np.random.Philox(self.seed)) if settings.temperature else None
         repeats = settings.repetition_penalty != 1
         self._keeps_history = bool(repeats or settings.frequency_penalty or settings.presence_penalty)
+        self._keeps_picked = callable(settings.allowed) or settings.logits_processor is not None
+        # whether operands of `sample_tokens` change from step to step
+        self.changes = bool(settings.temperature or settings.allowed is not None or self._keeps_history)
         self.history = list(dict.fromkeys(prompt)) if repeats else []  # tokens that penalties apply to
         self.prompt_length = len(self.history)
 
@@ -229,18 +232,24 @@ class Sampler:
             return None if mask is None else _as_words(mask, self.vocab)
         return self._fixed_mask
 
-    def draw(self) -> tuple[float, Array | None]:
-        """The random number and the bitmask of the next token: the same ones until it is accepted."""
-        if self._drawn is None:
-            self._drawn = self.uniform(), self.allowed()
-        return self._drawn
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a token can be sampled before the one before it is known to the host."""
+        by_tokens = callable(self.settings.allowed) or self.settings.logits_processor is not None
+        return not (by_tokens or self._keeps_history)
+
+    def draw(self, ahead: int = 0) -> tuple[float, Array | None]:
+        """The random number and the bitmask of the next token, or of a later one: the same until it is accepted."""
+        while len(self._drawn) <= ahead:
+            self._drawn.append((self.uniform(), self.allowed()))
+        return self._drawn[ahead]
 
     def accept(self, token: int) -> None:
         """Add a picked token to the history."""
-        self._drawn = None
+        del self._drawn[:1]
         if self._keeps_history:
             self.history.append(token)
-        if callable(self.settings.allowed) or self.settings.logits_processor is not None:
+        if self._keeps_picked:
             self._picked.append(token)
 
 
@@ -267,29 +276,32 @@ class BatchSampling:
 
     def __init__(self) -> None:
         self._samplers: tuple[Sampler | None, ...] = ()
+        self._changing: list[tuple[int, Sampler]] = []  # rows whose operands change from step to step
         self._arrays: dict[str, Array] = {}
         self._written: list[int] = []  # tokens per history already in its array
 
-    def draw(self, samplers: Sequence[Sampler | None]) -> dict[str, Array]:
-        """Inputs of the next call, with a random number per row; None is an unused row."""
+    def draw(self, samplers: Sequence[Sampler | None], ahead: int = 0) -> dict[str, Array]:
+        """Inputs of the next call, with a random number per row; None is an unused row.
+
+        `ahead` is the number of tokens per row that are picked but not known yet.
+        """
         rows = tuple(samplers)
-        longest = max((len(s.history) for s in rows if s is not None), default=0)
-        if rows != self._samplers or longest > self._arrays[operand_input("history")].shape[1]:
-            self._allocate(rows, longest)
-        uniform, allowed, history = (self._arrays[operand_input(name)] for name in ("uniform", "allowed", "history"))
-        for row, sampler in enumerate(rows):
-            if sampler is not None:
-                uniform[row], mask = sampler.draw()
-                if sampler.settings.allowed is not None:
-                    allowed[row] = ALL_BITS if mask is None else mask
-                tokens, written = sampler.history, self._written[row]
-                if written < len(tokens):
-                    history[row, written : len(tokens)] = tokens[written:]
-                    self._written[row] = len(tokens)
+        longest = max([len(sampler.history) for _, sampler in self._changing], default=0)
+        if rows != self._samplers or (longest and longest > self._history.shape[1]):
+            self._allocate(rows)
+        for row, sampler in self._changing:
+            self._uniform[row], mask = sampler.draw(ahead)
+            if sampler.settings.allowed is not None:
+                self._allowed[row] = ALL_BITS if mask is None else mask
+            tokens, written = sampler.history, self._written[row]
+            if written < len(tokens):
+                self._history[row, written : len(tokens)] = tokens[written:]
+                self._written[row] = len(tokens)
         return self._arrays
 
-    def _allocate(self, rows: tuple[Sampler | None, ...], longest: int) -> None:
+    def _allocate(self, rows: tuple[Sampler | None, ...]) -> None:
         settings = [GREEDY if s is None else s.settings for s in rows]
+        longest = max((len(s.history) for s in rows if s is not None), default=0)
         widths = {"history": -(-longest // HISTORY_STEP) * HISTORY_STEP}
         widths["bias"] = max(len(s.logit_bias) for s in settings)
         masked = [s.vocab for s in rows if s is not None and s.settings.allowed is not None]
@@ -310,6 +322,8 @@ class BatchSampling:
             arrays["bias_tokens"][row, : len(s.logit_bias)] = list(s.logit_bias)
             arrays["bias"][row, : len(s.logit_bias)] = list(s.logit_bias.values())
         self._samplers, self._written = rows, [0] * len(rows)
+        self._changing = [(row, s) for row, s in enumerate(rows) if s is not None and s.changes]
+        self._uniform, self._allowed, self._history = (arrays[name] for name in ("uniform", "allowed", "history"))
         self._arrays = {operand_input(name): array for name, array in arrays.items()}
 
 

@@ -1,7 +1,8 @@
 """Adds the sampler to a decoder's graph: each call picks the next token of every row.
 
 Settings, random numbers, masks and histories are inputs (`sampler.BatchSampling` fills them); tokens and their
-log-probabilities are the last two outputs.
+log-probabilities are the last two outputs. On devices that run behind the host, the output before them is the input
+`tokens` of the next step, so that the host need not know the tokens to start it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from rlx.ir.graph import Value
 from rlx.ir.rewrite import copy_graph
 
 OUTPUTS = ("next_token", "next_logprob")
+NEXT_INPUT = "next_input"
 
 
-def with_sampler(built: BuiltModel, vocab: int) -> BuiltModel:
+def with_sampler(built: BuiltModel, vocab: int, *, feeds: bool) -> BuiltModel:
     """The model with a sampler of its logits `[picked, vocab]`, of which those beyond `vocab` are padding.
+
+    With `feeds`, it also has the output `next_input`, `[picked, 1]`: the tokens, and 0 where none could be picked.
 
     A model whose main output is not such logits is returned unchanged, and cannot generate.
     """
@@ -33,5 +37,7 @@ def with_sampler(built: BuiltModel, vocab: int) -> BuiltModel:
         shape = (rows,) if width is None else (rows, f"sampling_{width}")
         operands[name] = copy.input(operand_input(name), shape, kind)
     picked = copy.build("sample_tokens", [logits, *operands.values()], {}).results
-    copy.set_outputs([*outputs, *picked])
-    return replace(built, module=copy, output_names=[*built.output_names, *OUTPUTS])
+    next_input = [picked[0].maximum(0).reshape((rows, 1))] if feeds else []
+    copy.set_outputs([*outputs, *next_input, *picked])
+    names = [*built.output_names, *([NEXT_INPUT] if feeds else []), *OUTPUTS]
+    return replace(built, module=copy, output_names=names)

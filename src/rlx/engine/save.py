@@ -82,14 +82,14 @@ def _folder_of(path: Path) -> Path:
     if not path.parent.is_dir():
         raise FormatError(f"{path}: there is no folder {path.parent}", hint="create it first")
     if path.is_dir():
-        raise FormatError(f"{path}: is a folder, wanted the path of a file")
+        raise FormatError(f"{path}: is a folder, expected the path of a file")
     return path.parent
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
 def _write_folder(source: Source, names: Sequence[str], folder: Path, kind: str | None) -> None:
     if folder.exists() and not folder.is_dir():
-        raise FormatError(f"{folder}: is a file, wanted a folder")
+        raise FormatError(f"{folder}: is a file, expected a folder")
     checkpoint = source.checkpoint
     tensors = _for_safetensors(_tensors(source, names, kind), kind)
     folder.mkdir(parents=True, exist_ok=True)

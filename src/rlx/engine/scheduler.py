@@ -1,9 +1,14 @@
 """The scheduler: requests join and leave a batch at any step, and each gets the bits that it gets alone.
 
-A step decodes one token of every running row and then prefills one slice of a prompt. While anybody decodes, a slice
-takes about `stall` seconds; bits do not depend on where prompts are cut, so slices may follow the clock. Prompts share
-pages with earlier ones that begin alike (`prefix_tree`). If pages run out, the youngest row is preempted: its prompt
-and text are prefilled again later, which the text does not show.
+A step decodes one token of every running row and prefills one slice of a prompt. While anybody decodes, a step takes
+about `stall` seconds; bits do not depend on where prompts are cut, so slices may follow the clock, nor on what else is
+in a call, so a short slice rides in the call of the rows that decode. Prompts share pages with earlier ones that begin
+alike (`prefix_tree`). If pages run out, the youngest row is preempted: its prompt and text are prefilled again later,
+which the text does not show.
+
+On devices that run behind the host, a decode step starts before the tokens of the step before it are read: they are
+inputs of it in device memory, and the host reads text behind the device. A row that turns out to have ended drops the
+token that was computed too many.
 
 `model.generate`, `chat` and `stream` step a scheduler of their own in the caller's thread, a server one for all its
 requests in a thread of its own. Several models take turns with `step_all`.
@@ -15,34 +20,36 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from rlx.engine import generate as generation
 from rlx.engine.counters import Counters
 from rlx.engine.fair_shares import FairShares
-from rlx.engine.generate import Decoder, Pick
+from rlx.engine.generate import Decoder, DecodeStep, Inputs, Pick
 from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.kv_cache import CHECKPOINT, CUT, KvCache
-from rlx.engine.page_pool import SPARE, PagePool, PoolFull
+from rlx.engine.page_pool import PagePool, PoolFull
 from rlx.engine.prefix_tree import common
 from rlx.engine.sampler import GREEDY, BatchSampling, Sampler, Sampling
 from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
-from rlx.fork_safe_locks import Lock
+from rlx.fork_safe_locks import Lock, cached_property
 
 if TYPE_CHECKING:
     from rlx.engine.interventions import Execution
     from rlx.engine.language_model import Completion, LanguageModel
     from rlx.engine.statistics import Statistics
 
-STALL = 0.2  # seconds that a slice of prefill may hold up those who decode
-SLICE = 16  # tokens: slices are multiples of it, longer ones of CUT
+Result = TypeVar("Result")
+STALL = 0.2  # seconds of a step while anybody decodes
+LEAST, SLICE = 4, 16  # tokens: slices are multiples of the first, longer ones of the second, or of CUT
 WATERMARK = 0.05  # of the pool stays free when a request is admitted, so that others can grow
 WORTH_WAITING = 32  # tokens that a prompt must share with one that is being prefilled
 LOOKAHEAD = 16  # waiting requests of a client that may be admitted before one that waits for a prompt like its own
+READ_AGAIN = 0.5  # of the weights: keys and values that a ragged call may read more often than one per prompt would
 SMALL_MODEL = 600 << 20  # bytes of weights below which more rows pay off
 SMOOTHING = 0.3  # of the moving average of prefill speed
 
@@ -90,6 +97,10 @@ class Ticket:
         self.cancelled = True
         self._wake()
 
+    def must_end(self, now: float) -> bool:
+        """Whether the request was cancelled, or is past its deadline."""
+        return self.cancelled or (self.deadline is not None and now >= self.deadline)
+
     def completion(self) -> Completion:
         """The completion; raises the request's error, or RequestError if it has not ended."""
         if self.error is not None:
@@ -132,13 +143,33 @@ class Job:
         return "waiting" if self.row < 0 else "decode" if self.decodes else "prefill"
 
 
+@dataclass
+class Underway:
+    """A decode step whose tokens have not been read, and the jobs of its rows; None: a row that has ended since."""
+
+    step: DecodeStep
+    jobs: list[Job | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Parts of prompts that one call prefills, up to the positions `ends`.
+
+    A `ragged` call has no padding, and rows that decode join it.
+    """
+
+    jobs: list[Job]
+    ends: list[int]
+    ragged: bool
+
+
 class Scheduler:
     """Generates any number of sequences with one model. `submit`, `cancel` and `statistics` are for any thread.
 
     `rows` bounds the sequences that run at once, `cache_bytes` the keys and values of sequences and prefix cache;
     without it the scheduler shares the model's pool and takes memory as needed. `max_queued` and `max_queued_tokens`
-    bound the requests that wait and their prompts. `stall` is how many seconds a slice of prefill may hold up rows that
-    decode; with `math.inf`, prompts are prefilled before anything is decoded. `execution` runs an edited model.
+    bound the requests that wait and their prompts. `stall` is how many seconds a step may take while rows decode; with
+    `math.inf`, prompts are prefilled before anything is decoded. `execution` runs an edited model.
     """
 
     def __init__(
@@ -152,6 +183,7 @@ class Scheduler:
         shared = self._execution.pool
         self.pool = shared if cache_bytes is None else PagePool(shared.spec, shared.context, shared.memory, cache_bytes)
         self.rows = (8 if _weight_bytes(model) >= SMALL_MODEL else 16) if rows is None else rows
+        self.pool.expect(self.rows)
         self.context = _longest(self.pool)
         if self.rows < 1 or self.context < 2:
             raise RequestError(
@@ -160,13 +192,15 @@ class Scheduler:
         self._limits = max_queued, max_queued_tokens
         self._stall = stall
         self._plain = not (self.pool.spec.states or self.pool.spec.lengths)  # prefill and decode give equal bits
-        self._decoder: Decoder | None = None  # created by the first step
+        self._ragged = self._plain and self.pool.memory.is_host and self._execution.captures is None
         self._inbox: deque[Job] = deque()  # of other threads
         self._waiting: list[Job] = []  # in order of arrival; a preempted job goes back to its place
         self._rows: list[Job | None] = [None] * self.rows  # those that decode come first
         self._shares = FairShares()
-        self._sampling = BatchSampling()
-        self._speed = 0.0  # moving average of prefill, tokens per second
+        self._sampling, self._ragged_sampling = BatchSampling(), BatchSampling()
+        self._underway: Underway | None = None
+        self._speed = 0.0  # of prefill, tokens per second: of the last slice if it was slow, else a moving average
+        self._decode_seconds = 0.0  # of the last decode call
         self._queued = self._queued_tokens = self._submitted = 0
         self._counters = Counters()
         self._lock = Lock()  # of the numbers that `submit` counts
@@ -233,25 +267,25 @@ class Scheduler:
 
     # -- the engine's thread --
     def step(self) -> bool:
-        """Decode a token of every row, then prefill one slice. Returns False when there is nothing to do."""
+        """Decode a token of every row and prefill one slice. Returns False when there is nothing to do."""
         started = time.perf_counter()
         self._receive()
         self._end_stopped()
-        if self._stall < math.inf:
+        self._admit()
+        part = self._next_slice()
+        if part is None or not (part.ragged or self._stall == math.inf):
             self._decode()
             self._admit()
-        else:  # only the total time matters: prompts first, so that more rows decode together
-            self._admit()
-            if all(job is None or job.decodes for job in self._rows):
-                self._decode()
-        self._prefill()
+            part = self._next_slice() if self._stall < math.inf else None
+        if part is not None:
+            self._prefill(part)
         self._counters.step_seconds.observe(time.perf_counter() - started)
         return self.busy
 
     @property
     def busy(self) -> bool:
         """Whether there are requests that have not ended."""
-        return bool(self._inbox or self._waiting) or any(job is not None for job in self._rows)
+        return bool(self._inbox or self._waiting) or any(self._rows)
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for work, at most `timeout` seconds. Returns whether there is some."""
@@ -271,17 +305,17 @@ class Scheduler:
             self._end(job, "closed")
         self._inbox.clear()
         self._waiting.clear()
+        self._underway = None
 
-    @property
+    @cached_property
+    def _decoder(self) -> Decoder:
+        """Created by the first step."""
+        execution = self._execution
+        return Decoder(execution.compiled, self.pool.new(self.rows), execution.execute)
+
+    @cached_property
     def _cache(self) -> KvCache:
-        return self._running.cache
-
-    @property
-    def _running(self) -> Decoder:
-        if self._decoder is None:
-            execution = self._execution
-            self._decoder = Decoder(execution.compiled, self.pool.new(self.rows), execution.execute)
-        return self._decoder
+        return self._decoder.cache
 
     def _receive(self) -> None:
         """Move submitted requests to the queue."""
@@ -290,27 +324,113 @@ class Scheduler:
 
     def _end_stopped(self) -> None:
         """End requests that were cancelled or are past their deadline."""
-        for job in [*self._waiting, *(job for job in self._rows if job is not None)]:
+        now = time.monotonic()
+        for job in [job for job in (*self._waiting, *self._rows) if job is not None and job.ticket.must_end(now)]:
             if job.ticket.cancelled:
                 self._counters.cancelled[job.phase] += 1
                 self._end(job, "closed")
-            elif job.ticket.deadline is not None and time.monotonic() >= job.ticket.deadline:
+            else:
                 self._deliver(job, job.sequence.close("length"))
                 self._end(job, "length")
 
     # -- decode --
     def _decode(self) -> None:
         """Decode one token of every row whose prompt is prefilled."""
+        if self._run_ahead():
+            return
+        self._finish_step()
         count = self._compact()
         if not count:
             return
-        self._counters.steps += 1
-        self._counters.step_rows.observe(count)
-        together = [None if job is None or job.alone else job for job in self._rows[:count]]
-        for job in [job for job in self._rows[:count] if job is not None and job.alone]:
+        self._count_step(count)
+        jobs = self._rows[:count]
+        alone = [job for job in jobs if job is not None and job.alone]
+        if not alone and self._can_look_ahead(jobs):
+            self._underway = self._start_rows(jobs)
+            return
+        for job in alone:
             self._decode_rows(job.row, [job])
-        if any(job is not None for job in together):
-            self._decode_rows(0, together)
+        if len(alone) < count:
+            self._decode_rows(0, [None if job in alone else job for job in jobs] if alone else jobs)
+
+    def _count_step(self, rows: int) -> None:
+        self._counters.steps += 1
+        self._counters.step_rows.observe(rows)
+
+    def _can_look_ahead(self, jobs: Sequence[Job | None]) -> bool:
+        """Whether a step of these rows may be followed by another before its tokens are read."""
+        if not self._decoder.feeds or not self._decoder.can_start([0] * len(jobs), 0):
+            return False
+        return all(job is not None and job.sequence.sampler.looks_ahead for job in jobs)
+
+    def _run_ahead(self) -> bool:
+        """Start the step after the one under way, whose tokens it takes from the device, then read these.
+
+        Returns False where the host must know the tokens first: if rows join or end, or sampling depends on them.
+        """
+        before = self._underway
+        decoding = [job for job in self._rows if job is not None and job.decodes]
+        if before is None or before.jobs != decoding or [job.row for job in decoding] != list(range(len(decoding))):
+            return False
+        jobs, fed = decoding, [0] * len(decoding)
+        if not self._can_look_ahead(jobs) or not all(map(self._may_continue, jobs)):
+            return False
+        try:
+            sampling = self._sampling.draw([job.sequence.sampler for job in jobs], ahead=1)
+            step = self._decoder.start_step(fed, 0, sampling, before.step)
+        except Exception:  # no page is free, say: the step with known tokens deals with it
+            return False
+        self._count_step(len(jobs))
+        self._underway = Underway(step, list(before.jobs))
+        self._read(before)
+        return True
+
+    def _may_continue(self, job: Job) -> bool:
+        """Whether a job takes one more step after the one under way, as far as the host can tell."""
+        sequence = job.sequence
+        known = len(self._cache.tokens[job.row]) == len(sequence.prompt) + len(sequence.tokens)
+        return known and len(sequence.tokens) + 1 < sequence.limit
+
+    def _start_rows(self, jobs: list[Job | None]) -> Underway | None:
+        """Start a decode step of the first rows."""
+
+        def start() -> DecodeStep:
+            tokens, draws = self._step_operands(jobs)
+            return self._decoder.start_step(tokens, 0, draws)
+
+        step = self._attempt(start, jobs)
+        # an attempt may preempt jobs to make room
+        return (
+            None
+            if step is None
+            else Underway(step, [job if job is not None and job.row >= 0 else None for job in jobs])
+        )
+
+    def _finish_step(self) -> None:
+        """Read the tokens of the step under way."""
+        before, self._underway = self._underway, None
+        if before is not None:
+            self._read(before)
+
+    def _read(self, underway: Underway) -> None:
+        """Read the tokens of a step; an error undoes it, and the step that was started after it."""
+        live = [job for job in underway.jobs if job is not None]
+        if not live:
+            return
+        try:
+            picks = underway.step.picks()
+        except Exception as error:
+            underway.step.undo()
+            self._underway = None
+            self._blame(live, error)
+            return
+        self._accept(underway.jobs, picks)
+
+    def _accept(self, jobs: Sequence[Job | None], picks: Sequence[Pick]) -> None:
+        """Hand the tokens of a decode step to the jobs of its rows."""
+        for job, pick in self._with_picks(jobs, picks):
+            self._shares.charge(job.ticket.client, 1)
+            self._advance(job, pick)
 
     def _compact(self) -> int:
         """Move rows that decode to the front; returns how many there are."""
@@ -335,46 +455,61 @@ class Scheduler:
 
     def _decode_rows(self, first: int, jobs: list[Job | None]) -> None:
         """A decode step of consecutive rows; None skips a row."""
+        started = time.perf_counter()
 
         def call() -> list[Pick]:
-            tokens, samplers = list[int](), list[Sampler | None]()
-            for job in jobs:
-                if job is None or job.row < 0:
-                    tokens.append(-1)
-                    samplers.append(None)
-                    continue
-                text, fed = job.sequence.tokens, len(self._cache.tokens[job.row]) - len(job.sequence.prompt)
-                tokens.append(text[fed])
-                # After a preemption, tokens that were picked before are fed again: nothing is drawn for them.
-                samplers.append(job.sequence.sampler if fed == len(text) - 1 else None)
-            draws = self._sampling.draw(samplers)
-            return [] if max(tokens) < 0 else self._running.decode(tokens, first, draws)
+            tokens, draws = self._step_operands(jobs)
+            picks = [] if max(tokens) < 0 else self._decoder.decode(tokens, first, draws)
+            self._decode_seconds = time.perf_counter() - started
+            return picks
 
-        for job, pick in self._attempt(call, jobs):
-            self._shares.charge(job.ticket.client, 1)
-            self._advance(job, pick)
+        self._accept(jobs, self._attempt(call, jobs) or [])
 
-    def _attempt(self, call: Callable[[], list[Pick]], jobs: Sequence[Job | None]) -> Iterator[tuple[Job, Pick]]:
-        """Run a call for some rows; yields their picks. An error ends the request at fault alone."""
+    def _step_operands(self, jobs: Sequence[Job | None]) -> tuple[list[int], Inputs]:
+        """The tokens of a decode step, -1 for rows that skip it, and its draws."""
+        tokens: list[int] = [-1] * len(jobs)
+        samplers: list[Sampler | None] = [None] * len(jobs)
+        for i, job in enumerate(jobs):
+            if job is not None and job.row >= 0:
+                tokens[i], samplers[i] = self._next_token(job)
+        return tokens, self._sampling.draw(samplers)
+
+    def _next_token(self, job: Job) -> tuple[int, Sampler | None]:
+        """The token that a job decodes next, and the sampler of the one after it.
+
+        After a preemption, tokens that were picked before are decoded again: nothing is drawn for them.
+        """
+        sequence = job.sequence
+        fed = len(self._cache.tokens[job.row]) - len(sequence.prompt)
+        return sequence.tokens[fed], sequence.sampler if fed == len(sequence.tokens) - 1 else None
+
+    def _attempt(self, call: Callable[[], Result], jobs: Sequence[Job | None]) -> Result | None:
+        """Run a call for some rows. An error ends the request at fault alone, and gives None."""
         for job in jobs:
-            if job is not None:
+            if job is not None and job.sequence.sampler.changes:
                 self._guarded(job, job.sequence.sampler.draw)
         while True:
             live = [job for job in jobs if job is not None and job.row >= 0]
             try:
-                picks = call() if live else []
-                break
+                return call() if live else None
             except PoolFull:
                 self._make_room()
             except Exception as error:
-                for job in live:
-                    if len(live) == 1:
-                        self._fail(job, error)
-                    else:
-                        job.failed_at = len(job.tokens)  # so that the next calls tell whose fault it is
-                        if self.pool.spec.states:  # they may have changed before the call failed
-                            self._preempt(job)
-                return
+                self._blame(live, error)
+                return None
+
+    def _blame(self, live: Sequence[Job], error: Exception) -> None:
+        """End the request of a call that failed; of several, find out which one is at fault."""
+        for job in live:
+            if len(live) == 1:
+                self._fail(job, error)
+            else:
+                job.failed_at = len(job.tokens)  # so that the next calls tell whose fault it is
+                if self.pool.spec.states:  # they may have changed before the call failed
+                    self._preempt(job)
+
+    def _with_picks(self, jobs: Sequence[Job | None], picks: Sequence[Pick]) -> Iterator[tuple[Job, Pick]]:
+        """The jobs that still have a row, with their picks."""
         for job, pick in zip(jobs, picks, strict=bool(picks)):
             if job is not None and job.row >= 0:
                 if len(self._cache.tokens[job.row]) >= job.failed_at:
@@ -426,6 +561,8 @@ class Scheduler:
         self._deliver(job, piece)
         if sequence.finish_reason and not job.ticket.done:
             self._end(job, sequence.finish_reason)
+        if job.row >= 0:
+            self._cache.resolve(job.row, sequence.tokens[-1])
 
     # -- admission --
     def _admit(self) -> None:
@@ -521,32 +658,56 @@ class Scheduler:
         return True
 
     # -- prefill --
-    def _prefill(self) -> None:
-        """Prefill one slice: of the prompt whose turn it is, with others of similar length if they fit."""
+    def _next_slice(self) -> Slice | None:
+        """What to prefill next: part of the prompt whose turn it is, with others if they fit."""
         jobs = [job for job in self._rows if job is not None and not job.decodes]
         if not jobs:
-            return
+            return None
+        self._finish_step()  # text that is known should not wait for a slice
         jobs.sort(key=lambda job: job.number)
         client = self._shares.choose({job.ticket.client for job in jobs}) if len(jobs) > 1 else jobs[0].ticket.client
         first = next(job for job in jobs if job.ticket.client == client)
         budget = self._slice_tokens()
-        group = [first]
+        part = Slice([first], [self._slice_end(first, budget)], False)
         for job in jobs:
             if job is not first and not job.alone and not first.alone:
-                widths = [self._slice_end(j, budget) - len(self._cache.tokens[j.row]) for j in (*group, job)]
-                waste = 1.0 if self.pool.spec.states else generation.WASTE  # the delta rule's way depends on the width
-                if max(widths) * len(widths) <= min(budget, waste * sum(widths)):
-                    group.append(job)
-        self._prefill_rows(group, budget)
+                part = self._with(part, job, budget)
+        joins = self._stall < math.inf and any(job is not None and job.decodes for job in self._rows)
+        return replace(part, ragged=True) if joins and self._gains(part) else part
+
+    def _with(self, part: Slice, job: Job, budget: int) -> Slice:
+        """The slice with another job, if its prompt fits: of similar length, or without padding."""
+        larger = Slice([*part.jobs, job], [*part.ends, self._slice_end(job, budget)], part.ragged)
+        widths = self._widths(larger)
+        waste = 1.0 if self.pool.spec.states else generation.WASTE  # the delta rule's way depends on the width
+        if not part.ragged and max(widths) * len(widths) <= min(budget, waste * sum(widths)):
+            return larger
+        return replace(larger, ragged=True) if sum(widths) <= budget and self._gains(larger) else part
+
+    def _widths(self, part: Slice) -> list[int]:
+        """Tokens of each job in a slice."""
+        return [end - len(self._cache.tokens[job.row]) for job, end in zip(part.jobs, part.ends, strict=True)]
+
+    def _gains(self, part: Slice) -> bool:
+        """Whether a ragged call is faster than several: it reads the weights once, but keys and values per token."""
+        if not self._ragged or any(job is not None and job.alone for job in self._rows):
+            return False
+        again = sum(n * self.pool.bytes_for(end) for n, end in zip(self._widths(part), part.ends, strict=True))
+        return again <= READ_AGAIN * self._weight_bytes
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        return _weight_bytes(self._model)
 
     def _slice_tokens(self) -> int:
-        """Tokens of the next slice: full chunks while nobody decodes, otherwise what takes `stall` seconds."""
-        chunk = min(generation.CHUNK, SPARE)
+        """Tokens of the next slice: full chunks while nobody decodes, otherwise what is left of `stall` seconds."""
+        chunk = generation.chunk_tokens(self._execution.compiled.target, self.pool.spec)
         if self._stall == math.inf or not any(job is not None and job.decodes for job in self._rows):
             return chunk
-        count = int(self._speed * self._stall) if self._speed else 2 * SLICE
-        unit = SLICE if count < CUT else CUT
-        return min(max(count // unit * unit, SLICE), chunk)
+        seconds = max(self._stall - self._decode_seconds, self._stall / 4)
+        count = int(self._speed * seconds) if self._speed else 2 * SLICE
+        unit = LEAST if count < SLICE else SLICE if count < CUT else CUT
+        return min(max(count // unit * unit, LEAST), chunk)
 
     def _slice_end(self, job: Job, budget: int) -> int:
         """The position at which a slice of a job ends. With recurrent states, cuts do not depend on the budget."""
@@ -558,40 +719,64 @@ class Scheduler:
             cuts.add(last)
         return min(cuts)
 
-    def _prefill_rows(self, group: list[Job], budget: int) -> None:
-        """Prefill a slice of some jobs in one call."""
-        if len(group) > 1:  # rows of a call are consecutive
-            free = self._compact()
-            for i, job in enumerate(group):
-                self._move(job, free + i)
-        first = group[0].row
-        ends = [self._slice_end(job, budget) for job in group]
-        started = time.perf_counter()
-
-        def call() -> list[Pick]:
-            rows, offsets, lengths, samplers = list[list[int]](), list[int](), list[int](), list[Sampler | None]()
-            for job, end in zip(group, ends, strict=True):
-                begin = len(self._cache.tokens[job.row]) if job.row >= 0 else 0
-                rows.append(list(job.prefix[begin:end]) if job.row >= 0 else [])
-                offsets.append(begin)
-                lengths.append(len(job.prefix))
-                picks = end == len(job.prefix) and len(job.prefix) == len(job.sequence.prompt) + len(
-                    job.sequence.tokens
-                )
-                samplers.append(job.sequence.sampler if picks and job.row >= 0 else None)
-            width = max(len(row) for row in rows)
-            places = np.array([i * width + max(len(row) - 1, 0) for i, row in enumerate(rows)], np.int32)
-            sampling = BatchSampling().draw(samplers)
-            outputs = self._running.run(rows, offsets, places, first, lengths=lengths, sampling=sampling)
-            return self._running.picks(outputs)
-
-        before = [len(self._cache.tokens[job.row]) for job in group]
-        for job, pick in self._attempt(call, group):
-            count = len(self._cache.tokens[job.row]) - before[group.index(job)]
+    def _prefill(self, part: Slice) -> None:
+        """Prefill a slice in one call; rows that decode join a ragged one."""
+        jobs, ends = part.jobs, part.ends
+        if not part.ragged:
+            if len(jobs) > 1:  # rows of a call are consecutive
+                free = self._compact()
+                for i, job in enumerate(jobs):
+                    self._move(job, free + i)
+        elif self._stall < math.inf:
+            decoding = [job for job in self._rows if job is not None and job.decodes]
+            self._count_step(len(decoding))
+            jobs, ends = [*decoding, *jobs], [*(len(self._cache.tokens[job.row]) + 1 for job in decoding), *ends]
+        before = [len(self._cache.tokens[job.row]) for job in jobs]
+        started, call = time.perf_counter(), self._ragged_call if part.ragged else self._padded_call
+        for job, pick in self._with_picks(jobs, self._attempt(lambda: call(jobs, ends), jobs) or []):
+            count = len(self._cache.tokens[job.row]) - before[jobs.index(job)]
             self._shares.charge(job.ticket.client, count)
-            self._after_slice(job, pick)
+            if job.decodes:
+                self._advance(job, pick)
+            else:
+                self._after_slice(job, pick)
         self._execution.compiled.drop_table_pages()
         self._measure(sum(end - begin for begin, end in zip(before, ends, strict=True)), started)
+
+    def _padded_call(self, jobs: Sequence[Job], ends: Sequence[int]) -> list[Pick]:
+        """Prefill consecutive rows up to the positions `ends`."""
+        first = next(job.row - i for i, job in enumerate(jobs) if job.row >= 0)
+        rows, offsets, lengths, samplers = list[list[int]](), list[int](), list[int](), list[Sampler | None]()
+        for job, end in zip(jobs, ends, strict=True):
+            begin = len(self._cache.tokens[job.row]) if job.row >= 0 else 0
+            rows.append(list(job.prefix[begin:end]) if job.row >= 0 else [])
+            offsets.append(begin)
+            lengths.append(len(job.prefix))
+            samplers.append(self._sampler_after(job, end))
+        width = max(len(row) for row in rows)
+        places = np.array([i * width + max(len(row) - 1, 0) for i, row in enumerate(rows)], np.int32)
+        sampling = BatchSampling().draw(samplers)
+        outputs = self._decoder.run(
+            rows, offsets, places, first, lengths=lengths, sampling=sampling, pads=self._execution.captures is None
+        )
+        return self._decoder.picks(outputs)
+
+    def _ragged_call(self, jobs: Sequence[Job], ends: Sequence[int]) -> list[Pick]:
+        """Decode rows, and prefill others up to the positions `ends`."""
+        live = [(job, end) for job, end in zip(jobs, ends, strict=True) if job.row >= 0]
+        rows = [job.row for job, _ in live]
+        tokens = [
+            [self._next_token(job)[0]] if job.decodes else list(job.prefix[len(self._cache.tokens[job.row]) : end])
+            for job, end in live
+        ]
+        sampling = self._ragged_sampling.draw([self._sampler_after(job, end) for job, end in live])
+        picks = dict(zip(rows, self._decoder.run_ragged(rows, tokens, sampling), strict=True))
+        return [picks.get(job.row, picks[rows[0]]) for job in jobs]
+
+    def _sampler_after(self, job: Job, end: int) -> Sampler | None:
+        """The sampler of a job, if the token after position `end` is not known."""
+        sequence = job.sequence
+        return sequence.sampler if job.row >= 0 and end == len(sequence.prompt) + len(sequence.tokens) else None
 
     def _after_slice(self, job: Job, pick: Pick) -> None:
         """Keep what later prompts can reuse; a prompt that is complete gets its first token."""
@@ -607,9 +792,10 @@ class Scheduler:
             self._advance(job, pick)
 
     def _measure(self, tokens: int, started: float) -> None:
-        if tokens >= SLICE:
+        if tokens >= LEAST:
             speed = tokens / max(time.perf_counter() - started, 1e-9)
-            self._speed = speed if not self._speed else (1 - SMOOTHING) * self._speed + SMOOTHING * speed
+            smooth = (1 - SMOOTHING) * self._speed + SMOOTHING * speed
+            self._speed = min(smooth, speed) if self._speed else speed
 
     # -- ends --
     def _deliver(self, job: Job, piece: str) -> None:
@@ -657,6 +843,8 @@ class Scheduler:
         """Free the row of a job; its pages go to the prefix cache."""
         row, job.row = job.row, -1
         self._rows[row] = None
+        if self._underway is not None:
+            self._underway.jobs = [None if other is job else other for other in self._underway.jobs]
         self._cache.release(row, None if isinstance(job.ticket.error, KernelError) else self._namespace(job))
 
 

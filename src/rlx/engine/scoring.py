@@ -12,6 +12,7 @@ from rlx.engine import generate as generation
 from rlx.engine.generate import Decoder
 from rlx.engine.kv_cache import aligned
 from rlx.engine.logprobs import Score, text_logprobs
+from rlx.errors import RequestError
 
 if TYPE_CHECKING:
     from rlx.engine.language_model import LanguageModel
@@ -42,7 +43,10 @@ def text_after(
     else:
         before = model.prompt_ids(prompt, where)
         tokens, begin = [*before, *model.token_ids(text, where)], len(before)
-    return ScoredText(model.check_fits(tokens, 0, where), max(begin, 1))
+    scored = ScoredText(model.check_fits(tokens, 0, where), max(begin, 1))
+    if prompt is not None and scored.begin >= len(tokens):
+        raise RequestError(f"{where}: has no tokens after the prompt", hint="an empty text has no log-probability")
+    return scored
 
 
 def scores_of(model: LanguageModel, texts: Sequence[ScoredText], top: int) -> list[Score]:

@@ -7,6 +7,8 @@ grammar begins after the end of their thoughts.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import json
 import re
 from collections import OrderedDict
@@ -96,8 +98,13 @@ def schema_text(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, Mapping):
-        raise RequestError(f"schema: expected a JSON schema, found {short_repr(schema)}")
+        is_class = dataclasses.is_dataclass(schema) or isinstance(schema, type)
+        hint = "a dict, a JSON text or a pydantic class; pydantic.TypeAdapter(cls).json_schema() is that of a dataclass"
+        raise RequestError(
+            f"schema: expected a JSON schema, found {short_repr(schema)}", hint=hint if is_class else None
+        )
     _check_depth(schema, "schema", MAX_DEPTH)
+    _check_keywords(schema, "schema")
     if "x-guidance" in schema:
         raise RequestError("schema: 'x-guidance' cannot be set by a request")
     try:
@@ -116,7 +123,13 @@ def _regex_text(regex: Any) -> str:
 def _choice_text(choice: Any) -> str:
     texts = list(choice) if isinstance(choice, Sequence) and not isinstance(choice, (str, bytes)) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"choice: expected a list of texts that are not empty, found {short_repr(choice)}")
+        hint = (
+            f"choice={[str(x) for x in texts[:4]]}"
+            if texts and all(isinstance(x, (int, float)) for x in texts)
+            else None
+        )
+        message = f"choice: expected a list of texts that are not empty, found {short_repr(choice)}"
+        raise RequestError(message, hint=hint)
     if len(texts) > MAX_CHOICES:
         raise RequestError(f"choice: {len(texts)} texts, the limit is {MAX_CHOICES}")
     return json.dumps(texts)
@@ -147,6 +160,40 @@ def _check_depth(value: Any, where: str, depth: int) -> None:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     for item in inner:
         _check_depth(item, where, depth - 1)
+
+
+_NAMED_SCHEMAS = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+_SCHEMA_NAMES = (
+    "items additionalProperties additionalItems unevaluatedItems unevaluatedProperties propertyNames contains not if "
+    "then else anyOf allOf oneOf prefixItems"
+)
+_SCHEMAS = frozenset(_SCHEMA_NAMES.split())
+_OTHER_KEYWORDS = (
+    "type enum const required minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength pattern "
+    "format minItems maxItems uniqueItems minProperties maxProperties minContains maxContains dependentRequired title "
+    "description default examples example deprecated nullable readOnly writeOnly discriminator contentEncoding "
+    "contentMediaType contentSchema $id $schema $ref $anchor $dynamicRef $dynamicAnchor $comment $vocabulary"
+)
+KEYWORDS = _NAMED_SCHEMAS | _SCHEMAS | frozenset(_OTHER_KEYWORDS.split())
+
+
+def _check_keywords(schema: Any, where: str) -> None:
+    """Refuse a misspelt keyword, which would enforce nothing. Other unknown ones are annotations."""
+    if isinstance(schema, (list, tuple)):
+        for i, inner in enumerate(schema):
+            _check_keywords(inner, f"{where}[{i}]")
+    if not isinstance(schema, Mapping):
+        return
+    for key, inner in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(inner, Mapping):
+            for name, one in inner.items():
+                _check_keywords(one, f"{where}.{key}.{short_repr(name)}")
+        elif key in _SCHEMAS:
+            _check_keywords(inner, f"{where}.{key}")
+        elif isinstance(key, str) and key not in KEYWORDS and len(key) < 40:
+            close = difflib.get_close_matches(key, KEYWORDS, n=1, cutoff=0.85)
+            if close:
+                raise RequestError(f"{where}: unknown keyword {key!r}", hint=f"did you mean {close[0]!r}?")
 
 
 def _check_parentheses(text: str, where: str) -> None:
@@ -182,10 +229,29 @@ class _Vocabulary:
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < vocab)
         self.stops = stops
         self._tokenizer = tokenizer
+        specials = set(self.special_token_ids)
+        self._ids = {data: i for i, data in reversed(list(enumerate(self.tokens))) if data and i not in specials}
+        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        return self._tokenizer.encode(text, add_special=False)
+        """The tokens that spell a text which follows others: no space is added before it."""
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode_parts(["", data.decode("utf-8", "replace")])
+        return (
+            ids if b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == data else self._longest_match(data)
+        )
+
+    def _longest_match(self, data: bytes) -> list[int]:
+        """The tokens of bytes that encoding does not spell: part of a character, or a text that it normalises."""
+        ids, at = list[int](), 0
+        while at < len(data):
+            ends = range(min(at + self._longest, len(data)), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[data[at:end]])
+            at = end
+        return ids
 
 
 class Constraint:

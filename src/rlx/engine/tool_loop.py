@@ -61,12 +61,17 @@ def _with_object(call: Any, where: str) -> Any:
 def call_constraint(
     model: LanguageModel, tools: Sequence[Tool], mode: str, tokens: Sequence[int], *, parallel: bool = True
 ) -> Constraint | None:
-    """The grammar of an answer: calls if they are required, valid calls in a text if all tools are strict."""
-    strict = bool(tools) and all(tool.strict for tool in tools)
+    """The grammar of an answer: calls if they are required, valid calls in a text if there are strict tools.
+
+    In a text, arguments of tools that are not strict may be any object.
+    """
+    strict = any(tool.strict for tool in tools)
     if mode == "none" or not tools or (mode == "auto" and not strict and parallel):
         return None
     if mode == "auto" and not model.tool_format.trigger:
         return None
+    if mode == "auto":
+        tools = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in tools]
     rules = call_rules(model.tool_format, tools, model.grammars, parallel=parallel, text=mode == "auto")
     return model.grammars.constraint(rules, "tools", tokens, answer=True)
 
@@ -99,6 +104,8 @@ def answer_with_tools(
 ) -> Completion:  # fmt: skip
     """Answer a conversation; functions among the tools are called, at most `ROUNDS` times in a row."""
     listed = [replace(tool, strict=True) if tool.function else tool for tool in tools_of(tools)]
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):  # the name of a function
+        choice = {"type": "function", "name": choice}
     callable_tools, mode = choose_tools(listed, choice)
     known = model.tool_format
     conversation, history = list(messages), list[ToolCall]()

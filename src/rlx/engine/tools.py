@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 THOUGHTS_END = "</think>"  # templates may put empty thoughts before calls
+TOOL_MODELS = "load a model that was trained to call tools, such as qwen2.5-coder-1.5b (rlx models says which can)"
 ROUNDS = 8  # of calls that `chat` makes before it asks for an answer
 
 
@@ -62,13 +63,31 @@ class Tool:
             raise RequestError(f"{where}.function.description: expected a text, found {short_repr(description)}")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise RequestError(f"{where}.function.parameters: expected a JSON schema, found {short_repr(parameters)}")
-        schema = parameters or {"type": "object", "properties": {}}
+        schema = _checked_parameters(parameters or {"properties": {}}, f"{where}.function.parameters")
         return cls(name, description or "", schema, function.get("strict") is True)
+
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """Schemas of the arguments by name."""
+        properties: Mapping[str, Any] = self.parameters.get("properties", {})
+        return properties
 
     def described(self) -> dict[str, Any]:
         """OpenAI's form, for the chat template."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
+
+
+def _checked_parameters(schema: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A schema of arguments, which are always an object."""
+    if schema.get("type", "object") != "object":
+        raise RequestError(f"{where}.type: expected 'object', found {short_repr(schema['type'])}")
+    if not isinstance(schema.get("properties", {}), Mapping):
+        raise RequestError(f"{where}.properties: expected an object, found {short_repr(schema['properties'])}")
+    required = schema.get("required", [])
+    if not isinstance(required, (list, tuple)) or not all(isinstance(name, str) for name in required):
+        raise RequestError(f"{where}.required: expected a list of names, found {short_repr(required)}")
+    return {"type": "object", **schema}
 
 
 def tools_of(tools: Any, where: str = "tools") -> list[Tool]:
@@ -261,7 +280,7 @@ class _Learner:
         prompt = self._render([_USER], prompt=True)
         answer = self._render([_USER, {"role": "assistant", "content": _CONTENT}])
         if _NAMES[0] not in prompt:
-            raise CapabilityError("tools: the model's chat template does not show tools to the model")
+            raise CapabilityError("tools: the model's chat template does not show tools to the model", hint=TOOL_MODELS)
         self._prompt = prompt
         self._turn_end = answer[answer.rindex(_CONTENT) + len(_CONTENT) :] if _CONTENT in answer else ""
 
@@ -481,33 +500,81 @@ def _tool_rules(known: ToolFormat, tool: Tool, i: int, compiler: GrammarCompiler
     if known.tags is None:
         return f"call_{i}: {middle} %json {schema_text(tool.parameters)} {end}\n"
     tags, members, rules = known.tags, [], ""
-    properties = tool.parameters.get("properties", {})
+    if "properties" not in tool.parameters:  # any arguments
+        name = f"{compiler.literal(tags.before)} /[a-zA-Z0-9_.-]+/ {compiler.literal(tags.middle)}"
+        rules = f"any_{i}: {name} value_{i}\n{compiler.up_to(f'value_{i}', tags.after)}"
+        return f"call_{i}: {middle} any_{i}* {end}\n{rules}"
     required = tool.parameters.get("required", [])
+    for name in required:
+        if name not in tool.members:
+            raise RequestError(
+                f"tools: {tool.name} requires {short_repr(name)}, which has no schema",
+                hint="the model writes an argument per property",
+            )
     definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    for j, (name, schema) in enumerate(properties.items()):
+    for j, (name, schema) in enumerate(tool.members.items()):
         begin = compiler.literal(f"{tags.before}{name}{tags.middle}")
         if _is_text(schema):
             rules += compiler.up_to(f"value_{i}_{j}", tags.after)
             rule = f"{begin} value_{i}_{j}"
         else:
-            rule = f"{begin} %json {schema_text({**schema, **definitions})} {compiler.literal(tags.after)}"
+            schema = {**schema, **definitions} if isinstance(schema, Mapping) else schema
+            rule = f"{begin} %json {schema_text(schema)} {compiler.literal(tags.after)}"
         rules += f"member_{i}_{j}: {rule}\n"
         members.append(f"member_{i}_{j}" + ("" if name in required else "?"))
     return f"call_{i}: {middle} {' '.join(members)} {end}\n{rules}"
 
 
+_NOTES = {"type", "title", "description", "default", "examples", "example", "deprecated"}  # that forbid no text
+
+
 def _is_text(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
+    """Whether any text is a value."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string" and schema.keys() <= _NOTES
 
 
-def tagged_value(text: str, schema: Any) -> Any:
-    """The value of an argument that was written as text: a string, or JSON if the schema wants something else."""
-    if _is_text(schema):
-        return text
+def tagged_value(text: str, schema: Any) -> str:
+    """The JSON of an argument that was written as text: a string, or the text itself if it is JSON and may be."""
+    if not _is_text(schema) and member_text(f'{{"value": {text}}}', "value") == text.strip():
+        return text.strip()
+    return json.dumps(text, ensure_ascii=False)
+
+
+def member_text(text: str, name: str) -> str | None:
+    """The text of a member of a JSON object, as it was written; None if there is none, or if it is not JSON."""
+    decoder = json.JSONDecoder(parse_constant=_refuse, parse_float=str, parse_int=str)
+    at = _after(text, "{", 0)
     try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        while at is not None:
+            key, at = decoder.raw_decode(text, at)
+            start = _after(text, ":", at)
+            if start is None:
+                return None
+            _, at = decoder.raw_decode(text, start)
+            if key == name:
+                return text[start:at]
+            at = _after(text, ",", at)
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _after(text: str, mark: str, at: int) -> int | None:
+    """Where the value after a mark begins; None if something else stands there."""
+    match = re.compile(rf"\s*{re.escape(mark)}\s*").match(text, at)
+    return None if match is None else match.end()
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _named(tools: Sequence[Tool], name: str) -> Tool:
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    known = nearest(name[:80], [tool.name for tool in tools])
+    raise RequestError(f"tool_choice: there is no tool {short_repr(name)}", hint=known)
 
 
 def choose_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], str]:
@@ -520,9 +587,17 @@ def choose_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], str]:
                 raise RequestError("tool_choice: required, but there are no tools")
             return list(tools), choice
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            named = [tool for tool in tools if tool.name == name]
-            if not named:
-                known = nearest(name, [tool.name for tool in tools])
-                raise RequestError(f"tool_choice: there is no tool {short_repr(name)}", hint=known)
-            return named, "required"
+            return [_named(tools, name)], "required"
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}}:
+            names = []
+            for one in allowed:
+                match one:
+                    case {"type": "function", "function": {"name": str(name)}}:
+                        names.append(_named(tools, name).name)
+                    case _:
+                        raise RequestError(f"tool_choice: expected a function, found {short_repr(one)}")
+            chosen = [tool for tool in tools if tool.name in names]
+            if not chosen:
+                raise RequestError("tool_choice: no tool is allowed", hint='tool_choice="none"')
+            return chosen, mode
     raise RequestError(f"tool_choice: expected 'none', 'auto', 'required' or a function, found {short_repr(choice)}")

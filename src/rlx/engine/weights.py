@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.backends.base import Device
+from rlx.errors import ResourceError
 from rlx.formats import TensorFile
+from rlx.free_memory import show
+from rlx.hub.progress import progress_bar
 from rlx.runtime.compiled import CompiledGraph
 
 if TYPE_CHECKING:
     from rlx.flow.built import BuiltModel
     from rlx.models.load import Checkpoint
 
+SLOW = 10**9  # bytes of weights from which loading them shows a progress bar
 SAMPLE = 4096  # bytes at both ends of a tensor that the digest covers
 
 
@@ -37,8 +42,35 @@ def bind_weights(
         compiled.set_param(name, arrays[name])
     if first is not None:
         first.share_derived(dict(arrays))
-    with release_pages(checkpoint.file):
-        compiled.prepare()
+    with release_pages(checkpoint.file), _upload_bar(compiled, arrays) as uploaded:
+        compiled.prepare(uploaded)
+
+
+def require_room(checkpoint: Checkpoint, device: Device) -> None:
+    """Raise ResourceError if a device with memory of its own has less free than the weights take."""
+    free = device.backend.allocator.free_bytes()
+    needed = sum(checkpoint.file.entry(name).nbytes for name in checkpoint.file.names)
+    if free is not None and needed > free:
+        message = f"{checkpoint.path.name}: its weights take {show(needed)}, {show(free)} are free on {device}"
+        raise ResourceError(message, hint="device='cpu', a smaller model, or a GPU with more memory")
+
+
+@contextmanager
+def _upload_bar(compiled: CompiledGraph, arrays: Mapping[str, Array]) -> Iterator[Callable[[str, int], None] | None]:
+    """Show the progress of uploading many weights on a terminal; yields a function for each that is uploaded."""
+    total = sum(arrays[name].nbytes for name in compiled.param_types)
+    if compiled.allocator.is_host or total < SLOW:
+        yield None
+        return
+    sizes: dict[str, int] = {}
+    with progress_bar(f"loading to {compiled.device}", total) as tick:
+
+        def uploaded(name: str, size: int) -> None:
+            sizes[name] = size  # several programs may read one weight
+            if tick is not None:
+                tick(sum(sizes.values()))
+
+        yield uploaded
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def sizes_of(declared: Mapping[str, TensorType], actual: Mapping[str, TensorType
             raise BindError(f"input: nothing is called {name!r}", hint=nearest(name, declared))
         wanted = declared[name]
         if type_.rank != wanted.rank or type_.dtype.is_float != wanted.dtype.is_float:
-            raise ShapeError(f"input {name!r}: is {type_}, wanted {wanted}")
+            raise ShapeError(f"input {name!r}: is {type_}, expected {wanted}")
         for size, symbol in zip(type_.shape, wanted.shape, strict=True):
             _bind(sizes, name, size, symbol)
     return sizes
@@ -130,7 +130,7 @@ def sizes_of(declared: Mapping[str, TensorType], actual: Mapping[str, TensorType
 def _bind(sizes: dict[str, int], name: str, size: Size, symbol: Size) -> None:
     if isinstance(symbol, int):
         if known_equal(size, symbol) is False:
-            raise ShapeError(f"input {name!r}: an axis of {size}, wanted {symbol}")
+            raise ShapeError(f"input {name!r}: an axis of {size}, expected {symbol}")
         return
     if size == symbol:
         return

@@ -134,7 +134,7 @@ class FlowCtx:
             actual = (*actual[:-2], actual[-1], actual[-2])
         if shape is not None and actual != tuple(shape):
             shapes = (_stored(actual, transpose), _stored(shape, transpose))
-            raise self._unfit(ShapeError, f"weight {key!r}: shape is {shapes[0]}, wanted {shapes[1]}")
+            raise self._unfit(ShapeError, f"weight {key!r}: shape is {shapes[0]}, expected {shapes[1]}")
         return value
 
     @property

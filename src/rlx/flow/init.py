@@ -182,7 +182,7 @@ def make(
         array = rule(own_key, shape)
         if np.shape(array) != shape:
             raise GraphError(
-                f"init: the initialiser of {name!r} returned shape {list(np.shape(array))}, wanted {list(shape)}"
+                f"init: the initialiser of {name!r} returned shape {list(np.shape(array))}, expected {list(shape)}"
             )
         arrays[name] = np.asarray(array, np.float32, order="C")
     return arrays

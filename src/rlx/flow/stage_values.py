@@ -33,6 +33,19 @@ def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
     return matched
 
 
+def stage_hint(pattern: str, paths: Sequence[str]) -> str | None:
+    """Return a hint for a pattern that matches no path: the range of a number that is too large, or close paths."""
+    parts = pattern.split(".")
+    for i, part in enumerate(parts):
+        begin = ".".join(parts[:i])
+        numbers = [
+            int(p[i]) for path in paths if (p := path.split("."))[:i] == parts[:i] and len(p) > i and p[i].isdigit()
+        ]
+        if part.isdigit() and numbers and int(part) > max(numbers):
+            return f"{begin} are 0 to {max(numbers)}"
+    return nearest(pattern, paths)
+
+
 def matched_stages(module: Graph, patterns: Sequence[str], outputs: Iterable[str]) -> dict[str, Value]:
     """Return the stages that patterns match; a pattern may also match an existing output."""
     values = stage_values(module) if patterns else {}
@@ -40,8 +53,7 @@ def matched_stages(module: Graph, patterns: Sequence[str], outputs: Iterable[str
     for pattern in patterns:
         matched = matching(values, pattern)
         if not matched and not any(matches(name, pattern) for name in outputs):
-            raise RequestError(
-                f"capture: no stage of {module.name!r} matches {pattern!r}", hint=nearest(pattern, [*values, *outputs])
-            )
+            hint = stage_hint(pattern, [*values, *outputs])
+            raise RequestError(f"capture: no stage of {module.name!r} matches {pattern!r}", hint=hint)
         captured |= matched
     return captured

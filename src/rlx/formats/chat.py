@@ -22,6 +22,7 @@ from rlx.formats.tokenizer import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1 << 14
 _MAX_NESTING = 32
+_MESSAGE = 'a message is a dict with a role and a content: {"role": "user", "content": "Hello"}'
 _MARK_BITS = 100  # of entropy, so that no input can guess the mark
 _INDEX_BITS = 27
 _SYMBOLS = "0123456789-_.~"  # unchanged by JSON, HTML and URL escaping and by upper-casing
@@ -38,9 +39,12 @@ class ChatTemplate:
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
+        continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
     ) -> str:  # fmt: skip
         """Render the prompt for these messages; `add_generation_prompt` ends it with the start of an assistant turn.
+
+        With `continue_final_message` it ends with the text of the last message, an assistant's, which the model goes on
+        with.
 
         A message has a role and a content: a string, a list of text parts, or none if it has `tool_calls`. Parts are
         joined by newlines unless the template handles them itself. Other members (`name`, `tool_calls`) and `variables`
@@ -49,13 +53,11 @@ class ChatTemplate:
         that fails or exceeds its budget.
         """
         template_vars = self._template_vars(messages, tools, variables)
-        return self._program.render(
-            {**template_vars, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)}
-        )
+        return self._rendered(template_vars, add_generation_prompt, continue_final_message)
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
+        continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
     ) -> list[int]:  # fmt: skip
         """Tokenise the prompt that `render` returns; only the template can produce special tokens."""
         hidden = _Hidden(tokenizer)
@@ -64,12 +66,25 @@ class ChatTemplate:
         }
         for message, plain in zip(template_vars["messages"], messages, strict=True):
             message["role"] = plain["role"]  # one of ROLES, from which templates build control tokens
-        prompt = self._program.render(
-            {**template_vars, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)}
-        )
+        prompt = self._rendered(template_vars, add_generation_prompt, continue_final_message)
         if not hidden.texts:
             return tokenizer.encode(prompt, add_special=False, parse_special=True)
         return tokenizer.encode_parts(hidden.parts(prompt))
+
+    def _rendered(self, template_vars: dict[str, Any], generation_prompt: bool, continued: bool) -> str:
+        mark = ""
+        if continued:
+            mark = "".join(secrets.choice("0123456789") for _ in range(30))
+            template_vars["messages"] = _with_mark(template_vars["messages"], mark)
+        prompt = self._program.render(
+            {**template_vars, **self._tokens, "add_generation_prompt": bool(generation_prompt) and not continued}
+        )
+        if not continued:
+            return prompt
+        start, separator, _ = prompt.partition(mark)
+        if not separator:
+            raise RequestError("continue_final_message: the chat template does not show the last message's text")
+        return start
 
     def _template_vars(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
@@ -85,12 +100,14 @@ class ChatTemplate:
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise RequestError(f"messages: expected a list, found {type(messages).__name__}")
         if not 0 < len(messages) <= MAX_MESSAGES:
-            raise RequestError(f"messages: expected 1 to {MAX_MESSAGES}, found {len(messages)}")
+            raise RequestError(f"messages: expected 1 to {MAX_MESSAGES}, found {len(messages)}", hint=_MESSAGE)
         return [self._check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
     def _check_message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise RequestError(f"{where}: expected an object, found {type(message).__name__}")
+            raise RequestError(
+                f"{where}: expected an object, found {type(message).__name__}", hint=_hint(message) or _MESSAGE
+            )
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             hint = nearest(role[:80], ROLES) if isinstance(role, str) else None
@@ -109,6 +126,19 @@ class ChatTemplate:
         elif not isinstance(content, str):
             raise RequestError(f"{where}.content: expected a string or a list of text parts, found {quoted(content)}")
         return checked
+
+
+def _with_mark(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Messages with a mark after the text of the last one, which must be an assistant's."""
+    last = messages[-1]
+    content = last.get("content")
+    if last["role"] != "assistant" or not content or last.get("tool_calls"):
+        raise RequestError("continue_final_message: the last message must be a text of the assistant")
+    if isinstance(content, str):
+        content += mark
+    else:
+        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+    return [*messages[:-1], {**last, "content": content}]
 
 
 class _Hidden:
@@ -251,6 +281,12 @@ def _text_of_part(part: Any, where: str) -> str:
     return text
 
 
+def _hint(value: Any) -> str | None:
+    """What to write instead of an answer of `chat` among messages."""
+    is_answer = isinstance(getattr(value, "text", None), str)
+    return 'answer.text is the text of an answer: {"role": "assistant", "content": answer.text}' if is_answer else None
+
+
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """Copy plain data (dicts, lists, strings, numbers, booleans, None); nothing else may reach a template."""
     if depth > _MAX_NESTING:
@@ -263,4 +299,4 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return {key: _plain(inner, f"{where}.{key[:40]}", depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner, f"{where}[{i}]", depth + 1) for i, inner in enumerate(value)]
-    raise RequestError(f"{where}: expected plain data, found {type(value).__name__}")
+    raise RequestError(f"{where}: expected plain data, found {type(value).__name__}", hint=_hint(value))

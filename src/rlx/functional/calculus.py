@@ -160,7 +160,7 @@ def _correlated(a: Any, v: Any, mode: str, where: str) -> Any:
     a, v = float_operands(a, v)
     taps = _known(v, where)
     if mode not in ("full", "same", "valid"):
-        raise GraphError(f"{where}: mode is {mode!r}, wanted 'full', 'same' or 'valid'")
+        raise GraphError(f"{where}: mode is {mode!r}, expected 'full', 'same' or 'valid'")
     padding = {"full": taps - 1, "same": taps - 1, "valid": 0}[mode]
     y = reshape(apply("conv1d", reshape(a, 1, 1, -1), reshape(v, 1, 1, -1), padding=padding), -1)
     if mode != "same":

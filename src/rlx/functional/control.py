@@ -8,6 +8,7 @@ from typing import Any
 from rlx.dtypes import F64, I32, DType, promote
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
+from rlx.functional.absent_keywords import without
 from rlx.functional.arrays import (
     arange,
     asarray,
@@ -63,7 +64,7 @@ def _step(
         body = _body(function, *arguments, types=[*types, *rows], weak=[*weak, *[False] * len(rows)])
         if pair and (body.structure.kind not in (tuple, list) or len(body.structure.children) != 2):
             hint = "return carry, y; y may be None"
-            raise GraphError(f"{where}: the function returns {body.structure}, wanted a pair (carry, y)", hint=hint)
+            raise GraphError(f"{where}: the function returns {body.structure}, expected a pair (carry, y)", hint=hint)
         carry_structure = body.structure.children[0] if pair else body.structure
         promoted = leaves
         if carry_structure == shape:
@@ -120,6 +121,7 @@ def _check_carry(
             raise ShapeError(f"{where}: {path} starts as {type_}, the function returns {value.type}", hint=hint)
 
 
+@without(unroll="a scan is a loop in machine code; a Python loop is unrolled")
 @eager
 def scan(
     f: Fun, init: Any, xs: Any = None, length: Any = None, reverse: bool = False, checkpoints: int | None = None
@@ -135,7 +137,7 @@ def scan(
     if len(sizes) != 1 or None in sizes:
         shown = ", ".join(str(type_of(x)) for x in rows)
         hint = "give xs with one row per step, or length="
-        raise ShapeError(f"scan: length is {length}, xs are {shown or 'none'}; wanted one number of rows", hint=hint)
+        raise ShapeError(f"scan: length is {length}, xs are {shown or 'none'}; expected one number of rows", hint=hint)
     steps: Size = next(iter(sizes))  # type: ignore[assignment]
     inner = [t.with_shape(*t.shape[1:]) for t in (type_of(x) for x in rows)]
     body, carry = _step("scan", f, init, xs, inner, pair=True)
@@ -172,7 +174,7 @@ def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = 
     if [(o.type.rank, o.dtype.is_bool) for o in more.graph.outputs] != [(0, True)]:
         shown = ", ".join(str(o.type) for o in more.graph.outputs) or "nothing"
         hint = "compare it with a number, as in c > 0, or use np.any(c)"
-        raise DTypeError(f"while_loop: cond_fun returns {shown}, wanted one bool", hint=hint)
+        raise DTypeError(f"while_loop: cond_fun returns {shown}, expected one bool", hint=hint)
     if body.prints:
         return _printing_while(cond_fun, body, shape.unflatten(carry), shape, max_steps, truncate)
     captured = list(dict.fromkeys([*more.captured, *body.captured]))
@@ -216,7 +218,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
     """
     for name, bound in (("lower", lower), ("upper", upper)):
         if not isinstance(bound, Dim) and (isinstance(bound, bool) or not type_of(bound).dtype.is_integer):
-            raise DTypeError(f"fori_loop: {name} is {bound!r}, wanted an integer", hint="cast it with int(...)")
+            raise DTypeError(f"fori_loop: {name} is {bound!r}, expected an integer", hint="cast it with int(...)")
     if is_traced(lower) or is_traced(upper):
         start = (lower if is_traced(lower) else as_array(lower), init)
         return while_loop(lambda c: c[0] < upper, lambda c: (c[0] + 1, body_fun(c[0], c[1])), start)[1]
@@ -284,12 +286,13 @@ def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     """Return `true_fun(*operands)` or `false_fun(*operands)`; only the chosen one runs.
 
-    A number is true unless it is 0.
+    A number is true unless it is 0. If the predicate is traced, both branches must return the same types; otherwise the
+    chosen one is simply called.
     """
     type_ = type_of(predicate)
     if type_.rank:
         hint = "rlx.where chooses by element; np.any(x) and np.all(x) are one bool"
-        raise ShapeError(f"cond: the predicate is {type_}, wanted one bool", hint=hint)
+        raise ShapeError(f"cond: the predicate is {type_}, expected one bool", hint=hint)
     if not is_traced(predicate):
         return (true_fun if bool(predicate) else false_fun)(*operands)
     return _cond(predicate if type_.dtype.is_bool else not_equal(predicate, 0), true_fun, false_fun, *operands)
@@ -299,10 +302,10 @@ def switch(index: Any, branches: Sequence[Fun], *operands: Any) -> Any:
     """Return `branches[index](*operands)`; only the chosen branch runs. An index out of range takes the nearest one."""
     functions = list(branches)
     if not functions or not all(map(callable, functions)):
-        raise GraphError(f"switch: branches are {branches!r}, wanted a list of functions")
+        raise GraphError(f"switch: branches are {branches!r}, expected a list of functions")
     type_ = type_of(index)
     if type_.rank or not type_.dtype.is_integer:
-        raise DTypeError(f"switch: the index is {type_}, wanted one integer", hint="rlx.cond takes a bool")
+        raise DTypeError(f"switch: the index is {type_}, expected one integer", hint="rlx.cond takes a bool")
     if not is_traced(index):
         return functions[min(max(int(index), 0), len(functions) - 1)](*operands)
     try:
@@ -349,7 +352,7 @@ def associative_scan(fn: Fun, elems: Any, reverse: bool = False, axis: int = 0) 
     sizes = {type_of(x).shape[a] for x, a in zip(leaves, axes, strict=True)}
     if len(sizes) != 1 or not isinstance(next(iter(sizes)), int):
         shown = ", ".join(str(type_of(x)) for x in leaves)
-        raise ShapeError(f"associative_scan: elems are {shown}; wanted one static size on axis {axis}")
+        raise ShapeError(f"associative_scan: elems are {shown}; expected one static size on axis {axis}")
     types = [type_of(x) for x in leaves]
 
     def rows(parts: Sequence[Any], key: slice) -> list[Any]:

@@ -12,7 +12,18 @@ import numpy as np
 from rlx.dtypes import dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional.creation import iota, zeros
-from rlx.functional.elementwise import equal, less, logical_or, maximum, minimum, negative, not_equal, where
+from rlx.functional.elementwise import (
+    equal,
+    greater_equal,
+    less,
+    logical_and,
+    logical_or,
+    maximum,
+    minimum,
+    negative,
+    not_equal,
+    where,
+)
 from rlx.functional.operands import as_value, asarray, astype, traced
 from rlx.functional.shapes import broadcast_to, expand_dims, flip, moveaxis, ravel, reshape, roll, transpose
 from rlx.functional.tracers import Traced, current, traces, type_of
@@ -30,20 +41,29 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Any:
     return apply("gather", x, _from_start(indices, size), axis=axis % type_of(x).rank)
 
 
+def _index_hint(is_mask: bool) -> str:
+    return "use rlx.where for masks" if is_mask else "cast them: i.astype('i32')"
+
+
 def _from_start(indices: Any, size: Size) -> Any:
     if not isinstance(indices, Traced) and current() is not None:
         array = np.asarray(indices)
         if array.dtype.kind not in "iu":
-            raise DTypeError(f"index: indices are integers, found {array.dtype}", hint="use rlx.where for masks")
+            raise DTypeError(
+                f"index: indices are integers, found {array.dtype}", hint=_index_hint(array.dtype.kind == "b")
+            )
         if not (array < 0).any():
             return array.astype(np.int32)
     indices = asarray(indices)
     if not type_of(indices).dtype.is_integer:
-        raise DTypeError(f"index: indices are integers, found {type_of(indices)}", hint="use rlx.where for masks")
+        hint = _index_hint(type_of(indices).dtype.is_bool)
+        raise DTypeError(f"index: indices are integers, found {type_of(indices)}", hint=hint)
     trace = current()
     assert trace is not None
     count: Any = build.count(trace.graph, size, type_of(indices).dtype)
-    return where(less(indices, 0), indices + (traced(count) if not isinstance(count, int) else count), indices)
+    shifted = indices + (traced(count) if not isinstance(count, int) else count)
+    below = logical_and(less(indices, 0), greater_equal(shifted, 0))  # an index out of range is reported as it is
+    return where(below, shifted, indices)
 
 
 @eager
@@ -157,7 +177,8 @@ def _integer(k: Any) -> Any:
     try:
         return operator.index(k)
     except TypeError:
-        raise GraphError(f"index: {k!r} is neither an integer, a slice nor an array") from None
+        hint = f"x[{int(k)}]" if isinstance(k, (float, np.floating)) and k == int(k) else None
+        raise GraphError(f"index: {k!r} is neither an integer, a slice nor an array", hint=hint) from None
 
 
 def _sliced(value: Any, axis: int, k: slice) -> Any:
@@ -393,9 +414,8 @@ def _places(x: Any, key: Any) -> Any:
 
 
 def _scatter(op: str, x: Any, key: Any, y: Any) -> Any:
-    places = _places(x, key)
-    rows = astype(broadcast_to(asarray(y), type_of(places).shape), type_of(x).dtype)
-    return reshape(apply(op, ravel(x), ravel(places), ravel(rows)), type_of(x).shape)
+    flat, places, updates = _flat_updates(x, key, y)
+    return reshape(apply(op, flat, places, updates), type_of(x).shape)
 
 
 @eager
@@ -416,16 +436,29 @@ def _may_repeat(key: Any) -> bool:
 
 def _flat_updates(x: Any, key: Any, y: Any) -> tuple[Any, Any, Any]:
     """Return x, the selected places and the updates as flat arrays."""
-    places = _places(x, key)
-    updates = astype(broadcast_to(asarray(y), type_of(places).shape), type_of(x).dtype)
+    places, y = _places(x, key), _of_dtype(x, y)
+    shape = type_of(places).shape
+    try:
+        updates = broadcast_to(y, shape)
+    except ShapeError:
+        selected = type_of(x).with_shape(*shape)
+        raise ShapeError(f"at[...]: an update of {type_of(y)} does not broadcast to the selected {selected}") from None
     return ravel(x), ravel(places), ravel(updates)
+
+
+def _of_dtype(x: Any, y: Any) -> Any:
+    """Return updates y with the dtype of x; raises if that would cut off fractions."""
+    if type_of(y).dtype.is_float and not type_of(x).dtype.is_float:
+        hint = "x.astype('f32') first, or integer updates"
+        raise DTypeError(f"at[...]: an update of {type_of(y)} does not fit {type_of(x)}", hint=hint)
+    return astype(asarray(y), type_of(x).dtype)
 
 
 @eager
 def _at_extreme(x: Any, key: Any, y: Any, largest: bool) -> Any:
     combine = maximum if largest else minimum
     if not _may_repeat(key):
-        return _at_set(x, key, combine(index(x, key), astype(asarray(y), type_of(x).dtype)))
+        return _at_set(x, key, combine(index(x, key), _of_dtype(x, y)))
     flat, places, updates = _flat_updates(x, key, y)
     order = argsort(updates if largest else negative(updates))  # of equal places, scatter writes the last
     places, updates = take(places, order), take(updates, order)
@@ -435,7 +468,7 @@ def _at_extreme(x: Any, key: Any, y: Any, largest: bool) -> Any:
 @eager
 def _at_multiply(x: Any, key: Any, y: Any) -> Any:
     if not _may_repeat(key):
-        return _at_set(x, key, index(x, key) * astype(asarray(y), type_of(x).dtype))
+        return _at_set(x, key, index(x, key) * _of_dtype(x, y))
     flat, places, product_ = _products(x, key, y)
     return reshape(apply("scatter", flat, places, take(flat, places) * product_), type_of(x).shape)
 
@@ -445,7 +478,7 @@ def _at_divide(x: Any, key: Any, y: Any) -> Any:
     if not type_of(x).dtype.is_float:
         raise DTypeError(f"at: divide takes floats, found {type_of(x)}", hint="cast with x.astype('f32')")
     if not _may_repeat(key):
-        return _at_set(x, key, index(x, key) / astype(asarray(y), type_of(x).dtype))
+        return _at_set(x, key, index(x, key) / _of_dtype(x, y))
     flat, places, product_ = _products(x, key, y)
     return reshape(apply("scatter", flat, places, take(flat, places) / product_), type_of(x).shape)
 

@@ -13,6 +13,7 @@ import numpy as np
 from rlx.backends.base import device as find_device
 from rlx.errors import GraphError, nearest
 from rlx.functional import tree
+from rlx.functional.absent_keywords import without
 from rlx.functional.cache_keys import TypeReader, Unkeyable, typed
 from rlx.functional.graph_values import on_values
 from rlx.functional.tracers import current, is_weak
@@ -129,7 +130,7 @@ class Jitted:
             if before is not None and after is not None and after[0] == before[0]:
                 _shared.put(shared_key, call, before[1])
         else:
-            reason += "; the program of another rlx.jit of it is used"
+            reason += "; reuses the program of an earlier rlx.jit of the same function"
         self.history.append(reason)
         self.compiled[key] = call
         return call
@@ -287,6 +288,9 @@ def _signature(function: Fun) -> inspect.Signature:
         return inspect.signature(lambda *args, **kwargs: None)
 
 
+_DONATE = "results own their memory; training steps of rlx.train update parameters in place"
+
+
 @overload
 def jit(function: Fun) -> Jitted: ...
 @overload
@@ -299,6 +303,10 @@ def jit(
     function: Fun, *, dims: Mapping[str, Any] | None = None, static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (), device: str = "cpu",
 ) -> Jitted: ...  # fmt: skip
+@without(
+    donate_argnums=_DONATE, donate_argnames=_DONATE, backend='device="cpu" chooses where it runs',
+    inline="a jitted function is inlined into the traced function that calls it",
+)  # fmt: skip
 def jit(
     function: Fun | None = None, *, dims: Mapping[str, Any] | None = None, static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (), device: str = "cpu",

@@ -103,10 +103,12 @@ def cholesky(a: Any, upper: bool = False) -> Any:
 def solve(a: Any, b: Any) -> Any:
     """x with a x = b. A vector b is one right-hand side; more axes are a batch of matrices."""
     a, b = float_operands(_square("solve", a), b)
-    vector = type_of(b).rank == 1
+    vector, right_type = type_of(b).rank == 1, type_of(b)
     b = expand_dims(b, 1) if vector else b
     if type_of(a).shape[-1] != type_of(b).shape[-2]:
-        raise ShapeError(f"linalg.solve: sizes differ, {type_of(a)} and {type_of(b)}")
+        raise ShapeError(
+            f"linalg.solve: sizes differ, {type_of(a)} and {right_type}", hint="one row of b for each row of a"
+        )
     batch = broadcast(type_of(a).shape[:-2], type_of(b).shape[:-2], where="linalg.solve")
     lu, _, order = apply("lu", a)
     lu, order = (broadcast_to(x, (*batch, *type_of(x).shape[n:])) for x, n in ((lu, -2), (order, -1)))
@@ -189,7 +191,7 @@ def _swap_sign(pivots: Any, like: Any) -> Any:
 def qr(a: Any, mode: str = "reduced") -> Any:
     """Q with orthonormal columns and upper triangular R, with a = Q R; mode is 'reduced', 'complete' or 'r'."""
     if mode not in ("reduced", "complete", "r"):
-        raise GraphError(f"linalg.qr: mode is {mode!r}, wanted 'reduced', 'complete' or 'r'")
+        raise GraphError(f"linalg.qr: mode is {mode!r}, expected 'reduced', 'complete' or 'r'")
     q, r = apply("qr", _matrices("qr", a), complete=mode == "complete")
     return r if mode == "r" else QRResult(q, r)
 

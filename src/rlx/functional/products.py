@@ -75,15 +75,20 @@ def einsum(subscripts: str, *operands: Any) -> Any:
     terms, _, result = subscripts.replace(" ", "").partition("->")
     inputs = terms.split(",")
     if len(inputs) != len(operands):
-        raise GraphError(f"einsum: {subscripts!r} has {len(inputs)} operands, got {len(operands)}")
+        raise GraphError(f"einsum: {subscripts!r} has {len(inputs)} operands, found {len(operands)}")
     if "->" not in subscripts:
         every = "".join(inputs)
         result = "".join(sorted(c for c in set(every) if every.count(c) == 1))
-    pairs = []
+    pairs, sizes = [], dict[str, Size]()
     for letters, x in zip(inputs, operands, strict=True):
         x = asarray(x)
         if len(letters) != type_of(x).rank or (letters and not letters.isalpha()):
             raise GraphError(f"einsum: {letters!r} does not name the axes of {type_of(x)}", hint="one letter per axis")
+        for c, size in zip(letters, type_of(x).shape, strict=True):
+            known = sizes.setdefault(c, size)
+            if isinstance(known, int) and isinstance(size, int) and known != size:
+                shown = ", ".join(f"{term}: {type_of(o)}" for term, o in zip(inputs, operands, strict=True))
+                raise ShapeError(f"einsum: {c!r} of {subscripts!r} has the sizes {known} and {size}", notes=[shown])
         pairs.append(_diagonal(letters, x))
     for c in result:
         if c not in terms or result.count(c) > 1:

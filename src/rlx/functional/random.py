@@ -74,9 +74,9 @@ def key(seed: int) -> Any:
     """Make a key from an integer seed."""
     if is_traced(seed):
         hint = "make keys outside and pass them in, or derive one: rlx.random.fold_in(key, data)"
-        raise GraphError("random.key: the seed is a traced number, wanted a Python integer", hint=hint)
+        raise GraphError("random.key: the seed is a traced number, expected a Python integer", hint=hint)
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**64:
-        raise GraphError(f"random.key: seed is {seed!r}, wanted an integer from 0 to 2^64 - 1")
+        raise GraphError(f"random.key: seed is {seed!r}, expected an integer from 0 to 2^64 - 1")
     return np.array([int(seed) & 0xFFFFFFFF, int(seed) >> 32], np.uint32)
 
 
@@ -118,7 +118,7 @@ def randint(key: Any, shape: Shape, minval: Any, maxval: Any, dtype: Any = "i32"
     """Integers in [minval, maxval), uniform up to the bias of a 32-bit modulo; the bounds may be arrays."""
     for name, value in (("minval", minval), ("maxval", maxval)):
         if isinstance(value, bool) or not type_of(value).dtype.is_integer:
-            raise GraphError(f"random.randint: {name} is {value!r}, wanted an integer")
+            raise GraphError(f"random.randint: {name} is {value!r}, expected an integer")
     if isinstance(minval, int) and isinstance(maxval, int) and not 0 < maxval - minval <= 2**31:
         raise GraphError(f"random.randint: from {minval} to {maxval} is not a range of 1 to 2^31 numbers")
     wide = astype(apply("random_bits", key, shape=_shape(shape)), "i64")
@@ -257,7 +257,7 @@ def dirichlet(key: Any, alpha: Any, shape: Shape | None = None, dtype: Any = "f3
     """Dirichlet-distributed rows, on the last axis, which add up to 1; `shape` is that of the other axes."""
     type_ = type_of(alpha)
     if type_.rank == 0:
-        raise ShapeError(f"random.dirichlet: alpha is {type_}, wanted an axis of classes")
+        raise ShapeError(f"random.dirichlet: alpha is {type_}, expected an axis of classes")
     rows = type_.shape[:-1] if shape is None else _shape(shape)
     values = gamma(key, alpha, (*rows, type_.shape[-1]))
     return astype(values / sum(values, -1, keepdims=True), dtype)

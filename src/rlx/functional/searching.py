@@ -44,7 +44,7 @@ def _static_size(where_: str, x: Any) -> int:
 def searchsorted(a: Any, v: Any, side: str = "left", sorter: Any = None) -> Any:
     """Positions in the sorted vector `a` at which the elements of `v` keep it sorted, by binary search."""
     if side not in ("left", "right"):
-        raise GraphError(f"searchsorted: side is {side!r}, wanted 'left' or 'right'")
+        raise GraphError(f"searchsorted: side is {side!r}, expected 'left' or 'right'")
     a = take(a, sorter) if sorter is not None else asarray(a)
     size = _static_size("searchsorted", a)
     v = asarray(v)

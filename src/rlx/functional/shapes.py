@@ -320,7 +320,7 @@ def broadcast_arrays(*xs: Any) -> Any:
 def meshgrid(*xs: Any, indexing: str = "xy") -> Any:
     """Coordinates of a grid, one array per vector; 'xy' swaps the first two axes."""
     if indexing not in ("xy", "ij"):
-        raise GraphError(f"meshgrid: indexing is {indexing!r}, wanted 'xy' or 'ij'")
+        raise GraphError(f"meshgrid: indexing is {indexing!r}, expected 'xy' or 'ij'")
     vectors = [reshape(asarray(x), -1) for x in xs]
     axes = list(range(len(vectors)))
     if indexing == "xy" and len(axes) > 1:

@@ -74,7 +74,7 @@ def _quantile(x: Any, q: Any, axis: Axis, method: str, keepdims: bool, *, ignore
         raise GraphError(f"quantile: method is {method!r}", hint=", ".join(METHODS))
     q = q if is_traced(q) else np.asarray(q, np.float64)
     if not is_traced(q) and not ((q >= 0) & (q <= 1)).all():
-        raise GraphError(f"quantile: q is {q}, wanted numbers from 0 to 1", hint="percentile takes 0 to 100")
+        raise GraphError(f"quantile: q is {q}, expected numbers from 0 to 1", hint="percentile takes 0 to 100")
     x = floats(asarray(x))
     axes = axes_of(axis, type_of(x).rank, "quantile")
     rest = [a for a in range(type_of(x).rank) if a not in axes]

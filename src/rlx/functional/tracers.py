@@ -148,7 +148,10 @@ def _leaked(x: Traced) -> NoReturn:
     raise GraphError(f"{x!r}: is used outside of the traced function that created it", hint=hint)
 
 
+_ARRAYS = "arrays, numbers and trees of them"
+_NO_COMPLEX = "there are no complex numbers: compute with two real arrays, the real and the imaginary part"
 _NEEDS_DATA = "It has no data while it is traced: return it from the function, or use rlx.debug.print."
+_SETS = "instead of array[0] = x of a NumPy array: array = rlx.at(array)[0].set(x)"
 _STATIC_SIZE = "a size is a Python number: pass it as a static argument, rlx.jit(f, static_argnums=...)"
 
 
@@ -209,23 +212,27 @@ class Traced(Operators):
         self._unknown("truth value", "use rlx.where to choose numbers, rlx.cond or rlx.while_loop to choose code")
 
     def __int__(self) -> int:
-        self._unknown("int", "a number that code depends on is a static argument: rlx.jit(f, static_argnums=...)")
+        self._unknown(
+            "value for int()", "a number that code depends on is a static argument: rlx.jit(f, static_argnums=...)"
+        )
 
     def __index__(self) -> int:
-        reads = "rlx.at(array)[i:i + 2].get() reads a NumPy array"
-        self._unknown("index", f"{reads}, rlx.switch chooses a function, rlx.fori_loop loops up to it; {_STATIC_SIZE}")
+        loops = "range(n): rlx.fori_loop loops up to it; array[i] of a NumPy array: rlx.at(array)[i:i + 2].get()"
+        hint = f"{loops}; functions[i]: rlx.switch chooses; {_STATIC_SIZE}"
+        self._unknown("value for an index or a size", hint)
 
     def __float__(self) -> float:
-        self._unknown("float", "rlx and NumPy functions accept it as it is")
+        self._unknown("value for float()", f"rlx and NumPy functions accept it as it is; {_SETS}")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         hint = "np.stack([x, y]) and rlx.numpy.array([x, y]) accept it, np.array([x, y]) does not"
+        hint = f"{hint}; {_SETS}"
         if self.value.dtype.is_integer:
             reads = "rlx.at(array)[i, 0].get() is array[i, 0], rlx.take(array, i) is np.take(array, i) of a NumPy array"
             hint = f"{reads}; {hint}"
         elif self.value.dtype.is_bool:
             hint = f"array[mask] has a size that depends on data: rlx.where(mask, array, 0.0) keeps the shape; {hint}"
-        self._unknown("numbers", hint)
+        self._unknown("values for NumPy", hint)
 
     def __format__(self, spec: str) -> str:
         if spec:
@@ -322,9 +329,11 @@ def as_array(x: Any) -> Array:
     try:
         array = np.asarray(x)
     except (TypeError, ValueError) as error:
-        raise DTypeError(f"{type(x).__name__}: is not an array", hint="arrays, numbers and trees of them") from error
+        raise DTypeError(f"{type(x).__name__}: is not an array", hint=_ARRAYS) from error
     if array.dtype.kind not in "biuf":
-        raise DTypeError(f"{type(x).__name__}: is not an array", hint="arrays, numbers and trees of them")
+        raise DTypeError(
+            f"{type(x).__name__}: is not an array", hint=_NO_COMPLEX if array.dtype.kind == "c" else _ARRAYS
+        )
     return array.astype({"b": np.bool_, "i": np.int32, "u": np.int32}.get(array.dtype.kind, np.float32))
 
 

@@ -114,8 +114,11 @@ def leaf_type(where: str, leaf: Any, name: str) -> TensorType:
             hint = "a traced function returns arrays, numbers and trees of them"
         else:
             hint = "bind Python values first, with functools.partial or a lambda"
-        description = f"{name} is a {type(leaf).__name__}"
-        raise DTypeError(f"{where}: {description}, wanted an array, a number or a tree of them", hint=hint) from None
+        if name == "self":
+            hint = "rlx.tree.register its class, or make it a dataclass; static_argnames='self' if it never changes"
+        kind = type(leaf).__name__
+        description = f"self is an object of class {kind}" if name == "self" else f"{name} is a {kind}"
+        raise DTypeError(f"{where}: {description}, expected an array, a number or a tree of them", hint=hint) from None
 
 
 def trace_leaves(

@@ -160,8 +160,11 @@ def _value_and_grad(function: Fun, argnums: int | Sequence[int], has_aux: bool, 
         loss = traced.structure.children[0] if has_aux else traced.structure
         if loss.leaves != 1 or outputs[0].type.elements != 1:
             shown = ", ".join(str(o.type) for o in outputs[: loss.leaves]) or "no array"
-            problem = f"grad: {describe(function)} returns {shown}, wanted one float"
-            raise ShapeError(problem, hint="sum it, or use jacrev" if loss.leaves else "does it end in a return?")
+            problem = f"grad: {describe(function)} returns {shown}, expected one float"
+            hint = "sum it, or use jacrev" if loss.leaves else "does it end in a return?"
+            if loss.kind is tuple and len(loss.children) == 2 and loss.children[0].leaves == 1:
+                hint = "has_aux=True if the function returns a pair of the value and other results"
+            raise ShapeError(problem, hint=hint)
         names = [_name(traced.graph, i) for i in which]
 
         def transform() -> Graph:
@@ -222,7 +225,7 @@ def _check_types(where: str, paths: Sequence[str], values: Sequence[Any], wanted
     for path, x, t in zip(paths, cast, wanted, strict=True):
         if t.dtype.is_float and type_of(x) != t:
             hint = "it has the shape and dtype of the value that it belongs to; f64 is the dtype of np.ones"
-            raise ShapeError(f"{where}: {path} is {type_of(x)}, wanted {t}", hint=hint)
+            raise ShapeError(f"{where}: {path} is {type_of(x)}, expected {t}", hint=hint)
     return cast
 
 
@@ -294,7 +297,7 @@ def _need_tuples(where: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if type(value) not in (tuple, list):
             hint = f"a tuple with one entry per argument: rlx.{where}(f, (x,), (tangent,))"
-            raise GraphError(f"{where}: {name} is a {type(value).__name__}, wanted a tuple", hint=hint)
+            raise GraphError(f"{where}: {name} is a {type(value).__name__}, expected a tuple", hint=hint)
 
 
 def hvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -364,6 +367,9 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         names = names_of(function, args, kwargs)
         for i, (type_, axis) in enumerate(zip(leaf_types("vmap", leaves, names), axes, strict=True)):
             if axis is not None:
+                if not type_.rank:
+                    hint = "vmap needs an axis to batch over; in_axes=None is for an argument that is shared"
+                    raise ShapeError(f"vmap: {names[i]} is {type_}, one number", hint=hint)
                 axis = axes[i] = axis_index(axis, type_.rank, f"vmap: {names[i]}")
                 sizes[names[i]] = type_.shape[axis]
                 type_ = type_.with_shape(*type_.shape[:axis], *type_.shape[axis + 1 :])

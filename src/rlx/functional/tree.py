@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from rlx.dtypes import DType
 from rlx.errors import GraphError, nearest
 from rlx.fork_safe_locks import cached_property
+from rlx.functional.absent_keywords import without
 from rlx.types import TensorType
 
 LEAF = "leaf"
@@ -229,6 +230,7 @@ def structure(tree: Any) -> Structure:
     return flatten(tree)[1]
 
 
+@without(is_leaf="rlx.tree.register makes a class of your own a container; all other objects are leaves")
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Apply a function to each leaf, together with the leaves of other trees of the same structure."""
     first, shape = flatten(tree)

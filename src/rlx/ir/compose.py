@@ -39,7 +39,7 @@ def expand_decomposition(
     body, results = _build(definition.name, decompose, operands, attrs)
     where = f"op {definition.name}: its decomposition"
     if not all(isinstance(v, Value) and v.graph is body for v in results):
-        raise LowerError(f"{where} gives {results!r}, wanted values made of its operands", hint=definition.place)
+        raise LowerError(f"{where} gives {results!r}, expected values made of its operands", hint=definition.place)
     actual = tuple(v.type for v in results)
     if actual != wanted:
         have, want = ("; ".join(map(str, types)) for types in (actual, wanted))

@@ -80,7 +80,7 @@ class ControlBuilders:
         """The result of `scan`. Its gradient stores `num_checkpoints` carries and recomputes the others."""
         for name, value in (("length", length), ("num_checkpoints", num_checkpoints)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise GraphError(f"scan_checkpointed: {name} is {value!r}, wanted a number of steps")
+                raise GraphError(f"scan_checkpointed: {name} is {value!r}, expected a number of steps")
         if not 1 <= num_checkpoints <= length:
             hint = f"choose from 1 to {length}; scan keeps all"
             raise GraphError(f"scan_checkpointed: {num_checkpoints} checkpoints for {length} steps", hint=hint)
@@ -211,7 +211,7 @@ def _one_carry(body: Graph) -> Graph:
     _need_graph("scan", "its body", body)
     if len(body.outputs) != 1:
         hint = "scan_general takes several carries and ys"
-        raise GraphError(f"scan: graph {body.name!r} gives {len(body.outputs)} values, wanted one carry", hint=hint)
+        raise GraphError(f"scan: graph {body.name!r} gives {len(body.outputs)} values, expected one carry", hint=hint)
     return body
 
 
@@ -255,10 +255,10 @@ class _Sweep:
         wanted = 2 + len(self.xs)
         if len(names) != wanted:
             contents = "a carry, a row of each xs and d_output"
-            raise GraphError(f"{self.where}: body_vjp has {len(names)} inputs, wanted {wanted}: {contents}")
+            raise GraphError(f"{self.where}: body_vjp has {len(names)} inputs, expected {wanted}: {contents}")
         if len(self.body_vjp.outputs) != wanted - 1:
             count = len(self.body_vjp.outputs)
-            raise GraphError(f"{self.where}: body_vjp gives {count} gradients, wanted {wanted - 1}: carry and xs")
+            raise GraphError(f"{self.where}: body_vjp gives {count} gradients, expected {wanted - 1}: carry and xs")
         if self.recomputes:
             if not isinstance(self.length, int) or not 0 < self.checkpoints < self.length:
                 raise GraphError(f"{self.where}: {self.checkpoints} checkpoints for {self.length} steps")
@@ -273,7 +273,7 @@ class _Sweep:
         ):
             if value.shape != shape:
                 shown = carry.with_shape(*shape)
-                raise ShapeError(f"{self.where}: {name} is {value.type}, wanted {shown} for a carry {carry}")
+                raise ShapeError(f"{self.where}: {name} is {value.type}, expected {shown} for a carry {carry}")
 
     def gradients(self, into: Graph, carry: Value, row: Sequence[Value], d_output: Value) -> tuple[Value, ...]:
         """Inlines `body_vjp` into another body and returns its gradients."""

@@ -60,7 +60,7 @@ class CustomBuilders:
         count = len(getattr(fwd_body, "outputs", (None,)))
         if count != 1:
             hint = "custom_fn_multi has several"
-            raise GraphError(f"custom_fn: fwd_body: has {count} outputs, wanted 1", hint=hint)
+            raise GraphError(f"custom_fn: fwd_body: has {count} outputs, expected 1", hint=hint)
         return self._custom(inputs, fwd_body, vjp_body, jvp_body)[0]
 
     def custom_fn_multi(

@@ -70,7 +70,7 @@ class QuantBuilders:
         where, packed = "dequant_matmul", scheme.packed
         assert packed is not None
         if w.node.op != "param":
-            raise DTypeError(f"{where}: w is {w.type}, wanted {packed}[n, k] or a param")
+            raise DTypeError(f"{where}: w is {w.type}, expected {packed}[n, k] or a param")
         k = x.shape[-1] if x.rank else 0
         if not isinstance(k, int) or k % packed.block:
             raise ShapeError(f"{where}: k is {k}, not whole blocks of {packed.block} ({scheme})")
@@ -94,7 +94,7 @@ def _rows(declared: TensorType, k: int, scheme: QuantScheme) -> Size:
         return shape[0]
     if declared.dtype is U8 and len(shape) == 1 and isinstance(shape[0], int) and row and shape[0] % row == 0:
         return shape[0] // row
-    raise ShapeError(f"dequant_matmul: w is {declared}, wanted [n, {k}], or u8[n, {row}] for the bytes of {scheme}")
+    raise ShapeError(f"dequant_matmul: w is {declared}, expected [n, {k}], or u8[n, {row}] for the bytes of {scheme}")
 
 
 def _as_matrix(x: Value, w: Value, scheme: QuantScheme) -> Value:

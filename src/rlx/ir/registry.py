@@ -212,7 +212,7 @@ def result_types(
         raise GraphError(f"{definition.name}: cannot be typed, {error}") from error
     types = inferred if isinstance(inferred, tuple) else (inferred,)
     if not types or not all([isinstance(t, TensorType) for t in types]):
-        raise GraphError(f"{definition.name}: its type rule gives {inferred!r}, wanted a TensorType or several")
+        raise GraphError(f"{definition.name}: its type rule gives {inferred!r}, expected a TensorType or several")
     return types
 
 

@@ -21,7 +21,7 @@ def pair(where: str, name: str, value: int | Pair, minimum: int) -> Pair:
     """One number for both axes, or one per axis."""
     both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(both) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < minimum for v in both):
-        raise GraphError(f"{where}: {name} is {value!r}, wanted one or two integers from {minimum}")
+        raise GraphError(f"{where}: {name} is {value!r}, expected one or two integers from {minimum}")
     return both
 
 
@@ -89,9 +89,9 @@ def conv2d(
         raise ShapeError(f"conv2d: weight {weight} cannot be split into {groups} groups of fixed sizes")
     if 0 in kernel:
         raise ShapeError(f"conv2d: the kernels of weight {weight} have no elements")
-    require_equal(x.shape[1], inside * groups, f"conv2d: x {x} has {x.shape[1]} channels, wanted {inside} · {groups}")
+    require_equal(x.shape[1], inside * groups, f"conv2d: x {x} has {x.shape[1]} channels, expected {inside} · {groups}")
     if bias is not None and bias.shape != (out,):
-        raise ShapeError(f"conv2d: bias is {bias}, wanted [{out}]")
+        raise ShapeError(f"conv2d: bias is {bias}, expected [{out}]")
     settings = zip(
         x.shape[2:], fixed[2:], pair("conv2d", "stride", stride, 1), pair("conv2d", "padding", padding, 0),
         pair("conv2d", "dilation", dilation, 1), strict=True,
@@ -178,7 +178,7 @@ def conv1d(
     rows = [t.with_shape(*t.shape[:2], 1, t.shape[2]) for t in (x, weight)]
     for name, value, minimum in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if not isinstance(value, int):
-            raise GraphError(f"conv1d: {name} is {value!r}, wanted an integer from {minimum}")
+            raise GraphError(f"conv1d: {name} is {value!r}, expected an integer from {minimum}")
     y = conv2d.rule(rows[0], rows[1], bias, groups=groups, **_row_settings(stride, padding, dilation))
     assert isinstance(y, TensorType)
     return y.with_shape(y.shape[0], y.shape[1], y.shape[3])
@@ -214,5 +214,5 @@ def pool1d(x: TensorType, *, kind: str, kernel: int, stride: int | None = None, 
     window = {"kernel": (kernel, 1), "stride": (kernel if stride is None else stride, 1), "padding": (padding, 0)}
     for name, (value, minimum) in window.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise GraphError(f"pool1d: {name} is {value!r}, wanted an integer from {minimum}")
+            raise GraphError(f"pool1d: {name} is {value!r}, expected an integer from {minimum}")
     return _pool_type("pool1d", x, kind, (kernel,), (kernel if stride is None else stride,), (padding,))

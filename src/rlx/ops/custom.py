@@ -24,7 +24,7 @@ Types = Sequence[TensorType]
 # -- checks -----------------------------------------------------------------------------------------------------------
 def _check_graph(where: str, body: Any) -> None:
     if not isinstance(body, Graph):
-        raise GraphError(f"{where}: is a {type(body).__name__}, wanted a Graph")
+        raise GraphError(f"{where}: is a {type(body).__name__}, expected a Graph")
     for leaf in body.nodes:
         if leaf.op in ("param", "state"):
             hint = "declare it as an input of the body and hand the value in as an operand"
@@ -47,7 +47,7 @@ def _like(where: str, actual: TensorType, label: str, wanted: TensorType) -> Non
 
 def _check_count(where: str, noun: str, count: int, wanted: int, why: str) -> None:
     if count != wanted:
-        raise GraphError(f"{where}: has {count} {noun}, wanted {wanted}: {why}")
+        raise GraphError(f"{where}: has {count} {noun}, expected {wanted}: {why}")
 
 
 def _check_forward(body: Graph, operands: Types) -> tuple[TensorType, ...]:
@@ -57,7 +57,7 @@ def _check_forward(body: Graph, operands: Types) -> tuple[TensorType, ...]:
     for i, (node, operand) in enumerate(zip(body.inputs, operands, strict=True)):
         _same(f"{where}: input {node.attrs['name']!r}", node.types[0], f"operand {i}", operand)
     if not body.outputs:
-        raise GraphError(f"{where}: has 0 outputs, wanted at least 1", hint="call set_outputs on it")
+        raise GraphError(f"{where}: has 0 outputs, expected at least 1", hint="call set_outputs on it")
     return tuple(o.type for o in body.outputs)
 
 

@@ -45,7 +45,7 @@ def _check_training(where: str, x: TensorType, scale: TensorType | None, bits: i
     if not x.dtype.is_float:
         raise DTypeError(f"{where}: takes floats, found {x}")
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
-        raise GraphError(f"{where}: bits is {bits!r}, wanted 2 to 16")
+        raise GraphError(f"{where}: bits is {bits!r}, expected 2 to 16")
     if axis is not None:
         axis_index(axis, x.rank, where)
     if scale is not None:
@@ -121,7 +121,7 @@ def running_scale(
     """
     _check_training("running_scale", x, state, bits, axis)
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-        raise GraphError(f"running_scale: decay is {decay!r}, wanted 0 to 1")
+        raise GraphError(f"running_scale: decay is {decay!r}, expected 0 to 1")
     return state
 
 
@@ -182,9 +182,9 @@ def fake_quantise_grad(
     _check_training("fake_quantise_grad", x, scale, bits, axis)
     require_shape("fake_quantise_grad", "dy", dy, x.shape)
     if dy.dtype is not x.dtype:
-        raise DTypeError(f"fake_quantise_grad: dy is {dy}, wanted the type of x, {x}")
+        raise DTypeError(f"fake_quantise_grad: dy is {dy}, expected the type of x, {x}")
     if ste not in ESTIMATORS:
-        raise GraphError(f"fake_quantise_grad: ste is {ste!r}, wanted {', '.join(ESTIMATORS)}")
+        raise GraphError(f"fake_quantise_grad: ste is {ste!r}, expected {', '.join(ESTIMATORS)}")
     return dy
 
 
@@ -222,5 +222,5 @@ def fake_quantise_scale_grad(
     _check_training("fake_quantise_scale_grad", x, scale, bits, axis)
     require_shape("fake_quantise_scale_grad", "dy", dy, x.shape)
     if dy.dtype is not x.dtype:
-        raise DTypeError(f"fake_quantise_scale_grad: dy is {dy}, wanted the type of x, {x}")
+        raise DTypeError(f"fake_quantise_scale_grad: dy is {dy}, expected the type of x, {x}")
     return scale

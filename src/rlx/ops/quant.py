@@ -46,7 +46,7 @@ def scale_shape(where: str, shape: tuple[Size, ...], scheme: QuantScheme) -> tup
 
 
 def require_shape(where: str, name: str, operand: TensorType, shape: tuple[Size, ...]) -> None:
-    wanted = f"{where}: {name} is {operand}, wanted [{', '.join(map(str, shape))}]"
+    wanted = f"{where}: {name} is {operand}, expected [{', '.join(map(str, shape))}]"
     if operand.rank != len(shape):
         raise ShapeError(wanted)
     for have, want in zip(operand.shape, shape, strict=True):
@@ -59,9 +59,9 @@ def check_scales(
 ) -> None:  # fmt: skip
     """Check scales, per tensor, per index of an axis or per block; zero points have the layout of scales."""
     if not scale.dtype.is_float:
-        raise DTypeError(f"{where}: scale is {scale}, wanted floats")
+        raise DTypeError(f"{where}: scale is {scale}, expected floats")
     if zp is not None and zp.dtype.is_bool:
-        raise DTypeError(f"{where}: zp is {zp}, wanted numbers")
+        raise DTypeError(f"{where}: zp is {zp}, expected numbers")
     if scheme is not None:
         wanted = scale_shape(where, shape, scheme)
     else:
@@ -254,10 +254,10 @@ def _check_float_blocks(
     where: str, shape: tuple[Size, ...], scale: TensorType | None, zp: TensorType | None, scheme: QuantScheme
 ) -> None:
     if scale is None or scale.dtype is not U8:
-        raise DTypeError(f"{where}: scale of {scheme} is {scale}, wanted u8, the bytes of E4M3 floats")
+        raise DTypeError(f"{where}: scale of {scheme} is {scale}, expected u8, the bytes of E4M3 floats")
     require_shape(where, "scale", scale, scale_shape(where, shape, scheme))
     if zp is not None and (zp.rank or not zp.dtype.is_float):
-        raise ShapeError(f"{where}: zp of {scheme} is {zp}, wanted one float, the scale of all blocks")
+        raise ShapeError(f"{where}: zp of {scheme} is {zp}, expected one float, the scale of all blocks")
 
 
 @op(
@@ -404,7 +404,7 @@ def dequant_matmul(
     """
     parsed = QuantScheme(scheme)
     if not x.dtype.is_float:
-        raise DTypeError(f"dequant_matmul: x is {x}, wanted floats")
+        raise DTypeError(f"dequant_matmul: x is {x}, expected floats")
     if parsed.packed is None:
         matrix = dequantise.rule(w, scale, zp, scheme=scheme)
     else:

@@ -36,14 +36,14 @@ def check_shape(where: str, name: str, operand: TensorType | None, *shape: Size)
         return
     wanted = f"[{', '.join(map(str, shape))}]"
     if operand.rank != len(shape):
-        raise ShapeError(f"{where}: {name} is {operand}, wanted {wanted}")
+        raise ShapeError(f"{where}: {name} is {operand}, expected {wanted}")
     for have, want in zip(operand.shape, shape, strict=True):
-        require_equal(have, want, f"{where}: {name} is {operand}, wanted {wanted}")
+        require_equal(have, want, f"{where}: {name} is {operand}, expected {wanted}")
 
 
 def check_state_size(where: str, n: Any) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ShapeError(f"{where}: state_size is {n!r}, wanted an integer from 1")
+        raise ShapeError(f"{where}: state_size is {n!r}, expected an integer from 1")
 
 
 def chunks_of(seq: Size, chunk: int) -> Size:
@@ -54,7 +54,7 @@ def chunks_of(seq: Size, chunk: int) -> Size:
 def checked_chunks(where: str, seq: Size, chunk: Any) -> Size:
     """`chunks_of` for an unchecked chunk size."""
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ShapeError(f"{where}: chunk is {chunk!r}, wanted an integer from 1")
+        raise ShapeError(f"{where}: chunk is {chunk!r}, expected an integer from 1")
     return chunks_of(seq, chunk)
 
 

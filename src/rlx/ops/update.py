@@ -39,17 +39,17 @@ def _check_like(where: str, name: str, tensor: TensorType, other: str, wanted: T
 def _check_numbers(where: str, **numbers: TensorType | None) -> None:
     for name, number in numbers.items():
         if number is not None and (number.rank or not number.dtype.is_float):
-            raise ShapeError(f"{where}: {name} is {number}, wanted one float")
+            raise ShapeError(f"{where}: {name} is {number}, expected one float")
 
 
 def _check_share(where: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise GraphError(f"{where}: {name} is {value!r}, wanted 0 <= {name} < 1")
+        raise GraphError(f"{where}: {name} is {value!r}, expected 0 <= {name} < 1")
 
 
 def _check_size(where: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise GraphError(f"{where}: {name} is {value!r}, wanted a number from 0")
+        raise GraphError(f"{where}: {name} is {value!r}, expected a number from 0")
 
 
 # -- assign -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.backends.base import Backend, Buffer, Device, Executable, InputSpec, bytes_of
+from rlx.backends.base import Backend, Buffer, Device, Enqueued, Executable, InputSpec, bytes_of
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.fork_safe_locks import Lock, cached_property
 from rlx.free_memory import require, writable
@@ -90,6 +90,7 @@ class CompiledGraph:
         self._lock = Lock(reentrant=True)
         self._params: dict[str, Any] = dict(params or {})
         self._sources_of = sources
+        self._uploaded: Callable[[str, int], None] | None = None
         self._stale = not bound
         self._sized = any(map(has_symbols, self.param_types.values()))  # whether weights determine symbol sizes
         self._inputs = input_specs(signature)
@@ -161,9 +162,17 @@ class CompiledGraph:
         check_fixed("param", name, buffer, type_)
         return buffer
 
-    def prepare(self) -> None:
-        """Compute the derived weights now rather than in the first run."""
-        self._ensure_bound()
+    def prepare(self, uploaded: Callable[[str, int], None] | None = None) -> None:
+        """Bind weights now rather than in the first run.
+
+        `uploaded` is called with the name and the bytes of each weight that was copied to the device.
+        """
+        with self._lock:
+            self._uploaded = uploaded
+            try:
+                self._ensure_bound()
+            finally:
+                self._uploaded = None
 
     def known_params(self) -> Mapping[str, Any]:
         """The weights as they were set, or as the model's files have them; empty if neither is available."""
@@ -217,7 +226,16 @@ class CompiledGraph:
             weights |= zip(recipes, derived, strict=True)
         if self._sized:  # cached sizes belong to the old weights
             self._known, self._last = {}, None
-        self.executable.bind({n: self._store.on_device(weights[n]) for n in self.executable.reads})
+        self.executable.bind(self._on_device(self.executable.reads, weights))
+
+    def _on_device(self, names: Iterable[str], weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights in device memory; those of the host are uploaded, which `prepare` may report."""
+        buffers: dict[str, Any] = {}
+        for name in names:
+            buffers[name] = self._store.on_device(weights[name], name)
+            if buffers[name] is not weights[name] and self._uploaded is not None:
+                self._uploaded(name, buffers[name].nbytes)
+        return buffers
 
     def _derive(self) -> list[Any]:
         """Run the bind program."""
@@ -225,8 +243,9 @@ class CompiledGraph:
         binder = self.parts.binder()
         sizes = solve_symbols(self._param_leaves(binder.reads), self._limits)
         key = tuple(sizes[s] for s in binder.symbols)
-        require(f"weights of {self.name!r}", bytes_of(binder.outputs(key)))
-        binder.bind({n: self._store.on_device(self._params[n]) for n in binder.reads})
+        if self.allocator.is_host:  # other devices say what they lack
+            require(f"weights of {self.name!r}", bytes_of(binder.outputs(key)))
+        binder.bind(self._on_device(binder.reads, self._params))
         derived = binder.run(key, [])
         binder.bind({})  # releases the sources and its arena
         return derived
@@ -246,6 +265,19 @@ class CompiledGraph:
                 return repeated
         with self._run_lock():
             return self._run(inputs, trace)
+
+    def enqueue(self, inputs: Mapping[str, Any], read: Sequence[int]) -> Enqueued:
+        """Start a run, which may still be under way when this returns; `read()` of the result waits for it.
+
+        `read` has the indices of the outputs that the host will ask for. All outputs can be inputs of later runs.
+        """
+        if not self.target.runs_behind or nan_switch.watching:
+            return Enqueued(self.run(inputs), read)
+        with self._run_lock():
+            self._ensure_bound()
+            buffers, key = self._prepare(inputs)
+            self._last = key
+            return self.executable.enqueue(key, buffers, read)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Run on inputs by name and return the list of outputs; an exported function is called as it was written."""
@@ -368,7 +400,7 @@ class CompiledGraph:
         last = None if self._stale else self._last
         if inputs is None and last is not None:
             sizes = dict(zip(self.executable.symbols, last, strict=True))
-            inputs = {n: stand_in(t, sizes) for n, t in self.input_types.items()}
+            inputs = self.stand_ins(sizes)
         fusion = str(self.plan.fusion)
         if inputs is None:
             return profile(self.executable, fusion, None, [])
@@ -377,6 +409,11 @@ class CompiledGraph:
             arrays, key = self._prepare(inputs)
             self._last = key  # the fast path of `run` does not record it
             return profile(self.executable, fusion, key, arrays)
+
+    def stand_ins(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Synthetic inputs of these sizes, for timing; states are in device memory."""
+        inputs: dict[str, Any] = {n: stand_in(t, sizes) for n, t in self.input_types.items()}
+        return inputs | {n: self.allocator.upload(inputs[n]) for n in self._states}
 
     def dispatch(self) -> DispatchReport:
         """Report what computes each node: machine code, the ops it was decomposed into, or Python."""

@@ -68,9 +68,9 @@ def as_array(kind: str, name: str, value: Any, type_: TensorType) -> Array:
         hint = f"cast it with .astype({type_.dtype.numpy.name!r})"
         if type_.dtype.is_packed:
             hint = f"give its packed blocks as bytes (uint8), {type_.dtype.size} for each {type_.dtype.block} numbers"
-        raise BindError(f"{kind} {name!r}: element type is {actual}, wanted {type_.dtype}", hint=hint)
+        raise BindError(f"{kind} {name!r}: element type is {actual}, expected {type_.dtype}", hint=hint)
     if value.ndim != len(type_.array_shape):
-        raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, wanted {type_}")
+        raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, expected {type_}")
     array: Array = value
     if not array.flags.c_contiguous:
         require(f"{kind} {name!r}: a contiguous copy", array.nbytes, "give a C-contiguous array, which is not copied")
@@ -79,13 +79,18 @@ def as_array(kind: str, name: str, value: Any, type_: TensorType) -> Array:
 
 
 def as_buffer(kind: str, name: str, value: Any, type_: TensorType, allocator: Allocator) -> Any:
-    """Like `as_array`, but leaves a buffer that is already on the device there."""
-    if allocator.is_host or not allocator.owns(value):
+    """Like `as_array`, but leaves a buffer that is already on the device there, also one of another library."""
+    if allocator.is_host:
         return as_array(kind, name, value, type_)
+    if not allocator.owns(value):
+        borrowed = None if isinstance(value, np.ndarray) else allocator.borrow(value)
+        if borrowed is None:
+            return as_array(kind, name, value, type_)
+        value = borrowed
     if value.dtype != type_.dtype.numpy:
-        raise BindError(f"{kind} {name!r}: element type is {value.dtype}, wanted {type_.dtype}")
+        raise BindError(f"{kind} {name!r}: element type is {value.dtype}, expected {type_.dtype}")
     if len(value.shape) != len(type_.array_shape):
-        raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, wanted {type_}")
+        raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, expected {type_}")
     return value
 
 
@@ -133,7 +138,7 @@ def check_fixed(kind: str, name: str, value: Array, type_: TensorType) -> None:
             hint = None
             if type_.rank == 2 and value.shape == tuple(reversed(type_.shape)):
                 hint = "it is the transpose: weights are [in, out]; pass array.T"
-            raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, wanted {type_}", hint=hint)
+            raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, expected {type_}", hint=hint)
 
 
 def _shape(value: Array) -> str:
@@ -155,13 +160,13 @@ def solve_symbols(leaves: Iterable[Leaf], limits: Mapping[str, int]) -> dict[str
             have = array.shape[axis]
             if isinstance(want, int):
                 if have != want:
-                    raise BindError(f"{label}: shape is {_shape(array)}, wanted {type_}")
+                    raise BindError(f"{label}: shape is {_shape(array)}, expected {type_}")
             elif str(want).isidentifier():
                 symbol = str(want)
                 if sizes.setdefault(symbol, have) != have:
                     raise BindError(
                         f"{label}: {symbol} is {have} on axis {axis}, but {sizes[symbol]} in {source[symbol]}",
-                        notes=[f"shape is {_shape(array)}, wanted {type_}"],
+                        notes=[f"shape is {_shape(array)}, expected {type_}"],
                     )
                 source.setdefault(symbol, label)
             else:

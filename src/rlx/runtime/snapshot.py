@@ -40,7 +40,7 @@ def from_snapshot(
     )
     if executable is None:
         return None
-    executable.bind({name: session.weights.on_device(weight) for name, weight in weights.items()})
+    executable.bind({name: session.weights.on_device(weight, name) for name, weight in weights.items()})
 
     @functools.cache
     def binder() -> Executable:

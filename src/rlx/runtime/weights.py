@@ -67,15 +67,15 @@ class WeightStore:
         self._lock = Lock()
         self._entries: dict[Key, _Entry] = {}
 
-    def on_device(self, weight: Any) -> Any:
-        """The weight in device memory; a read-only one is uploaded once for all graphs."""
+    def on_device(self, weight: Any, name: str) -> Any:
+        """The weight in device memory; a read-only one is uploaded once for all graphs. `name` is for errors."""
         if self._allocator.owns(weight):
             return weight
         recipe, params = Recipe("upload", ("weight",)), {"weight": weight}
         with self._lock:
             buffer = self._known(recipe, params)
             if buffer is None:
-                buffer = self._allocator.upload(weight)
+                buffer = self._allocator.upload(weight, f"weight {name!r}")
                 self._add(recipe, params, buffer)
             return buffer
 

@@ -9,7 +9,7 @@ from starlette.routing import Route, Router
 
 from rlx.server import operations, page, tokens
 from rlx.server.api_errors import ApiError
-from rlx.server.chat_completions import chat_completions
+from rlx.server.chat_completions import chat_completions, input_tokens
 from rlx.server.completions import completions
 from rlx.server.embeddings import embeddings
 from rlx.server.exchange import Exchange, Receive, Scope, Send
@@ -17,6 +17,7 @@ from rlx.server.guard import Guard
 from rlx.server.state import State
 
 Endpoint = Callable[[Exchange, State], Awaitable[None]]
+# Paths under /v1 also answer without it, for clients whose base URL ends at the port.
 ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/", page.page),
     ("GET", "/health", operations.health),
@@ -25,6 +26,7 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/v1/models", operations.models),
     ("GET", "/v1/models/{name:path}", operations.model),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/chat/completions/input_tokens", input_tokens),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/tokenize", tokens.tokenize),
@@ -50,7 +52,10 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
 
 def application(state: State) -> Guard:
     """The application for a server's state."""
-    routes = [Route(path, _Handler(endpoint, path, state), methods=[method]) for method, path, endpoint in ROUTES]
+    routes = []
+    for method, path, endpoint in ROUTES:
+        handler = _Handler(endpoint, path, state)
+        routes += [Route(form, handler, methods=[method]) for form in {path, path.removeprefix("/v1")}]
     router = Router(routes, redirect_slashes=False, default=_unknown)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:

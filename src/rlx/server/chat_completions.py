@@ -92,6 +92,11 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
         for name in inner.unread():
             known = ", ".join(TEMPLATE_VARIABLES)
             raise invalid(f"chat_template_kwargs.{name[:40]}: known are {known}", "chat_template_kwargs")
+    continued = fields.flag("continue_final_message")
+    prompted = fields.flag("add_generation_prompt", not continued)
+    if continued and prompted:
+        raise invalid("continue_final_message: excludes add_generation_prompt", "continue_final_message")
+    variables |= {"continue_final_message": continued, "add_generation_prompt": prompted}
     effort = fields.choice("reasoning_effort", EFFORTS)
     if effort is not None:
         variables |= {"reasoning_effort": effort}
@@ -180,6 +185,19 @@ def _joined(events: Sequence[Event]) -> list[Event]:
     return result
 
 
+async def input_tokens(exchange: Exchange, state: State) -> None:
+    """How many tokens the prompt of a request has."""
+    fields = Fields(await exchange.json())
+    served = state.find(fields)
+
+    def count() -> int:
+        request = ChatRequest.read(fields, state)
+        state.check_unread(fields, exchange)
+        return len(_Prepared(request, served, exchange).tokens)
+
+    await exchange.answer({"object": "response.input_tokens", "input_tokens": await asyncio.to_thread(count)})
+
+
 async def chat_completions(exchange: Exchange, state: State) -> None:
     fields = Fields(await exchange.json())
     served = state.find(fields)
@@ -241,7 +259,7 @@ async def _chunks(
         choice = {"index": index, "delta": delta, "logprobs": entries, "finish_reason": finish}
         return head | {"choices": [choice]} | usage
 
-    yield [chunk(i, {"role": "assistant", "content": ""}) for i in range(len(choices))]
+    yield [chunk(i, {"role": "assistant", "content": None}) for i in range(len(choices))]
     async for batch in generation.pieces():
         chunks = []
         for row, piece in batch:

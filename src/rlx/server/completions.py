@@ -85,9 +85,7 @@ class _Choice:
             "token_logprobs": [None if e is None else max(e.logprob, -9999.0) for e in entries],
             "top_logprobs": [
                 None if e is None else {t.text: max(t.logprob, -9999.0) for t in e.top[:top]} for e in entries
-            ]
-            if top
-            else None,
+            ],
             "text_offset": offsets,
         }
 

@@ -17,6 +17,7 @@ from rlx.server.fields import Fields
 from rlx.server.state import State
 
 MAX_INPUTS = 2048
+SHORT = 2048  # characters that are tokenized in less time than it takes to ask a thread for it
 
 
 def _inputs(fields: Fields) -> tuple[list[str], list[list[int]]]:
@@ -44,7 +45,9 @@ async def embeddings(exchange: Exchange, state: State) -> None:
     truncate = fields.flag("truncate")
     fields.ignore("user")
     state.check_unread(fields, exchange)
-    if texts:
+    if texts and sum(map(len, texts)) <= SHORT:
+        rows = model.text_rows(texts, truncate=truncate)
+    elif texts:
         rows = await asyncio.to_thread(model.text_rows, texts, truncate=truncate)
     else:
         rows = [model.checked_row(row, i) for i, row in enumerate(rows)]
@@ -72,8 +75,12 @@ async def _vectors(state: State, served: Any, rows: list[list[int]]) -> Array:
         else:
             future.set_result(result)
 
-    state.engine.embed(served, EmbeddingJob(rows, done))
-    return await future
+    job = EmbeddingJob(rows, done)
+    state.engine.embed(served, job)
+    try:
+        return await future
+    finally:
+        job.cancelled = True  # if it still waits: the client has left
 
 
 def _dimensions(fields: Fields, model: EmbeddingModel, state: State) -> int:

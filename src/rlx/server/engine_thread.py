@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlx.arrays import Array
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
@@ -30,12 +32,19 @@ Loader = Callable[[], Any]
 Deliver = Callable[[Any], None]  # on the event loop
 
 
-@dataclass
+@dataclass(eq=False)
 class EmbeddingJob:
     """Rows of token ids of one request."""
 
     rows: Sequence[Sequence[int]]
     done: Callable[[Array | BaseException], None]  # called on the event loop
+    cancelled: bool = False  # its client has left
+    vectors: list[Array] = field(default_factory=list)  # of the first rows
+
+    @property
+    def finished(self) -> int:
+        """Rows that are embedded."""
+        return sum(map(len, self.vectors))
 
 
 class EmbeddingQueue:
@@ -57,25 +66,45 @@ class EmbeddingQueue:
         return len(self._waiting)
 
     def step(self, deliver: Callable[[Deliver, Any], None]) -> bool:
-        """Embed what waits, up to a number of tokens; whether there was anything."""
-        jobs, size = list[EmbeddingJob](), 0
-        with self._lock:
-            while self._waiting and (not jobs or size + sum(map(len, self._waiting[0].rows)) <= EMBED_TOKENS):
-                jobs.append(self._waiting.popleft())
-                size += sum(map(len, jobs[-1].rows))
-        if not jobs:
+        """Embed what waits, up to a number of tokens; whether there was anything. A large job takes several steps."""
+        parts = self._next_parts()
+        if not parts:
             return False
         try:
-            vectors = self._model.embed_tokens([row for job in jobs for row in job.rows])
+            vectors = self._model.embed_tokens([row for _, rows in parts for row in rows])
         except Exception as error:
-            for job in jobs:
+            for job, _ in parts:
+                self._remove(job)
                 deliver(job.done, error)
             return True
         at = 0
-        for job in jobs:
-            deliver(job.done, vectors[at : at + len(job.rows)])
-            at += len(job.rows)
+        for job, rows in parts:
+            job.vectors.append(vectors[at : at + len(rows)])
+            at += len(rows)
+            if job.finished == len(job.rows):
+                self._remove(job)
+                deliver(job.done, np.concatenate(job.vectors))
         return True
+
+    def _next_parts(self) -> list[tuple[EmbeddingJob, Sequence[Sequence[int]]]]:
+        """The next rows of jobs in their order, as many as one call takes; jobs whose client has left are dropped."""
+        parts, size = list[tuple[EmbeddingJob, Sequence[Sequence[int]]]](), 0
+        with self._lock:
+            self._waiting = deque(job for job in self._waiting if not job.cancelled)
+            for job in self._waiting:
+                first = end = job.finished
+                while end < len(job.rows) and (size == 0 or size + len(job.rows[end]) <= EMBED_TOKENS):
+                    size += len(job.rows[end])
+                    end += 1
+                parts.append((job, job.rows[first:end]))
+                if end < len(job.rows):
+                    break
+        return [(job, rows) for job, rows in parts if rows]
+
+    def _remove(self, job: EmbeddingJob) -> None:
+        with self._lock:
+            if job in self._waiting:
+                self._waiting.remove(job)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ class Exchange:
         self.namespace: str = scope["rlx.namespace"]  # of the prefix cache
         self.record: dict[str, Any] = scope["rlx.record"]  # for the log
         self.headers: dict[str, str] = {}  # of the answer
+        self._written = time.monotonic()  # when the last part of the answer was sent
 
     async def body(self) -> bytes:
         """The body; raises ApiError if it is too long or too slow."""
@@ -67,6 +69,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, data: bytes, more: bool = True) -> None:
+        self._written = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def answer(self, value: Any, status: int = 200) -> None:
@@ -84,26 +87,26 @@ class Exchange:
         """A stream of server-sent events, with a comment whenever it is silent for long; then `[DONE]`."""
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         await self.start(200, headers | {"x-accel-buffering": "no"})
+        pings = asyncio.ensure_future(self._ping())
         try:
-            pending: asyncio.Task[Any] = asyncio.ensure_future(anext(items))
             try:
-                while True:
-                    done, _ = await asyncio.wait({pending}, timeout=PING_S)
-                    if not done:
-                        await self.write(b": ping\n\n")
-                        continue
-                    try:
-                        batch = pending.result()
-                    except StopAsyncIteration:
-                        break
-                    pending = asyncio.ensure_future(anext(items))
+                async for batch in items:
                     await self.write(b"".join(map(event, batch)))
             finally:
-                pending.cancel()
+                pings.cancel()
             await self.write(b"data: [DONE]\n\n", more=False)
         except ApiError as error:  # the status is sent already: an event is all that is left
             self.record["error"] = error.code or error.status
             await self.write(event(error.body()), more=False)
+
+    async def _ping(self) -> None:
+        """Send a comment whenever nothing was sent for long. A task per stream: a timeout per event costs more."""
+        while True:
+            silent = time.monotonic() - self._written
+            if silent >= PING_S:
+                await self.write(b": ping\n\n")
+            else:
+                await asyncio.sleep(PING_S - silent)
 
     async def until_disconnect(self, work: Awaitable[Result]) -> Result:
         """Await work; raises Disconnected, with the work cancelled, as soon as the client leaves."""

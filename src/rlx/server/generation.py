@@ -56,10 +56,11 @@ class Generation:
 
     def _receiver(self, row: Row) -> Any:
         def receive(item: tuple[Ticket, str]) -> None:
-            ticket, piece = item
+            _, piece = item
             if piece:
                 row.waiting.append(piece)
-            row.ended = row.ended or ticket.done
+            else:  # the end; the ticket itself may be done while pieces are still on their way here
+                row.ended = True
             self._news.set()
 
         return receive
@@ -114,8 +115,11 @@ class Generation:
 
     def timings(self) -> dict[str, float]:
         """Speeds of the first row."""
-        times = self.rows[0].sequence.timings
+        first = self.rows[0].sequence
+        times = first.timings
         return {
+            "prompt_n": first.usage.prompt_tokens - first.usage.cached_tokens, "cache_n": first.usage.cached_tokens,
+            "predicted_n": first.usage.completion_tokens,
             "prompt_ms": round(1000 * times.prompt_seconds, 3), "predicted_ms": round(1000 * times.answer_seconds, 3),
             "prompt_per_second": round(times.prompt_per_second, 3),
             "predicted_per_second": round(times.answer_per_second, 3),

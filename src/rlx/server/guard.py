@@ -25,7 +25,10 @@ LOG = logging.getLogger("rlx.server")
 PUBLIC = frozenset({"/", "/health", "/ready"})
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-_CORS = {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "authorization, content-type"}
+_CORS = {
+    "access-control-allow-methods": "GET, POST", "access-control-max-age": "600",
+    "access-control-allow-headers": "authorization, *",  # clients send headers of their own; * leaves out this one
+}  # fmt: skip
 
 
 class Guard:
@@ -54,6 +57,7 @@ class Guard:
         extra = {"x-request-id": id_, "x-content-type-options": "nosniff"}
         if origin in self._settings.origins:
             extra |= {"access-control-allow-origin": origin, "vary": "origin"}
+            extra["access-control-expose-headers"] = "x-request-id, x-rlx-ignored, retry-after"
 
         async def reply(message: Message) -> None:
             nonlocal started
@@ -120,7 +124,7 @@ class Guard:
         if headers.get("content-encoding", ["identity"])[0].lower() != "identity":
             raise ApiError(415, "compressed bodies are not read", code="content_encoding")
         length = headers.get("content-length", ["0"])[0]
-        if not length.isdigit() or int(length) > MAX_BODY:
+        if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY:
             raise ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB", code="body_too_large")
 
     def _error(self, error: Exception, id_: str) -> ApiError:

@@ -17,6 +17,7 @@ import uvicorn
 
 from rlx.errors import RequestError
 from rlx.server.app import application
+from rlx.server.connections import Connection
 from rlx.server.engine_thread import EngineThread, Loader
 from rlx.server.settings import MAX_HEAD, ServerSettings
 from rlx.server.state import State
@@ -35,7 +36,7 @@ class Server(uvicorn.Server):
         settings = state.settings
         config = uvicorn.Config(
             application(state), host=settings.host, port=settings.port, log_config=None, access_log=False,
-            lifespan="off", ws="none", http="h11", loop="asyncio", h11_max_incomplete_event_size=MAX_HEAD,
+            lifespan="off", ws="none", http=Connection, loop="asyncio", h11_max_incomplete_event_size=MAX_HEAD,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5, server_header=False, proxy_headers=False,
         )  # fmt: skip
         super().__init__(config)

@@ -63,5 +63,11 @@ async def apply_template(exchange: Exchange, state: State) -> None:
         raise invalid(f"model: {served.name} has no chat template", "model")
     tools = [tool.described() for tool in request.tools] or None
     messages = for_template(request.messages, model.tool_format) if tools else request.messages
-    prompt = await asyncio.to_thread(model.template.render, messages, tools=tools, **request.variables)
+
+    def render() -> str:
+        assert model.template is not None
+        model.chat_tokens(messages, tools=tools, **request.variables)  # checks them
+        return model.template.render(messages, tools=tools, **request.variables)
+
+    prompt = await asyncio.to_thread(render)
     await exchange.answer({"prompt": prompt})

@@ -140,9 +140,9 @@ def _check_rate(where: str, lr: Any) -> None:
 def _check_non_negative(where: str, **numbers: Any) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise RequestError(f"{where}: {name} is {value!r}, wanted a number from 0")
+            raise RequestError(f"{where}: {name} is {value!r}, expected a number from 0")
 
 
 def _check_fraction(where: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise RequestError(f"{where}: {name} is {value!r}, wanted 0 to below 1")
+        raise RequestError(f"{where}: {name} is {value!r}, expected 0 to below 1")

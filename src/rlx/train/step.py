@@ -65,7 +65,7 @@ def step_graph(
     if not isinstance(optimiser, Optimiser):
         raise GraphError(f"step: optimiser is a {type(optimiser).__name__}", hint="such as rlx.train.adamw(1e-3)")
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf):
-        raise RequestError(f"step: clip is {clip!r}, wanted the largest norm of all gradients, or None")
+        raise RequestError(f"step: clip is {clip!r}, expected the largest norm of all gradients, or None")
     source = as_graph("step", loss)
     trained = {str(n.attrs["name"]): n.types[0] for n in select_wrt("step", source, wrt)}
     for name, type_ in trained.items():
@@ -121,7 +121,7 @@ def rate_of(lr: float | Schedule, step: int) -> float:
     """The learning rate of a step, counted from 0."""
     rate = lr(step) if callable(lr) else lr
     if isinstance(rate, bool) or not isinstance(rate, int | float | np.floating) or not 0 <= rate < math.inf:
-        raise RequestError(f"step: lr is {rate!r}, wanted a number from 0, or a function of the steps made")
+        raise RequestError(f"step: lr is {rate!r}, expected a number from 0, or a function of the steps made")
     return float(rate)
 
 

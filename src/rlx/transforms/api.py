@@ -65,7 +65,7 @@ def select_wrt(where: str, graph: Graph, wrt: Wrt) -> list[Node]:
         if not type_.dtype.is_float:
             raise DTypeError(f"{where}: {name!r} is {type_}, only floats have a gradient")
     if not names or len(set(names)) != len(names):
-        raise GraphError(f"{where}: wrt names {names}, wanted each once and at least one")
+        raise GraphError(f"{where}: wrt names {names}, expected each once and at least one")
     return [known[name] for name in names]
 
 
@@ -125,12 +125,12 @@ def _gradient(where: str, graph: Any, wrt: Wrt, has_aux: bool, keep: Policy) -> 
     source = as_graph(where, graph)
     if len(source.outputs) != 1 and not has_aux:
         hint = "has_aux=True takes the first as the loss; vjp takes any number"
-        raise GraphError(f"{where}: graph {source.name!r} has {len(source.outputs)} outputs, wanted one", hint=hint)
+        raise GraphError(f"{where}: graph {source.name!r} has {len(source.outputs)} outputs, expected one", hint=hint)
     loss = source.outputs[0].type
     if not loss.dtype.is_float:
-        raise DTypeError(f"{where}: the output is {loss}, wanted one float")
+        raise DTypeError(f"{where}: the output is {loss}, expected one float")
     if loss.elements != 1:
-        raise ShapeError(f"{where}: the output is {loss}, wanted one number", hint="sum it, or use vjp or jacrev")
+        raise ShapeError(f"{where}: the output is {loss}, expected one number", hint="sum it, or use vjp or jacrev")
     return _reverse(where, source, select_wrt(where, source, wrt), 0, keep)
 
 

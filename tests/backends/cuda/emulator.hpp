@@ -298,6 +298,9 @@ inline u8* aligned(const void* at) {
   return (u8*)at;
 }
 inline void fetch_near(const void*) {}
+inline void fetch(const void* at, i64 bytes) {
+  for (i64 i = 128 * (i64)threadIdx.x; i < bytes; i += 128 * (i64)blockDim.x) (void)*((const volatile u8*)at + i);
+}
 inline u32 address(const void* at) { return (u32)((u8*)at - shared_memory); }
 inline uint4 load_once(const void* at) { return *(const uint4*)aligned(at); }
 inline void copy16(u32 to, const void* from, int bytes) {

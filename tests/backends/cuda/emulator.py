@@ -43,7 +43,7 @@ FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-a
 _ENTRY = re.compile(
     r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
 )
-_MEETS = re.compile(r"__sync|reduce_|__shfl|mma")
+_MEETS = re.compile(r"__sync|team_barrier|reduce_|__shfl|mma")
 _DYNAMIC = "extern __shared__ __align__(128) u8 shared[];"
 _MMA = """INLINE void mma(float (&s)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   mma_of<T>(s, a0, a1, a2, a3, b0, b1);
@@ -60,6 +60,7 @@ def missing() -> str:
 
 
 TARGET = SM_90
+_HEADER = threading.Lock()
 
 
 def _compile(*arguments: str) -> None:
@@ -84,6 +85,8 @@ class EmulatedGpu(Gpu):
     index: int = 0
     name: str = "emulated"
     launches: int = 0
+    downloads: int = 0
+    waits: int = 0  # of the host
     functions: dict[str, _Function] = field(default_factory=dict)
     blocks: dict[int, Any] = field(default_factory=dict)
 
@@ -120,11 +123,15 @@ class EmulatedGpu(Gpu):
     def trim(self) -> None:
         return
 
-    def upload(self, address: int, source: Array) -> None:
-        ctypes.memmove(address, source.ctypes.data, source.nbytes)
+    def start_upload(self, address: int, source: int, size: int) -> None:
+        ctypes.memmove(address, source, size)
 
-    def download(self, target: Array, address: int) -> None:
-        ctypes.memmove(target.ctypes.data, address, target.nbytes)
+    def start_download(self, target: int, address: int, size: int) -> None:
+        self.downloads += 1
+        ctypes.memmove(target, address, size)
+
+    def pin(self, size: int) -> Array:
+        return np.zeros(size, np.uint8)
 
     def copy(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
@@ -161,9 +168,10 @@ class EmulatedGpu(Gpu):
     def precompiled_header(self) -> Path:
         text = HEADER + SCALARS
         header = self.folder / f"{hashlib.blake2b(f'{FLAGS}{text}'.encode(), digest_size=6).hexdigest()}.hpp"
-        if not header.exists():
-            header.write_text(text)
-            _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
+        with _HEADER:  # translation units are built at the same time
+            if not header.exists():
+                header.write_text(text)
+                _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
         return header
 
     def load(self, cubin: bytes, names: dict[str, int]) -> None:
@@ -211,8 +219,17 @@ class EmulatedGpu(Gpu):
         return
 
     # -- time --
+    def mark(self, event: Any = None) -> Any:
+        return "over"
+
+    def is_over(self, event: Any) -> bool:
+        return True
+
+    def wait(self, event: Any) -> None:
+        self.waits += 1
+
     def synchronize(self) -> None:
-        return
+        self.waits += 1
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,9 @@ def test_the_gradient_agrees_with_numpy(gpu: EmulatedGpu) -> None:
 
 # -- plans and machine code -------------------------------------------------------------------------------------------
 def sizes(batch: int, queries: int, capacity: int) -> dict[str, int]:
-    return {"batch": batch, "q_len": queries, "capacity": capacity, "kv_heads": 8}
+    return {"batch": batch, "q_len": queries, "capacity": capacity, "kv_heads": 8} | dict.fromkeys(
+        ("positions", "table", "rows"), -1
+    )
 
 
 def test_few_rows_are_spread_over_the_gpu_and_many_are_tiled() -> None:

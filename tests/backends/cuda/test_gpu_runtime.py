@@ -43,6 +43,20 @@ def test_arrays_of_the_device_speak_dlpack() -> None:
     np.testing.assert_array_equal(shared.cpu().numpy(), np.asarray(y))
 
 
+def test_tensors_of_torch_are_inputs_and_weights_without_a_copy() -> None:
+    torch = pytest.importorskip("torch")
+    first, _ = chained()
+    expected = np.tanh(np.arange(24, dtype=np.float64).reshape(3, 8)[:, :4] / 24)
+    for _ in range(3):  # launch by launch, captured, replayed
+        tensor = torch.arange(24, dtype=torch.float32, device="cuda").reshape(3, 8) / 24  # on torch's stream
+        (y,) = first.run({"x": tensor})
+        np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5)
+    first.set_param("w", torch.eye(8, 4, device="cuda"))
+    np.testing.assert_allclose(np.asarray(first.run({"x": tensor})[0]), expected, rtol=1e-5)
+    with pytest.raises(rlx.errors.BindError, match="contiguous"):
+        first.run({"x": torch.ones(8, 3, device="cuda").T})
+
+
 def test_training_on_the_gpu_equals_the_cpu() -> None:
     rng = np.random.default_rng(0)
     x, start = rng.standard_normal((4, 3)).astype(f32), rng.standard_normal(3).astype(f32)

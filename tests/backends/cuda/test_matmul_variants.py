@@ -14,7 +14,14 @@ from emulator import TARGET, EmulatedGpu, missing
 from rlx.arrays import Array
 from rlx.backends.cuda.kernel_plan import KernelPlan, entry
 from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, multiplied
-from rlx.backends.cuda.matmul.generator import Choice, MatmulGenerator, plan_rows, plan_tiles, tile_choices
+from rlx.backends.cuda.matmul.generator import (
+    Choice,
+    MatmulGenerator,
+    RowsChoice,
+    plan_rows,
+    plan_tiles,
+    tile_choices,
+)
 from rlx.backends.cuda.matmul.tiles import TILES
 from rlx.backends.cuda.modules import source
 from rlx.backends.cuda.nvrtc import compile_source
@@ -120,7 +127,7 @@ class Product:
 
 
 def rows_of(height: int) -> PlanOf:
-    return lambda kernel, words, target: plan_rows(kernel, words, target, height=height)
+    return lambda kernel, words, target: plan_rows(kernel, words, target, choice=RowsChoice(height, 2))
 
 
 def tile_of(name: str, splits: int = 1) -> PlanOf:
@@ -242,9 +249,10 @@ def shown(m: int, n: int, k: int, target: CudaTarget = SM_90, **kernel: Any) -> 
 
 
 def test_plans_fill_the_gpu() -> None:
-    assert shown(1, 4096, 1024) == ["rows16_e 128x1 512"]
-    assert shown(1, 1024, 3072) == ["rows8_e 64x1 512"]
-    assert shown(1, 12288, 4096, weights=2) == ["rows32_e 132x1 512"]
+    assert shown(1, 4096, 1024) == ["rows16x16_ed 128x1 512"]
+    assert shown(1, 1024, 3072) == ["rows16x16_ed 32x1 512"]
+    assert shown(1, 12288, 4096, weights=2) == ["rows16x16_ed 132x1 512"]
+    assert shown(8, 4096, 12288)[0].startswith("tile")  # no room for copies beside so long rows
     assert shown(4096, 4096, 4096, dtype=BF16, stored=None) == ["tile256x128_e 512x1 256"]
     assert shown(512, 4096, 1024)[0].startswith("narrowa_a ")
     assert shown(0, 4096, 1024) == []
@@ -264,7 +272,8 @@ def test_plans_keep_within_shared_memory_and_counters(target: CudaTarget) -> Non
 
 # -- cubins ----------------------------------------------------------------------------------------------------------
 CUBINS = [
-    (kernel_of(), "rows8_e"), (kernel_of(weights=2), "rows16_e"), (kernel_of(), "tile128x128_ae"),
+    (kernel_of(), "rows16x16_ed"), (kernel_of(weights=2), "rows16x16_ed"), (kernel_of(), "tile128x128_ae"),
+    (kernel_of(), "rows8x16_e"),
     (kernel_of(BF16, None, weights=2), "tile128x32_s"), (kernel_of(F32, None), "fma64_k"),
 ]  # fmt: skip
 

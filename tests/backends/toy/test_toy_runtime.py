@@ -57,11 +57,11 @@ def test_arrays_of_the_device_speak_numpy_and_dlpack() -> None:
 def test_wrong_buffers_are_refused_as_arrays_are() -> None:
     first, _ = chained()
     (y,) = first.run({"x": np.ones((3, 8), f32)})
-    with pytest.raises(BindError, match=r"input 'x': shape is \[3, 4\], wanted f32\[n, 8\]"):
+    with pytest.raises(BindError, match=r"input 'x': shape is \[3, 4\], expected f32\[n, 8\]"):
         first.run({"x": y})
     g = rlx.Graph("whole")
     g.set_outputs([g.input("n", (3, 4), "i32") + 1])
-    with pytest.raises(BindError, match="element type is float32, wanted i32"):
+    with pytest.raises(BindError, match="element type is float32, expected i32"):
         rlx.compile(g, "toy").run({"n": y})
     h = rlx.Graph("cache")
     h.set_outputs([h.state("s", (4,)).sum()])

@@ -1,18 +1,23 @@
-"""DLPack: handing GPU arrays to other libraries without a copy."""
+"""DLPack: sharing GPU arrays with other libraries without a copy, in both directions."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from rlx.errors import DTypeError
+import ml_dtypes
+import numpy as np
+
+from rlx.errors import BindError, DTypeError
 
 if TYPE_CHECKING:
+    from rlx.backends.cuda.gpu import Gpu
     from rlx.backends.cuda.memory import CudaArray
 
-NAME = b"dltensor"
+NAME, TAKEN = b"dltensor", b"used_dltensor"  # of a capsule, before and after somebody takes what is in it
 CODES = {"i": 0, "u": 1, "f": 2, "b": 6}  # by NumPy's kind
 BFLOAT = 4
+KINDS = {code: kind for kind, code in CODES.items()}
 
 
 class _Device(ctypes.Structure):
@@ -53,6 +58,8 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _is_valid = _python.PyCapsule_IsValid
 _is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+_set_name = _python.PyCapsule_SetName
+_set_name.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _pointer = _python.PyCapsule_GetPointer
 _pointer.restype = ctypes.c_void_p
 _pointer.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
@@ -86,3 +93,55 @@ def capsule(array: CudaArray) -> Any:
     address = ctypes.addressof(record)
     _held[address] = (record, shape, strides, array.memory)
     return _new_capsule(address, NAME, ctypes.cast(_destructor, ctypes.c_void_p))
+
+
+class Borrowed:
+    """Memory of another library, which gets it back when nothing here refers to it any more."""
+
+    def __init__(self, device: Gpu, record: _Managed) -> None:
+        self.gpu, self._record = device, record
+        self.address = int(record.tensor.data or 0) + int(record.tensor.byte_offset)
+        self.size = 0  # none of it is ours
+
+    def __del__(self) -> None:
+        try:
+            self.gpu.synchronize()  # runs that read it are over; the library may reuse it on another stream
+            if self._record.deleter:
+                self._record.deleter(ctypes.byref(self._record))
+        except Exception:  # the process is ending
+            return
+
+
+def borrow(value: Any, device: Gpu) -> CudaArray | None:
+    """An array that shares the memory of another library's array on this GPU; None if it is not there.
+
+    The library lets the stream of this GPU wait for its own work on the array.
+    """
+    from rlx.backends.cuda.memory import DLPACK_CUDA, CudaArray
+
+    place = getattr(value, "__dlpack_device__", None)
+    if place is None or tuple(map(int, place())) != (DLPACK_CUDA, device.index):
+        return None
+    capsule = value.__dlpack__(stream=device.stream)
+    if not _is_valid(id(capsule), NAME):
+        raise BindError(f"dlpack: {type(value).__name__} gives a capsule of another version than 0")
+    record = _Managed.from_address(_pointer(id(capsule), NAME))
+    _set_name(capsule, TAKEN)
+    memory, tensor = Borrowed(device, record), record.tensor
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    element = _element_type(tensor.dtype)
+    strides = tuple(tensor.strides[i] * element.itemsize for i in range(tensor.ndim)) if tensor.strides else None
+    array = CudaArray(shape, element, device, memory, strides=strides)
+    if not array.is_contiguous:
+        raise BindError(f"dlpack: strides {strides} of {element.name}{list(shape)}", hint="pass a contiguous array")
+    return array
+
+
+def _element_type(kind: _DataType) -> np.dtype[Any]:
+    if kind.lanes == 1 and kind.code == BFLOAT and kind.bits == 16:
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    if kind.lanes == 1 and kind.code in KINDS and kind.bits in (8, 16, 32, 64):
+        name = "bool" if KINDS[kind.code] == "b" else f"{KINDS[kind.code]}{kind.bits // 8}"
+        return np.dtype(name)
+    raise DTypeError(f"dlpack: element type {kind.code} of {kind.bits} bits and {kind.lanes} lanes is not known")

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.base import InputSpec, Key
-from rlx.backends.cuda.gpu import Gpu, Graph
-from rlx.backends.cuda.launch_plan import SCRATCH, can_fault, plan_launches, variants
+from rlx.arrays import Array
+from rlx.backends.base import Enqueued, InputSpec, Key
+from rlx.backends.cuda.gpu import Function, Gpu, Graph
+from rlx.backends.cuda.launch_plan import SCRATCH, PlannedLaunch, can_fault, plan_launches, variants
 from rlx.backends.cuda.memory import ALIGNMENT, CudaArray, Memory
 from rlx.backends.cuda.modules import load_variants
 from rlx.backends.cuda.targets import CudaTarget
+from rlx.backends.cuda.transfers import Slot
 from rlx.backends.program_executable import ProgramExecutable
 from rlx.backends.reports import Trace
 from rlx.backends.run_time_errors import check_sizes, fault
@@ -25,7 +27,9 @@ from rlx.lir.program import LAUNCH, Program
 from rlx.lir.views import View
 from rlx.types import evaluate
 
+FAULT_BYTES = 8  # number of the launch and code
 MOST_GRAPHS = 64  # sizes of a program whose graphs are kept
+Planned = tuple[list[PlannedLaunch], Mapping[tuple[str, str], Function]]
 LARGEST_COPY = 64 << 20  # bytes of inputs and outputs up to which a run is captured: a graph copies them
 
 
@@ -45,6 +49,7 @@ class CudaExecutable(ProgramExecutable):
         self._arena: Memory | None = None
         self._fault: Memory | None = None
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._plans: dict[Key, Planned] = {}
         self.faults = any(can_fault(kernel) for kernel in program.kernels().values())
 
     def bind(self, weights: Mapping[str, Any]) -> None:
@@ -60,6 +65,17 @@ class CudaExecutable(ProgramExecutable):
         self._prepared = {}
 
     # -- sizes --
+    def planned(self, key: Key, sizes: Mapping[str, int]) -> Planned:
+        """The launches of a run and their functions, which do not depend on where states are."""
+        planned = self._plans.pop(key, None)
+        if planned is None:
+            launches = plan_launches(self._program, sizes, self.target)
+            planned = launches, load_variants(list(variants(launches)), self.target, self.gpu)
+            while len(self._plans) >= MOST_GRAPHS:
+                self._plans.pop(next(iter(self._plans)))
+        self._plans[key] = planned  # the most recently used is last
+        return planned
+
     def units(self, key: Key) -> list[int]:
         sizes = self.sizes(key)
         return [
@@ -87,8 +103,8 @@ class CudaExecutable(ProgramExecutable):
     def fault_memory(self) -> Memory:
         """Where kernels report their first fault."""
         if self._fault is None:
-            self._fault = Memory(self.gpu, 8)
-            self.gpu.clear(self._fault.address, 8)
+            self._fault = Memory(self.gpu, FAULT_BYTES, "faults")
+            self.gpu.clear(self._fault.address, FAULT_BYTES)
         return self._fault
 
     # -- running --
@@ -117,6 +133,11 @@ class CudaExecutable(ProgramExecutable):
         """The program at the sizes and states of the latest run, for benchmarks."""
         return next(reversed(self._prepared.values()))
 
+    def enqueue(self, key: Key, inputs: Sequence[Any], read: Sequence[int]) -> Enqueued:
+        with self.gpu.lock:
+            prepared = self._prepare(key, inputs)
+            return _Behind(prepared.run(inputs), read, prepared)
+
     def trace(self, key: Key, inputs: Sequence[Any]) -> tuple[list[CudaArray], Trace]:
         with self.gpu.lock:
             prepared = self._prepare(key, inputs)
@@ -130,6 +151,50 @@ def _round(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+class _Behind(Enqueued):
+    """A run on the stream. What the host will read, and where faults are reported, is copied right behind it."""
+
+    def __init__(self, outputs: list[CudaArray], read: Sequence[int], prepared: _Prepared) -> None:
+        super().__init__(outputs, read)
+        self._prepared, gpu = prepared, prepared.gpu
+        arrays = [outputs[i] for i in read]
+        self._offsets = np.cumsum([FAULT_BYTES, *(_round(array.nbytes) for array in arrays)]).tolist()
+        self._slot: Slot | None = gpu.slots.take(self._offsets[-1])
+        if prepared.owner.faults:
+            gpu.start_download(self._slot.address, prepared.owner.fault_memory().address, FAULT_BYTES)
+        else:
+            self._slot.array[:FAULT_BYTES] = 0
+        for array, at in zip(arrays, self._offsets, strict=False):
+            if array.nbytes:
+                gpu.start_download(self._slot.address + at, array.address, array.nbytes)
+        self._slot.event = gpu.mark(self._slot.event)
+
+    def read(self) -> list[Array]:
+        slot = self._slot
+        if slot is None:
+            return super().read()
+        self._prepared.gpu.wait(slot.event)
+        arrays = []
+        for i, at in zip(self._read, self._offsets, strict=False):
+            output = self.outputs[i]
+            data = slot.array[at : at + output.nbytes].copy()
+            arrays.append(data.view(output.dtype).reshape(output.shape))
+        number, code = slot.array[:FAULT_BYTES].view(np.int32).tolist()
+        self._release()
+        if code:
+            raise self._prepared.reported(number, code)
+        return arrays
+
+    def _release(self) -> None:
+        if self._slot is not None:
+            self._prepared.gpu.slots.give_back(self._slot)
+            self._slot = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_slot", None) is not None:
+            self._release()
+
+
 class _Prepared:
     """A program at concrete sizes: planned launches, their functions, and memory."""
 
@@ -139,8 +204,7 @@ class _Prepared:
         self.sizes = owner.sizes(key)
         check_sizes(program, self.sizes)
         self.types = owner.outputs(key)
-        self.launches = plan_launches(program, self.sizes, owner.target)
-        self.functions = load_variants(list(variants(self.launches)), owner.target, self.gpu)
+        self.launches, self.functions = owner.planned(key, self.sizes)
         arena = owner.plan(self.sizes)
         self.memory = owner.arena(arena.size)
         self.addresses = {name: self.memory.address + at for name, at in arena.offsets.items()}
@@ -255,8 +319,12 @@ class _Prepared:
         self.gpu.download(reported, memory.address)
         number, code = reported.tolist()
         if code:
-            self.gpu.clear(memory.address, 8)
-            raise fault(self.program, self.program.launches[number], code, self.sizes)
+            raise self.reported(number, code)
+
+    def reported(self, number: int, code: int) -> Exception:
+        """The error of a fault; later runs report their own."""
+        self.gpu.clear(self.owner.fault_memory().address, FAULT_BYTES)
+        return fault(self.program, self.program.launches[number], code, self.sizes)
 
     # -- graphs --
     def _capture(self, inputs: Sequence[CudaArray]) -> None:
@@ -267,7 +335,6 @@ class _Prepared:
             self._can_capture = False
             return
         self._slots = Memory(self.gpu, sum(sizes), f"inputs of program {self.program.name!r}")
-        self._staged = np.zeros(sum(sizes), np.uint8)
         self._offsets = [0, *np.cumsum(sizes).tolist()]
         for (name, array), at in zip(named, self._offsets, strict=False):
             state = name in self.owner.states
@@ -295,17 +362,20 @@ class _Prepared:
     def _copy_inputs(self, inputs: Sequence[CudaArray]) -> None:
         """Copies inputs to their places: what is on the host in one piece, what is on the device each by itself."""
         assert self._slots is not None
+        slot = self.gpu.slots.take(self._offsets[-1])
         staged: list[tuple[int, int]] = []
         for name, array, at in zip(self.program.inputs, inputs, self._offsets, strict=False):
             if name in self.owner.states or not array.nbytes:
                 continue
             if array.host is not None:
-                self._staged[at : at + array.nbytes] = array.host.reshape(-1).view(np.uint8)
+                slot.array[at : at + array.nbytes] = array.host.reshape(-1).view(np.uint8)
                 staged.append((at, at + array.nbytes))
             else:
                 self.gpu.copy(self._slots.address + at, array.address, array.nbytes)
         for begin, end in _merged(staged):
-            self.gpu.upload(self._slots.address + begin, self._staged[begin:end])
+            self.gpu.start_upload(self._slots.address + begin, slot.address + begin, end - begin)
+        slot.event = self.gpu.mark(slot.event)
+        self.gpu.slots.give_back(slot)
 
     # -- times --
     def trace(self, inputs: Sequence[CudaArray]) -> tuple[list[CudaArray], Trace]:

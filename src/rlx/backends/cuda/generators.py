@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 
+from rlx.backends.cuda.chains import ChainKernel
 from rlx.backends.cuda.kernel_plan import AnyKernel, Generator
 from rlx.backends.cuda.prologues import PrologueKernel
-from rlx.backends.cuda.sequences import SequenceKernel
+from rlx.backends.cuda.sized import SizedKernel
 from rlx.errors import LowerError
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, MatmulKernel
 from rlx.lir.loops import LoopKernel
@@ -17,8 +18,9 @@ WHERE: dict[type, str] = {
     MatmulKernel: "matmul.generator:MatmulGenerator",
     AttentionKernel: "attention.generator:AttentionGenerator",
     AttentionGradKernel: "attention.gradient:AttentionGradGenerator",
-    SequenceKernel: "sequences:SequenceGenerator",
+    ChainKernel: "chains:ChainGenerator",
     PrologueKernel: "prologues:PrologueGenerator",
+    SizedKernel: "sized:SizedGenerator",
 }
 
 

@@ -6,6 +6,7 @@ has been enqueued. `Gpu.lock` keeps the enqueued work of a run together.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.backends.cuda import transfers
 from rlx.backends.cuda.nvrtc import compile_source, version
 from rlx.backends.cuda.targets import CudaTarget, nearest_target
 from rlx.backends.cuda.wheels import require_wheels
@@ -25,7 +27,7 @@ Function = Any  # a kernel of a loaded module
 
 
 def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"
+    return f"{-(-size // 2**20):,} MiB"
 
 
 class Gpu:
@@ -112,10 +114,16 @@ class Gpu:
     def allocate(self, size: int, owner: str = "an array") -> int:
         """Allocates bytes; returns their address."""
         with self.lock, self._current():
+            full = self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
             error, address = self._cu.cuMemAllocAsync(max(size, 1), self._stream)
-            if error == self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-                free, hint = _mib(self.free_bytes()), "a smaller model, context or batch"
-                raise ResourceError(f"cuda:{self.index}: {owner} asks for {_mib(size)}, {free} are free", hint=hint)
+            if error == full:  # what was freed may be in pieces, and a pool that has failed keeps what it got
+                self.trim()
+                error, address = self._cu.cuMemAllocAsync(max(size, 1), self._stream)
+            if error == full:
+                self.trim()
+                free, total = _mib(self.free_bytes()), _mib(self.total_bytes)
+                message = f"cuda:{self.index}: {owner} asks for {_mib(size)}, {free} of {total} are free"
+                raise ResourceError(message, hint="a smaller model, context or batch")
             if error != self._cu.CUresult.CUDA_SUCCESS:
                 raise self._error("cuMemAllocAsync", error)
             return int(address)
@@ -134,18 +142,33 @@ class Gpu:
     def upload(self, address: int, source: Array) -> None:
         """Copies a contiguous host array to the device. The array may change as soon as this returns."""
         if source.nbytes:
-            with self.lock, self._current():
-                data = source.ctypes.data
-                self._call(self._cu.cuMemcpyHtoDAsync, address, data, source.nbytes, self._stream)
+            transfers.upload(self, address, source)
 
     def download(self, target: Array, address: int) -> None:
         """Copies device memory to a contiguous host array, after all work enqueued so far."""
         if target.nbytes:
-            with self.lock, self._current():
-                data = target.ctypes.data
-                self._call(self._cu.cuMemcpyDtoHAsync, data, address, target.nbytes, self._stream)
-                stream = self._stream
-            self._call(self._cu.cuStreamSynchronize, stream)
+            transfers.download(self, target, address)
+
+    def start_upload(self, address: int, source: int, size: int) -> None:
+        """Enqueues a copy from host memory, which stays as it is until the copy is over if it is pinned."""
+        with self.lock, self._current():
+            self._call(self._cu.cuMemcpyHtoDAsync, address, source, size, self._stream)
+
+    def start_download(self, target: int, address: int, size: int) -> None:
+        """Enqueues a copy to pinned host memory."""
+        with self.lock, self._current():
+            self._call(self._cu.cuMemcpyDtoHAsync, target, address, size, self._stream)
+
+    @cached_property
+    def slots(self) -> transfers.PinnedSlots:
+        """Pinned host memory for copies."""
+        return transfers.PinnedSlots(self)
+
+    def pin(self, size: int) -> Array:
+        """Allocates pinned host memory, which lives as long as the process."""
+        with self._current():
+            address = int(self._call(self._cu.cuMemHostAlloc, size, 0))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
     def copy(self, target: int, source: int, size: int) -> None:
         if size:
@@ -243,6 +266,24 @@ class Gpu:
         with self.lock, self._current():
             self._call(self._cu.cuGraphExecDestroy, graph)
 
+    # -- events --
+    def mark(self, event: Any = None) -> Any:
+        """Enqueues an event, a new one unless one is given: it is over when the work enqueued so far is."""
+        with self.lock, self._current():
+            if event is None:
+                event = self._call(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            self._call(self._cu.cuEventRecord, event, self._stream)
+            return event
+
+    def is_over(self, event: Any) -> bool:
+        (error,) = self._cu.cuEventQuery(event)
+        return bool(error == self._cu.CUresult.CUDA_SUCCESS)
+
+    def wait(self, event: Any) -> None:
+        """Waits for an event."""
+        with self._current():
+            self._call(self._cu.cuEventSynchronize, event)
+
     # -- time --
     def synchronize(self) -> None:
         """Waits for all work enqueued so far."""
@@ -304,8 +345,7 @@ def _check_driver_version(cu: Any) -> None:
     _, driver = cu.cuDriverGetVersion()
     compiler = int(version().split(".")[0])
     if driver // 1000 < compiler:
-        have, hint = (
-            f"{driver // 1000}.{driver % 1000 // 10}",
-            ".venv/bin/pip install -e '.[cuda12]', or a newer driver",
-        )
+        have = f"{driver // 1000}.{driver % 1000 // 10}"
+        other = ".venv/bin/pip install -e '.[cuda12]', or " if driver >= 12000 else ""
+        hint = f"{other}a newer driver"
         raise CapabilityError(f"cuda: the driver is for CUDA {have}, the compiler for CUDA {compiler}", hint=hint)

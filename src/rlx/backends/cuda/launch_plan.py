@@ -6,21 +6,22 @@ The plan is data: it prints, and it is made without a GPU. `Executable` gives it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.backends.cuda.chains import ChainKernel, fuse_chains
 from rlx.backends.cuda.generators import generator
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, AnyKernel, KernelPlan, entry
 from rlx.backends.cuda.prologues import PrologueKernel, fuse_prologues
-from rlx.backends.cuda.sequences import SequenceKernel, fuse_sequences
+from rlx.backends.cuda.sized import SizedKernel, Sizes
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Check, LoopKernel, statements
-from rlx.lir.program import CONST, WEIGHT, Launch, Program
+from rlx.lir.program import CONST, INPUT, WEIGHT, Launch, Program
 from rlx.lir.views import View, offset_steps
-from rlx.types import evaluate
+from rlx.types import evaluate, product
 
 SCRATCH, FAULT, LAUNCH_NUMBER = (-len(EXTRA_WORDS) + i for i in range(len(EXTRA_WORDS)))
 
@@ -35,18 +36,14 @@ class PlannedLaunch:
     words: Array  # i64; operands hold their offset in bytes
     operands: tuple[tuple[int, str], ...]  # (word, buffer)
     steps: Mapping[str, Array]  # what one step of a loop adds to the words, by loop symbol
+    sizes: Sizes = ()  # words that are constants of the code
 
     @property
     def fault_words(self) -> tuple[int, ...]:
         """The words that say where faults are reported."""
-        match self.kernel:
-            case SequenceKernel(pieces):
-                lengths = [len(piece.kernel.words) + len(EXTRA_WORDS) for piece in pieces]
-            case PrologueKernel(producer, _, consumer):
-                lengths = [len(kernel.words) + len(EXTRA_WORDS) for kernel in (producer, consumer)]
-            case kernel:
-                lengths = [len(kernel.words) + len(EXTRA_WORDS)]
-        return tuple(int(end) + FAULT for end in np.cumsum(lengths))
+        if isinstance(self.kernel, ChainKernel | PrologueKernel):
+            return self.kernel.fault_words
+        return (len(self.kernel.words) + len(EXTRA_WORDS) + FAULT,)
 
     def __str__(self) -> str:
         passes = ", ".join(
@@ -63,11 +60,42 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
     """Plans every launch of a program."""
     symbols = program.loop_symbols()
     start = dict(sizes) | dict.fromkeys(symbols, 0)
-    fixed = {name for name, buffer in program.buffers.items() if buffer.kind in (WEIGHT, CONST)}
+    fixed = {name for name, buffer in program.buffers.items() if buffer.kind in (WEIGHT, CONST, INPUT)}
     fixed -= {view.buffer for launch in program.launches for view in launch.views(written=True)}
     planned = [_planned(i, launch, start, symbols, fixed, target) for i, launch in enumerate(program.launches)]
-    edges = (edge for control in program.controls for edge in control.edges)
-    return fuse_sequences(fuse_prologues(planned, program), program.launches, edges)
+    if program.symbols:  # other sizes are those of one call, whose code is worth sharing with calls of other sizes
+        planned = [replace(one, sizes=_sizes(one, program.launches[i])) for i, one in enumerate(planned)]
+
+    def small(i: int) -> dict[str, int]:
+        return fetched(program.launches[i], start, fixed)
+
+    fused = fuse_chains(fuse_prologues(planned, program, small), program, small, target)
+    return [replace(one, kernel=SizedKernel(one.kernel, one.sizes)) if one.sizes else one for one in fused]
+
+
+def _sizes(planned: PlannedLaunch, launch: Launch) -> Sizes:
+    """Sizes that every run of the program has; in launches of a few rows, also those that are 1."""
+    few = all(one.variant.startswith(("rows", "splits")) for one in planned.plan.passes)
+    constants = []
+    for name, word, value in zip(launch.kernel.words, launch.words, planned.words.tolist(), strict=False):
+        is_size = word is not None and not isinstance(word, View)
+        if is_size and (isinstance(word, int) or (few and value == 1)):
+            constants.append((name, value))
+    return tuple(constants)
+
+
+FETCHED = 16 << 10  # bytes of a weight up to which blocks ask for it before earlier launches have ended
+
+
+def fetched(launch: Launch, sizes: Mapping[str, int], fixed: set[str]) -> dict[str, int]:
+    """The bytes of small operands that no launch writes, by name: kernels may fetch them early."""
+    small_operands: dict[str, int] = {}
+    for name, word in zip(launch.kernel.words, launch.words, strict=True):
+        if isinstance(word, View) and word.buffer in fixed and word.is_contiguous():
+            size = evaluate(product(word.shape), sizes) * word.dtype.size
+            if 0 < size <= FETCHED:
+                small_operands[name] = size
+    return small_operands
 
 
 def _planned(
@@ -94,8 +122,22 @@ def _planned(
         else:
             words[i] = known[name] = evaluate(word, sizes)
     words[LAUNCH_NUMBER] = number
-    plan = generator(kernel).plan(kernel, known, target)
-    return PlannedLaunch(number, kernel, plan, words, tuple(operands), steps)
+    return PlannedLaunch(number, kernel, _plan(kernel, known, target), words, tuple(operands), steps)
+
+
+MOST_PLANS = 4096
+plans: dict[tuple[object, ...], KernelPlan] = {}  # layers repeat, and so do sizes
+
+
+def _plan(kernel: Kernel, known: Mapping[str, int], target: CudaTarget) -> KernelPlan:
+    """The plan of a kernel for these words; the most recent ones are kept."""
+    key = kernel.symbol, kernel.fingerprint, target, *known.items()
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = generator(kernel).plan(kernel, known, target)
+        if len(plans) > MOST_PLANS:
+            plans.pop(next(iter(plans)), None)
+    return plan
 
 
 def can_fault(kernel: Kernel) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +13,13 @@ from rlx.backends.base import Allocator, ArrayType, DeviceArray
 from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.errors import BindError
 
+if TYPE_CHECKING:
+    from rlx.backends.cuda.dlpack import Borrowed
+
 ALIGNMENT = 256  # of arrays that share an allocation
 RESERVED_SHARE = 128  # reservations of one buffer are at most this part of the free memory
 DLPACK_CUDA = 2  # device type of DLPack
+STAGED = 1 << 20  # bytes of an input up to which it travels with others
 
 
 class Memory:
@@ -36,8 +40,8 @@ class CudaArray(DeviceArray):
     """An array in GPU memory. What is uploaded stays on the host until a run or a copy needs its address."""
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Gpu, memory: Memory | None, offset: int = 0,
-        strides: tuple[int, ...] | None = None, host: Array | None = None,
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Gpu, memory: Memory | Borrowed | None,
+        offset: int = 0, strides: tuple[int, ...] | None = None, host: Array | None = None,
     ) -> None:  # fmt: skip
         super().__init__(shape, dtype)
         self.gpu, self._memory, self._offset, self._host = device, memory, offset, host
@@ -45,7 +49,7 @@ class CudaArray(DeviceArray):
         self.strides = _contiguous(shape, dtype.itemsize) if strides is None else strides  # in bytes
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> Memory | Borrowed:
         """The allocation that holds the array."""
         if self._memory is None:
             assert self._host is not None
@@ -148,8 +152,13 @@ class CudaAllocator(Allocator):
         size = math.prod(shape) * dtype.itemsize
         return self.zeros(shape, dtype) if RESERVED_SHARE * size <= self.gpu.free_bytes() else None
 
-    def upload(self, array: Array) -> CudaArray:
-        return CudaArray(array.shape, array.dtype, self.gpu, None, host=np.array(array, order="C"))
+    def upload(self, array: Array, owner: str = "an array") -> CudaArray:
+        """Small arrays stay on the host until a run copies them together; large ones are copied now, once."""
+        if array.nbytes <= STAGED:
+            return CudaArray(array.shape, array.dtype, self.gpu, None, host=np.array(array, order="C"))
+        result = self.empty(array.shape, array.dtype, owner)
+        self.gpu.upload(result.start, np.ascontiguousarray(array))
+        return result
 
     def download(self, buffer: CudaArray) -> Array:
         return buffer.numpy()
@@ -194,6 +203,11 @@ class CudaAllocator(Allocator):
         memory = Memory(self.gpu, sum(rounded), "weights")
         offsets = np.cumsum([0, *rounded]).tolist()
         return [CudaArray(s, d, self.gpu, memory, at) for (s, d), at in zip(types, offsets, strict=False)]
+
+    def borrow(self, value: object) -> CudaArray | None:
+        from rlx.backends.cuda.dlpack import borrow
+
+        return borrow(value, self.gpu)
 
     def owns(self, value: object) -> bool:
         return isinstance(value, CudaArray) and value.gpu.index == self.index

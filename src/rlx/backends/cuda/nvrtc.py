@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlx.backends import cache_folder
+from rlx.backends.cuda.cubin import Resources, resources
 from rlx.backends.cuda.wheels import require_wheels
 from rlx.errors import LowerError
 
@@ -18,35 +18,15 @@ _KIND = "cubins"  # folder of the cache
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
-    """What a kernel takes: registers per thread, bytes spilled per thread, static shared memory per block."""
-
-    registers: int
-    spilled: int
-    shared: int
-
-
-@dataclass(frozen=True, slots=True)
 class Cubin:
-    """Machine code of a translation unit, and what each of its kernels takes."""
+    """Machine code of a translation unit, and the log of the compiler."""
 
     code: bytes
     log: str
 
     def resources(self) -> Mapping[str, Resources]:
-        """By the name of the kernel."""
-        return {match["name"]: _resources(match["body"]) for match in _ENTRY.finditer(self.log)}
-
-
-_ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)'(?P<body>.*?Used \d+ registers[^\n]*)", re.DOTALL)
-
-
-def _resources(text: str) -> Resources:
-    def number(pattern: str) -> int:
-        match = re.search(pattern, text)
-        return int(match[1]) if match else 0
-
-    return Resources(number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes smem"))
+        """What each kernel takes, by name."""
+        return resources(self.code)
 
 
 @functools.cache

@@ -49,6 +49,16 @@ INLINE void start_next() {
 #endif
 }
 
+// Some of the threads of a block meet; barrier 0 is that of all threads.
+INLINE void team_barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
+}
+// Asks for memory in the L2 cache: the threads of a block share the lines.
+INLINE void fetch(const void* at, i64 bytes) {
+  for (i64 i = 128 * (i64)threadIdx.x; i < bytes; i += 128 * (i64)blockDim.x)
+    asm volatile("prefetch.global.L2 [%0];" :: "l"((const u8*)at + i));
+}
+
 INLINE void report(Fault* fault, i32 launch, i32 code) {
   if (atomicCAS(&fault->code, 0, code) == 0) fault->launch = launch;
 }

@@ -7,15 +7,17 @@ weights are on their way.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, Pass, entry
+from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
+from rlx.backends.cuda.loops.emitter import WARP, Emitter, Variant
+from rlx.backends.cuda.matmul.common import multiplied
+from rlx.backends.cuda.sized import Sizes, with_sizes
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.dtypes import F32
 from rlx.lir.kernels import MatmulKernel
@@ -26,9 +28,6 @@ from rlx.lir.views import View
 if TYPE_CHECKING:
     from rlx.backends.cuda.launch_plan import PlannedLaunch
 
-ALIGNMENT = 16  # of the row in shared memory
-BARRIER = 15  # of the threads that compute the row; the matmul uses the lower ones
-
 
 @dataclass(frozen=True)
 class PrologueKernel:
@@ -37,18 +36,26 @@ class PrologueKernel:
     producer: LoopKernel
     variant: str  # of the producer
     consumer: MatmulKernel
+    width: int  # threads that compute the row
+    fetched: tuple[str, ...]  # operands of the producer that no launch writes, which are fetched early
+    sizes: tuple[Sizes, Sizes]  # words of the producer and of the matmul that are constants
 
     kind = "prologue"
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Those of the producer, those of the matmul, and where in shared memory the row is."""
+        """Those of the producer, those of the matmul, and the bytes of fetched operands."""
         first = tuple(f"{name}.row" for name in (*self.producer.words, *EXTRA_WORDS))
-        return (*first, *self.consumer.words, *EXTRA_WORDS, "produced_at")
+        return (*first, *self.consumer.words, *EXTRA_WORDS, *(f"bytes_{name}" for name in self.fetched))
+
+    @property
+    def fault_words(self) -> tuple[int, ...]:
+        return tuple(i for i, name in enumerate(self.words) if name in ("fault", "fault.row"))
 
     @property
     def symbol(self) -> str:
-        text = f"{self.producer.fingerprint} {self.variant} {self.consumer.fingerprint}"
+        kernels = f"{self.producer.fingerprint} {self.variant} {self.consumer.fingerprint}"
+        text = f"{kernels} {self.width} {self.fetched} {self.sizes}"
         return f"prologue.{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
@@ -59,46 +66,46 @@ class PrologueGenerator:
         raise AssertionError("plans of prologues are made by `fuse_prologues`")
 
     def source(self, kernel: PrologueKernel, variant: str, target: CudaTarget) -> str:
-        from rlx.backends.cuda.generators import generator
         from rlx.backends.cuda.matmul.generator import source_with_prologue
 
-        name, lanes = entry(kernel.producer, kernel.variant), _lanes(kernel.variant)
-        text = _as_prologue(generator(kernel.producer).source(kernel.producer, kernel.variant, target), name, lanes)
+        name, width = entry(kernel.producer, kernel.variant), kernel.width
         (output,) = (p.name for p in kernel.producer.params if p.written)
+        # The row goes to where the matmul wants it, in the type that it multiplies.
+        params = tuple(
+            replace(p, dtype=multiplied(kernel.consumer)) if p.written else p for p in kernel.producer.params
+        )
+        producer, producer_variant = replace(kernel.producer, params=params), Variant.parse(kernel.variant)
+        text = Emitter(producer, producer_variant, name, ranged=True, width=width).source()
+        text = with_sizes(text, kernel.sizes[0])
+        fetches = "".join(f"  fetch(all.row.{operand}, all.bytes_{operand});\n" for operand in kernel.fetched)
         compute = f"""
-  float* const produced = (float*)(shared + all.produced_at);
-  if (threadIdx.x < {lanes}) {{
+  for (int i = k + threadIdx.x; i < (k + 31) / 32 * 32; i += blockDim.x) xs[i] = T{{}};
+  if (threadIdx.x < {width}) {{
     Words_{name} row = all.row;
-    row.{output} = produced;
-    {name}(row);
+    row.{output} = xs;
+    {name}(row, 0, 1);
   }}
-  __syncthreads();
 """
-        struct = f"{text}\nstruct All {{ Words_{name} row; Words product; i64 produced_at; }};"
-        return source_with_prologue(kernel.consumer, variant, target, entry(kernel, variant), struct, compute)
+        sizes = "".join(f" i64 bytes_{operand};" for operand in kernel.fetched)
+        struct = f"{text}\nstruct All {{ Words_{name} row; Words product;{sizes} }};"
+        own = entry(kernel, variant)
+        source = source_with_prologue(kernel.consumer, variant, target, own, struct, fetches, compute)
+        return with_sizes(source, kernel.sizes[1])
 
 
-def _lanes(variant: str) -> int:
-    """The threads that a variant of a loop kernel runs a row with."""
-    match = re.match(r"rows_(\d+)", variant)
-    return int(match[1]) if match else 0
+def fuse_prologues(
+    planned: Sequence[PlannedLaunch], program: Program, fetched: Callable[[int], Mapping[str, int]]
+) -> list[PlannedLaunch]:
+    """Replaces each launch that computes the only row of the next matmul, and that matmul, by one launch.
 
-
-def _as_prologue(source: str, name: str, lanes: int) -> str:
-    from rlx.backends.cuda.sequences import as_device_function
-
-    text = as_device_function(source, name, blocks=1)
-    return text.replace("__syncthreads();", f"team_barrier({BARRIER}, {lanes});")
-
-
-def fuse_prologues(planned: Sequence[PlannedLaunch], program: Program) -> list[PlannedLaunch]:
-    """Replaces each launch that computes the only row of the next matmul, and that matmul, by one launch."""
+    `fetched` are the bytes of small operands of a launch that no launch writes, by name.
+    """
     fused = list(planned)
     readers = Counter(view.buffer for launch in program.launches for view in set(launch.views(written=False)))
     edges = {edge for control in program.controls for edge in control.edges}
     for i in range(len(planned) - 1):
         if i + 1 not in edges and _fits(fused[i], fused[i + 1], program, readers):
-            fused[i + 1] = _joined(fused[i], fused[i + 1])
+            fused[i + 1] = _joined(fused[i], fused[i + 1], fetched(i))
             fused[i] = replace(fused[i], plan=KernelPlan(()))
     return fused
 
@@ -113,7 +120,8 @@ def _fits(first: PlannedLaunch, second: PlannedLaunch, program: Program, readers
     words = dict(zip(consumer.words, second.words.tolist(), strict=False))
     if one.grid != (1, 1, 1) or one.shared or not product.variant.startswith("rows") or words["m"] != 1:
         return False
-    if not 0 < _lanes(one.variant) <= product.threads or _has_warp_loops(one.variant):
+    variant = Variant.parse(one.variant)
+    if not variant.lanes or product.threads < WARP or variant.warps or variant.piece:
         return False
     outputs = [view for view in program.launches[first.number].views(written=True)]
     row = dict(zip(consumer.words, program.launches[second.number].words, strict=True))["a"]
@@ -123,18 +131,11 @@ def _fits(first: PlannedLaunch, second: PlannedLaunch, program: Program, readers
     return alone and outputs[0].dtype is F32 and row.is_contiguous() and row.offset == 0
 
 
-def _has_warp_loops(variant: str) -> bool:
-    """Whether warps of the unit run loops of their own, with barriers for the whole block."""
-    return re.search(r"_w\d", variant) is not None
-
-
-def _joined(first: PlannedLaunch, second: PlannedLaunch) -> PlannedLaunch:
+def _joined(first: PlannedLaunch, second: PlannedLaunch, fetched: Mapping[str, int]) -> PlannedLaunch:
     assert isinstance(first.kernel, LoopKernel) and isinstance(second.kernel, MatmulKernel)
-    (one,), (product,) = first.plan.passes, second.plan.passes
-    kernel = PrologueKernel(first.kernel, one.variant, second.kernel)
-    at = -(-product.shared // ALIGNMENT) * ALIGNMENT
-    depth = int(second.words[second.kernel.words.index("k")])
-    words = np.concatenate([first.words, second.words, [at]])
+    variant, threads = first.plan.passes[0].variant, second.plan.passes[0].threads
+    width = min(Variant.parse(variant).lanes, 1 << (threads.bit_length() - 1))  # powers of two
+    kernel = PrologueKernel(first.kernel, variant, second.kernel, width, tuple(fetched), (first.sizes, second.sizes))
+    words = np.concatenate([first.words, second.words, np.array([*fetched.values()], np.int64)])
     operands = (*first.operands, *((len(first.words) + word, buffer) for word, buffer in second.operands))
-    plan = replace(second.plan, passes=(Pass(product.variant, product.grid, product.threads, at + 4 * depth),))
-    return replace(second, kernel=kernel, plan=plan, words=words, operands=operands)
+    return replace(second, kernel=kernel, words=words, operands=operands, sizes=())

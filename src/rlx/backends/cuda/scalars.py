@@ -129,10 +129,10 @@ template <int LANES, typename Op, typename T> INLINE T reduce_warp(T x, u32 mask
   for (int step = LANES / 2; step > 0; step /= 2) x = Op::of(x, (T)__shfl_xor_sync(mask, shuffled(x), step, LANES));
   return (T)__shfl_sync(mask, shuffled(x), 0, LANES);
 }
-// Writes a partial result of each warp to `slots` and synchronises the block.
-template <int LANES, typename Op, typename T> INLINE void reduce_to_slots(T x, u64* slots) {
+// Writes the partial result of the warp of `thread` to `slots`.
+template <typename Op, typename T> INLINE void reduce_to_slots(T x, u64* slots, int thread) {
   x = reduce_warp<32, Op>(x, ~0u);
-  if (threadIdx.x % 32 == 0) *(T*)(slots + threadIdx.x / 32) = x;
+  if (thread % 32 == 0) *(T*)(slots + thread / 32) = x;
 }
 template <int LANES, typename Op, typename T> INLINE T reduce_slots(const u64* slots) {
   return reduce_warp<LANES / 32, Op>(*(const T*)(slots + threadIdx.x % (LANES / 32)), ~0u);

@@ -11,6 +11,8 @@ from rlx.errors import CapabilityError
 from rlx.kv_layout import KvLayout
 from rlx.target import Target
 
+SMALLEST_CLASS = 16  # tokens of a prompt to which shorter ones are padded
+
 
 @dataclass(frozen=True, slots=True)
 class CudaTarget(Target):
@@ -18,6 +20,7 @@ class CudaTarget(Target):
 
     device: str = "cuda"
     reads_rows: bool = True
+    prompt_tokens: int = 4096
     arch: str = ""  # sm_90a
     capability: int = 80  # 10 * major + minor
     processors: int = 108  # streaming multiprocessors
@@ -27,6 +30,17 @@ class CudaTarget(Target):
     def multiplied(self, dtype: DType) -> DType:
         """Tensor cores multiply 16-bit floats and add in f32."""
         return dtype
+
+    @property
+    def runs_behind(self) -> bool:
+        return True
+
+    def padded(self, tokens: int) -> int:
+        """Powers of two, and one and a half times those: a graph per size is captured once and replayed."""
+        if tokens <= SMALLEST_CLASS:
+            return tokens if tokens <= 1 else SMALLEST_CLASS
+        power = 1 << (tokens - 1).bit_length()
+        return power * 3 // 4 if tokens <= power * 3 // 4 else power
 
     @property
     def kv_layout(self) -> KvLayout:

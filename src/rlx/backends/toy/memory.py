@@ -41,7 +41,7 @@ class ToyAllocator(Allocator):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ToyBuffer:
         return ToyBuffer(np.zeros(shape, dtype))
 
-    def upload(self, array: Array) -> ToyBuffer:
+    def upload(self, array: Array, owner: str = "an array") -> ToyBuffer:
         return ToyBuffer(np.array(array, order="C"))
 
     def download(self, buffer: ToyBuffer) -> Array:

@@ -145,7 +145,7 @@ class LmHead(FlowStage):
             wanted = (self.vocab_size, self.hidden_size)
             if any(known_equal(a, b) is False for a, b in zip(table.shape, wanted, strict=True)):
                 shapes = (f"[{a}, {b}]" for a, b in (table.shape, wanted))
-                raise ShapeError("stage LmHead: the token table is {}, wanted {}: vocabulary, hidden".format(*shapes))
+                raise ShapeError("stage LmHead: the token table is {}, expected {}: vocabulary, hidden".format(*shapes))
         else:
             table = ctx.stored_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))
         return ctx.wrap(ctx.hir().one("linear_stored", x, table))

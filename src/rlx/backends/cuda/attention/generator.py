@@ -54,8 +54,10 @@ class AttentionGenerator:
             enough = rows > 2 * TILE and blocks >= target.processors // 2
             if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
                 return KernelPlan((Pass("rows_64", (blocks, 1, 1), 128, shared),))
-            early = "splits_early" if kernel.cached and target.capability >= 90 else "splits"
-            return spread(kernel, early, words, target, 1, splits_shared(kernel, target))
+            early = target.capability >= 90 and kernel.cached and all(words[w] < 0 for w in _places(kernel))
+            return spread(
+                kernel, "splits_early" if early else "splits", words, target, 1, splits_shared(kernel, target)
+            )
         return spread(kernel, "scalar", words, target, slices(kernel), scalar_shared(kernel))
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
@@ -94,6 +96,11 @@ class AttentionGenerator:
             parts = [*common, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES, tensor_code.ROW_TILES]
         text = "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
         return text.replace("ENTRY(", f"{name}(")
+
+
+def _places(kernel: AttentionKernel) -> tuple[str, ...]:
+    """The operands that say where keys are. If no launch writes them, blocks know early which keys they read."""
+    return ("positions", "table", "rows") if kernel.ragged else ("positions", "table")
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -152,8 +152,7 @@ INLINE Range range_of(const Words& w, i32 batch, i32 query, i32 newest) {
   return {(i32)oldest, (i32)position};
 }
 
-// Asks for the first split of a block before earlier launches have ended. Positions and pages may be older ones: what
-// comes into the L2 cache is a guess, and a bad one does no harm.
+// Asks for the first split of a block before earlier launches have ended, one of which may still append to it.
 template <typename W> INLINE void fetch_early(const W& w, i32 batch, i32 head, i32 query, i32 worker) {
   if constexpr (!RING && PAGE == BLOCK) {
     i32 row = batch;

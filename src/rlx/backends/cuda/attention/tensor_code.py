@@ -116,20 +116,27 @@ template <int TILES_OF_8> INLINE void add_infinite(float (&c)[TILES_OF_8][4], u3
 }
 
 // -- products --
-// Two elements of a query, rounded to the type of keys.
-INLINE u32 query_pair(const Query* row, i32 column) {
+// Two elements of a query, rounded to the type of keys. `PAIRS`: rows are aligned to pairs.
+INLINE u32 pair_at(const float* at) {
+  const float2 x = *(const float2*)at;
+  return pair_of(Stored{}, x.x, x.y);
+}
+INLINE u32 pair_at(const bf16* at) { return pair_of(Stored{}, widen(at[0]), widen(at[1])); }
+INLINE u32 pair_at(const f16* at) { return pair_of(Stored{}, widen(at[0]), widen(at[1])); }
+template <bool PAIRS> INLINE u32 query_pair(const Query* row, i32 column) {
+  if constexpr (PAIRS) return row && column < HEAD_DIM ? pair_at(row + column) : pair_of(Stored{}, 0.0f, 0.0f);
   const float low = row && column < HEAD_DIM ? widen(row[column]) : 0.0f;
   const float high = row && column + 1 < HEAD_DIM ? widen(row[column + 1]) : 0.0f;
   return pair_of(Stored{}, low, high);
 }
 
 // Elements 16 · step on of rows lane / 4 and lane / 4 + 8, as an operand of products.
-INLINE void load_query(u32 (&a)[4], const Query* row, const Query* row8, i32 step) {
+template <bool PAIRS = false> INLINE void load_query(u32 (&a)[4], const Query* row, const Query* row8, i32 step) {
   const i32 column = step * 16 + (threadIdx.x & 3) * 2;
-  a[0] = query_pair(row, column);
-  a[1] = query_pair(row8, column);
-  a[2] = query_pair(row, column + 8);
-  a[3] = query_pair(row8, column + 8);
+  a[0] = query_pair<PAIRS>(row, column);
+  a[1] = query_pair<PAIRS>(row8, column);
+  a[2] = query_pair<PAIRS>(row, column + 8);
+  a[3] = query_pair<PAIRS>(row8, column + 8);
 }
 
 // Products of 16 rows with 8 · TILES_OF_8 keys from `tile` on; `queries(a, step)` loads 16 elements of the rows.
@@ -222,9 +229,9 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   const i32 head = unit % kv_heads, batch = unit / kv_heads;
   const i32 first_row = tile * 16, rows = min(16, all_rows - first_row);
   if (EARLY) fetch_early(w, batch, head, (first_row + rows - 1) / GROUP, worker);
-  if (!REST) {
-    start_next();
+  if (!REST && !EARLY) {
     wait_for_inputs();
+    start_next();
   }
 
   fetch_pages(w, batch, worker);
@@ -236,6 +243,10 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   const i32 first_split = seen.low / SPLIT, splits = sees_any(seen) ? seen.high / SPLIT - first_split + 1 : 0;
   const i32 workers = REST ? 1 : min((i32)gridDim.y, max(splits, 1));
   if (worker >= workers) return;
+  if (EARLY) {
+    wait_for_inputs();
+    start_next();
+  }
 
   const Source source = source_of(w, batch, head);
   const bool aligned = is_aligned(w, source), uneven = is_uneven(seen);
@@ -257,8 +268,14 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
     queries[j] = r < rows ? w.q + batch * w.q_batch + query * w.q_seq + query_head * w.q_head : nullptr;
   }
   u32 a[HEAD_STEPS][4];
+  const bool pairs = HEAD_DIM % 2 == 0 && ((u64)queries[0] | (u64)queries[1]) % (2 * sizeof(Query)) == 0;
+  if (pairs) {
 #pragma unroll
-  for (int step = 0; step < HEAD_STEPS; step++) load_query(a[step], queries[0], queries[1], step);
+    for (int step = 0; step < HEAD_STEPS; step++) load_query<true>(a[step], queries[0], queries[1], step);
+  } else {
+#pragma unroll
+    for (int step = 0; step < HEAD_STEPS; step++) load_query(a[step], queries[0], queries[1], step);
+  }
   const auto loaded = [&](u32(&x)[4], int step) {
 #pragma unroll
     for (int i = 0; i < 4; i++) x[i] = a[step][i];
@@ -409,8 +426,8 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
 
 extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
   if constexpr (REST) {
-    start_next();
     wait_for_inputs();
+    start_next();
     const i32 units = (i32)(w.batch * w.kv_heads);
     for (i32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const i32 token = unit / (i32)w.kv_heads, tokens = max(REST / GROUP, 1);

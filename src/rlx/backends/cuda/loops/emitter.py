@@ -62,6 +62,7 @@ LIGHT = 24  # operations of a body that is worth unrolling
 LIGHT_PACK = 96  # operations of a pack up to which a thread loads two packs before it computes
 PAIRED_ACCESSES = 4  # loads and stores of such a loop
 LONGEST_TEXT = 240  # of an expression, before it gets a name of its own
+UNIT_BARRIER = 15  # of the threads of a unit, where a block has others; matmuls use the lower numbers
 
 
 PIECES = ("part", "join")
@@ -153,6 +154,8 @@ class Emitter:
     tables: dict[Table, str] = field(default_factory=dict)
     slots: int = 0  # of partial results in shared memory
     count: int = 0
+    ranged: bool = False  # a function that one block calls for some units, not a kernel
+    width: int = 0  # of a ranged function: threads of a unit if there are fewer than lanes, which then take turns
 
     def source(self) -> str:
         kernel, variant = self.kernel, self.variant
@@ -170,8 +173,11 @@ class Emitter:
         head = [words_struct(fields, f"Words_{self.entry}")]
         for table, name in self.tables.items():
             head.append(f"__device__ const i32 {name}[] = {{{', '.join(str(int(v)) for v in table.values)}}};")
+        kind = "i32" if variant.narrow else "i64"
         head.append(
-            f'extern "C" __global__ void __launch_bounds__({variant.threads}) '
+            f"INLINE void {self.entry}(const Words_{self.entry}& w, const {kind} begin, const {kind} end) {{"
+            if self.ranged
+            else f'extern "C" __global__ void __launch_bounds__({variant.threads}) '
             f"{self.entry}(const Words_{self.entry} w) {{"
         )
         if self.slots:
@@ -181,8 +187,9 @@ class Emitter:
 
     # -- kernels --
     def prologue(self) -> None:
-        self.line("wait_for_inputs();")
-        self.line("start_next();")
+        if not self.ranged:
+            self.line("wait_for_inputs();")
+            self.line("start_next();")
         for param in self.kernel.params:
             kind = MEMORY[param.dtype.name]
             const = "" if param.written else "const "
@@ -195,8 +202,11 @@ class Emitter:
         """One thread per iteration of the root, or per pack of iterations."""
         root, kind = self.kernel.root, self.index_type(True)
         self.prologue()
-        self.line(f"const {kind} thread = ({kind})blockIdx.x * {BLOCK} + threadIdx.x;")
-        self.line(f"const {kind} threads = ({kind})gridDim.x * {BLOCK};")
+        if self.ranged:
+            self.line("const i32 thread = threadIdx.x, threads = blockDim.x;")
+        else:
+            self.line(f"const {kind} thread = ({kind})blockIdx.x * {BLOCK} + threadIdx.x;")
+            self.line(f"const {kind} threads = ({kind})gridDim.x * {BLOCK};")
         self.scope = _Scope(shared=False)
         for let in self.kernel.lets:
             self.stmt(let)
@@ -207,27 +217,31 @@ class Emitter:
         lanes, kind = variant.lanes, self.index_type(True)
         self.prologue()
         per_block = variant.threads // lanes
+        place = "begin" if self.ranged else f"({kind})blockIdx.x"
         if lanes > WARP:
-            self.line(f"const {kind} lane = threadIdx.x, first_unit = blockIdx.x;")
+            self.line(f"const {kind} lane = threadIdx.x, first_unit = {place};")
             if variant.warps:
                 self.line(f"const {kind} warp = threadIdx.x / {WARP}, warp_lane = threadIdx.x % {WARP};")
         else:
             self.line(f"const {kind} lane = threadIdx.x % {lanes};")
-            self.line(f"const {kind} first_unit = ({kind})blockIdx.x * {per_block} + threadIdx.x / {lanes};")
+            place = place if self.ranged else f"{place} * {per_block}"
+            self.line(f"const {kind} first_unit = {place} + threadIdx.x / {lanes};")
             if 1 < lanes < WARP:
                 self.line(f"const u32 mask = {(1 << lanes) - 1}u << (threadIdx.x % {WARP} / {lanes} * {lanes});")
             elif lanes == WARP:
                 self.line("const u32 mask = ~0u;")
-        if self.free:
+        if self.free and not self.ranged:
             self.line(f"const {kind} thread = ({kind})blockIdx.y * {lanes} + lane;")
             self.line(f"const {kind} threads = ({kind})gridDim.y * {lanes};")
         else:
-            self.line(f"const {kind} thread = lane, threads = {lanes};")
+            self.line(f"const {kind} thread = lane, threads = {min(lanes, self.width or lanes)};")
         for let in self.kernel.lets:
             self.stmt(let)
-        units = self.extent(root.extent)
+        units = "end" if self.ranged else self.extent(root.extent)
         index = self.fresh(root.index)
         step = f"({kind})gridDim.x * {per_block}"
+        if self.ranged:
+            step = "1" if lanes > WARP else f"({kind})(blockDim.x / {lanes})"
         with self.block(f"for ({kind} {index} = first_unit; {index} < {units}; {index} += {step})"):
             self.bind(root.index, index, True)
             with suppress(_PartWritten):
@@ -268,8 +282,11 @@ class Emitter:
     # -- synchronisation --
     def synchronise(self) -> None:
         lanes = self.team.lanes
-        if lanes > 1:
-            self.line("__syncthreads();" if lanes > WARP else f"__syncwarp({self.team.mask});")
+        if lanes > WARP:
+            threads = min(lanes, self.width or lanes)
+            self.line(f"team_barrier({UNIT_BARRIER}, {threads});" if self.ranged else "__syncthreads();")
+        elif lanes > 1:
+            self.line(f"__syncwarp({self.team.mask});")
         self.pending = Effects()
 
     def order_after(self, touched: Effects) -> None:
@@ -622,6 +639,29 @@ class Emitter:
             return self.join_parts(group)
         packing = reduction_packing(group) if self.variant.pack > 1 else None
         pack = self.variant.pack if packing is not None else 1
+        thread, threads = self.team.thread, self.team.threads
+        if self.width and WARP < self.width < self.team.lanes:
+            turn = self.fresh("turn")
+            self.line("#pragma unroll")
+            with self.block(f"for (int {turn} = 0; {turn} < {self.team.lanes // self.width}; {turn}++)"):
+                own = self.named(f"{thread} + {turn} * {self.width}", "int")
+                totals = self.reduce_own(group, packing, pack, own, str(self.team.lanes))
+                self.put_slots(group, totals, pack, own)
+            return self.take_slots(group)
+        totals = self.reduce_own(group, packing, pack, thread, threads)
+        results = self.combine_threads(group, totals, pack)
+        if self.variant.piece == "part":
+            for at, (reduction, result) in enumerate(zip(group, results, strict=True)):
+                kind = self.value_type(reduction.dtype)
+                place = self.part_place("(i64)blockIdx.y", "(i64)gridDim.y", len(group), at)
+                self.line(f"if (lane == 0) *({kind}*)(w.scratch + {place}) = {result};")
+            raise _PartWritten
+        return results
+
+    def reduce_own(
+        self, group: Sequence[Reduce], packing: Packing | None, pack: int, thread: str, threads: str
+    ) -> list[str]:
+        """The partial results of one thread of `threads`, by element of a pack."""
         extent, index_type = self.extent(group[0].extent), self.extent_type(group[0].extent)
         totals = [self.fresh("total") for _ in group]
         for reduction, total in zip(group, totals, strict=True):
@@ -629,8 +669,8 @@ class Emitter:
             kind = self.value_type(reduction.dtype)
             self.line(f"{kind} {total}[{pack}] = {{{', '.join([start] * pack)}}};")
         first = self.fresh(group[0].index)
-        step = f"{self.team.threads} * {pack}" if pack > 1 else self.team.threads
-        start = f"{self.team.thread} * {pack}" if pack > 1 else self.team.thread
+        step = f"{threads} * {pack}" if pack > 1 else threads
+        start = f"{thread} * {pack}" if pack > 1 else thread
         if self.variant.piece == "part":
             begin = self.named(f"({index_type})blockIdx.y * {PART}", index_type)
             extent = self.named(f"smaller({extent}, {begin} + ({index_type}){PART})", index_type)
@@ -652,14 +692,7 @@ class Emitter:
                     self.line(f"const {index_type} {name} = {first} + {element};")
                     self.bind(group[0].index, name, True)
                     self.accumulate(group, totals, element)
-        results = self.combine_threads(group, totals, pack)
-        if self.variant.piece == "part":
-            for at, (reduction, result) in enumerate(zip(group, results, strict=True)):
-                kind = self.value_type(reduction.dtype)
-                place = self.part_place("(i64)blockIdx.y", "(i64)gridDim.y", len(group), at)
-                self.line(f"if (lane == 0) *({kind}*)(w.scratch + {place}) = {result};")
-            raise _PartWritten
-        return results
+        return totals
 
     def part_place(self, part: str, parts: str, count: int, at: int) -> str:
         """Where a partial result is in scratch memory."""
@@ -688,29 +721,38 @@ class Emitter:
     def combine_threads(self, group: Sequence[Reduce], totals: Sequence[str], pack: int) -> list[str]:
         """Combines the partial results of packs, then of threads, pairwise."""
         lanes, results = self.team.lanes, list[str]()
-        for reduction, total in zip(group, totals, strict=True):
-            parts = [f"{total}[{i}]" for i in range(pack)]
-            while len(parts) > 1:
-                half = len(parts) // 2
-                parts = [
-                    operations.combine(reduction.op, a, b) for a, b in zip(parts[:half], parts[half:], strict=True)
-                ]
-            name, kind, op = self.fresh(), self.value_type(reduction.dtype), operations.REDUCTIONS[reduction.op]
-            if lanes <= WARP:
-                together = (
-                    f"reduce_warp<{lanes}, {op}, {kind}>({parts[0]}, {self.team.mask})" if lanes > 1 else parts[0]
-                )
-                self.line(f"const {kind} {name} = {together};")
-            else:
-                self.line(f"reduce_to_slots<{lanes}, {op}, {kind}>({parts[0]}, slots[phase][{len(results)}]);")
-            results.append(name)
         if lanes > WARP:
-            self.slots = max(self.slots, len(results))
-            self.synchronise()
-            for at, (reduction, name) in enumerate(zip(group, results, strict=True)):
-                kind, op = self.value_type(reduction.dtype), operations.REDUCTIONS[reduction.op]
-                self.line(f"const {kind} {name} = reduce_slots<{lanes}, {op}, {kind}>(slots[phase][{at}]);")
-            self.line("phase ^= 1;")
+            self.put_slots(group, totals, pack, "threadIdx.x")
+            return self.take_slots(group)
+        for reduction, total in zip(group, totals, strict=True):
+            own, kind = self.combine_pack(reduction, total, pack), self.value_type(reduction.dtype)
+            together = f"reduce_warp<{lanes}, {operations.REDUCTIONS[reduction.op]}, {kind}>({own}, {self.team.mask})"
+            results.append(self.named(together if lanes > 1 else own, kind))
+        return results
+
+    def combine_pack(self, reduction: Reduce, total: str, pack: int) -> str:
+        parts = [f"{total}[{i}]" for i in range(pack)]
+        while len(parts) > 1:
+            half = len(parts) // 2
+            parts = [operations.combine(reduction.op, a, b) for a, b in zip(parts[:half], parts[half:], strict=True)]
+        return parts[0]
+
+    def put_slots(self, group: Sequence[Reduce], totals: Sequence[str], pack: int, thread: str) -> None:
+        """Writes what the warp of a thread has reduced to shared memory."""
+        for at, (reduction, total) in enumerate(zip(group, totals, strict=True)):
+            own, kind = self.combine_pack(reduction, total, pack), self.value_type(reduction.dtype)
+            op = operations.REDUCTIONS[reduction.op]
+            self.line(f"reduce_to_slots<{op}, {kind}>({own}, slots[phase][{at}], {thread});")
+        self.slots = max(self.slots, len(group))
+
+    def take_slots(self, group: Sequence[Reduce]) -> list[str]:
+        """Combines what the warps of a unit have reduced."""
+        self.synchronise()
+        results = []
+        for at, reduction in enumerate(group):
+            kind, op = self.value_type(reduction.dtype), operations.REDUCTIONS[reduction.op]
+            results.append(self.named(f"reduce_slots<{self.team.lanes}, {op}, {kind}>(slots[phase][{at}])", kind))
+        self.line("phase ^= 1;")
         return results
 
 

@@ -245,9 +245,12 @@ def loop_packing(loop: For) -> Packing | None:
 
 
 def reduction_packing(group: Sequence[Reduce]) -> Packing | None:
-    """The packs of reductions over one range; None if there are none or if reductions are nested."""
+    """The packs of reductions over one range; None if there are none or if reductions are nested.
+
+    A length that a unit computes need not be a multiple of a pack.
+    """
     terms = [reduction.value for reduction in group]
-    if any(isinstance(e, Reduce) for e in each(*terms)):
+    if isinstance(group[0].extent, Ref) or any(isinstance(e, Reduce) for e in each(*terms)):
         return None
     loads = dict.fromkeys(_neighbouring(terms, group[0].index, frozenset()))
     return Packing(tuple(loads), ()) if loads else None

@@ -1,14 +1,15 @@
 """Plans launches of matmul kernels and writes their CUDA C.
 
-Names of variants: `rows16_e` and `tile128x64_as` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as`
-prepares an operand. Letters say: a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e,
-weights are read early, before earlier launches have ended; k, n, the axis along which weights are contiguous.
+Names of variants: `rows16x8_e` (16 rows of the weights per warp, 8 copies on their way per lane) and `tile128x64_as`
+run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as` prepares an operand. Letters say: a, b, the
+operand is in scratch memory; w, A is read in f32; s, blocks split k; e, weights are read early, before earlier launches
+have ended; d, blocks have twice the usual threads; k, n, the axis along which weights are contiguous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
@@ -62,7 +63,8 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
     name, _, letters = variant.partition("_")
     a, b, wide, split, early = (letter in letters for letter in "abwse")
     if name.startswith("rows"):
-        return rows.source(kernel, variant, rows=int(name.removeprefix("rows")), early=early)
+        height, _, loads = name.removeprefix("rows").partition("x")
+        return rows.source(kernel, variant, rows=int(height), loads=int(loads), early=early, double="d" in letters)
     if name.startswith("tile"):
         tile = TILES[name.removeprefix("tile")]
         return tiles.tile_source(
@@ -78,12 +80,16 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
 
 
 def source_with_prologue(
-    kernel: MatmulKernel, variant: str, target: CudaTarget, name: str, struct: str, compute: str
+    kernel: MatmulKernel, variant: str, target: CudaTarget, name: str, struct: str, fetches: str, compute: str
 ) -> str:
     """CUDA C of a `rows` variant that computes its only row of A itself (`prologues.py`)."""
-    height, _, letters = variant.removeprefix("rows").partition("_")
-    prologue = rows.Prologue(name, struct, compute)
-    return rows.source(kernel, variant, rows=int(height), early="e" in letters, prologue=prologue)
+    sizes, _, letters = variant.removeprefix("rows").partition("_")
+    height, _, loads = sizes.partition("x")
+    prologue = rows.Prologue(name, struct, fetches, compute)
+    early, double = "e" in letters, "d" in letters
+    return rows.source(
+        kernel, variant, rows=int(height), loads=int(loads), early=early, double=double, prologue=prologue
+    )
 
 
 def _matmul(kernel: Kernel) -> MatmulKernel:
@@ -101,44 +107,54 @@ def _are_early(kernel: MatmulKernel, words: Mapping[str, int]) -> bool:
 
 
 # -- tensor cores -----------------------------------------------------------------------------------------------------
-def plan_rows(
-    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, height: int = 0, teams: int = 0,
-    resident: int = 0,
-) -> KernelPlan | None:  # fmt: skip
-    """The variant for few rows of A; None if they are too many.
+@dataclass(frozen=True, slots=True)
+class RowsChoice:
+    """Rows of the weights per warp, teams of warps per block, copies on their way per lane, blocks per processor."""
 
-    The rest is chosen unless given: rows of the weights per warp, teams of warps per block, blocks per processor.
-    """
+    height: int
+    teams: int
+    loads: int = rows.LOADS
+    resident: int = 1
+
+
+def plan_rows(
+    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, *, choice: RowsChoice | None = None
+) -> KernelPlan | None:
+    """The variant for few rows of A; None if they are too many."""
     m, n, k, batch = words["m"], words["n"], words["k"], words["batch0"] * words["batch1"]
     grouped = kernel.grouped == "rows"
     if kernel.grouped == "depth" or m > (FEW_GROUPED if grouped else FEW_ROWS):
         return None
     tokens, chunks = 1 if grouped else m, chunk_count(k)
     pairs = m * batch if grouped else batch
-    height = height or _height(n, kernel.weights, k, pairs, target)
-    columns = height // kernel.weights
-    teams = teams or _teams(chunks, -(-n // columns) * pairs, target)
-    shared = rows.shared_bytes(k, tokens, height, teams, chunks)
-    if shared > target.shared_bytes:
+
+    def shared_bytes(choice: RowsChoice) -> int:
+        return rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
+
+    choice = choice or choose_rows(n * pairs, k, kernel.weights, target)
+    while shared_bytes(choice) > target.shared_bytes and choice.teams > 1:  # long rows of A leave less room
+        choice = replace(choice, teams=choice.teams // 2)
+    while shared_bytes(choice) > target.shared_bytes and choice.loads > rows.LOADS // 2:
+        choice = replace(choice, loads=choice.loads // 2)
+    if shared_bytes(choice) > target.shared_bytes:
         return None
-    count = -(-n // (columns * teams))
-    resident = resident or (2 if teams * chunks <= CHUNKS and 2 * shared <= target.shared_bytes else 1)
-    blocks = min(count, max(1, -(-target.processors * resident // pairs)))
-    variant = f"rows{height}_{'e' if _are_early(kernel, words) else ''}"
+    count = -(-n // (choice.height // kernel.weights * choice.teams))
+    blocks = min(count, max(1, -(-target.processors * choice.resident // pairs)))
+    threads = 32 * chunks * choice.teams
+    letters = "e" * _are_early(kernel, words) + "d" * (threads > rows.THREADS)
     grid = (blocks * batch, m if grouped else 1, 1)
-    return KernelPlan((Pass(variant, grid, 32 * chunks * teams, shared),))
+    return KernelPlan((Pass(f"rows{choice.height}x{choice.loads}_{letters}", grid, threads, shared_bytes(choice)),))
 
 
-def _teams(chunks: int, tiles: int, target: CudaTarget) -> int:
-    """Teams of warps in a block, each with a tile of its own: 16 warps; fewer if processors would get none."""
-    return 2 if 2 * chunks > CHUNKS else max(1, min(CHUNKS, 2 * CHUNKS // chunks, tiles // target.processors))
+def choose_rows(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice:
+    """Blocks of 16 warps, so large that a processor has one: then each gets the same share of every launch.
 
-
-def _height(n: int, weights: int, k: int, pairs: int, target: CudaTarget) -> int:
-    """Rows of the weights per warp: as many as there are loads in flight for, or fewer where there are few rows."""
-    steps = chunk_size(k) // 32
-    few = n * pairs <= 8 * target.processors and rows.LOADS // 2 < steps <= rows.LOADS
-    return 32 if weights == 2 else 8 if few else 16
+    Fewer warps if processors would get none.
+    """
+    chunks = chunk_count(k)
+    tiles = -(-n * weights // 16)
+    teams = 2 if 2 * chunks > CHUNKS else max(1, min(CHUNKS, 2 * CHUNKS // chunks, tiles // target.processors))
+    return RowsChoice(16, teams)
 
 
 def plan_tiles(

@@ -6,9 +6,6 @@ from rlx.dtypes import BF16, DType
 
 COMMON = r"""
 INLINE void fetch_near(const void* at) { asm volatile("prefetch.global.L1 [%0];" :: "l"(at)); }
-INLINE void team_barrier(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
-}
 """
 
 TENSOR_CORES = r"""

@@ -1,9 +1,11 @@
-"""Few rows of A times 16-bit weights, limited by memory speed: weights go from memory straight into mma fragments.
+"""Few rows of A times 16-bit weights, limited by memory speed: every lane copies its own mma fragments.
 
 A block holds the rows of A in shared memory, rounded to the type of the weights. A warp multiplies one chunk of k by
 8, 16 or 32 rows of the weights (columns of B), which are the 16-row operand of mma; the rows of A are its 8 columns.
-A lane loads 16 bytes, eight consecutive k of one row, which are its fragments of two mma steps: within 32 consecutive
-k, step 0 multiplies k % 8 < 4 and step 1 the others, here and in the tiles. The sums of chunks meet in shared memory.
+A lane copies 16 bytes, eight consecutive k of one row, which are its fragments of two mma steps: within 32 consecutive
+k, step 0 multiplies k % 8 < 4 and step 1 the others, here and in the tiles. Copies go to shared memory, from where the
+same lane reads them, without barriers: so much can be on its way that registers would not hold it, before earlier
+launches have ended. The sums of chunks meet in shared memory.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from rlx.backends.cuda.matmul.common import flag, preamble
 from rlx.backends.cuda.matmul.fragments import FRAGMENTS
 from rlx.lir.kernels import MatmulKernel
 
-ROW = "row_of(w, b0, b1, first_row)"  # where rows of A are
 ALL = "\n  const Words& w = all.product;"
-LOADS = 16  # of 16 bytes in flight per lane
+LOADS = 16  # copies of 16 bytes on their way per lane
+THREADS = 256  # of a block, at most; twice as many in `double` variants
 
 KERNEL = r"""
-constexpr int STEPS = LOADS / ROWS;         // of 32 k, per piece
+constexpr int STEPS = LOADS / ROWS;         // of 32 k, whose copies are on their way
 constexpr int TILE = 8 * ROWS / WEIGHTS;    // columns
 constexpr int SUMS = (ROWS + 1) / 2;        // mma accumulators
 
@@ -37,7 +39,7 @@ INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) NAME(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
   const int k = (int)w.k, chunk = chunk_size(k), chunks = k > 0 ? (k + chunk - 1) / chunk : 1;
@@ -49,6 +51,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(PARAMETERS) {
   const int pitch = (k + 63) / 64 * 64 + 32;                       // of a row of x, in elements
   T* xs = (T*)shared;
   float* meeting = (float*)(shared + (i64)m * pitch * 2);          // [2][teams][chunks][ROWS][m][8]
+  // [STEPS][ROWS][threads][16 bytes]: what this thread copies
+  const u32 own_copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 16 * threadIdx.x;
+  const u32 next_copy = 16 * blockDim.x;
   const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
   const int begin = part * chunk, depth = (int)least(chunk, k - begin), steps = (depth + 31) / 32;
   const int tiles = (u32)(w.n + TILE - 1) / TILE, stride = blocks * teams;
@@ -56,9 +61,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(PARAMETERS) {
   i64 group_offset = b0 * w.b_batch0 + b1 * w.b_batch1;
 
   const bool whole_rows = w.b_n % 8 == 0 && w.b_batch0 % 8 == 0 && w.b_batch1 % 8 == 0;
-  const bool direct = w.n >= TILE && w.b_k == 1 && k % 32 == 0 && whole_rows
+  const bool direct = w.n >= TILE && w.b_k == 1 && k > 0 && k % 32 == 0 && whole_rows
       && ((u64)weights_of(w, 0) & 15) == 0 && ((u64)weights_of(w, WEIGHTS - 1) & 15) == 0;
-  uint4 f[STEPS][ROWS];
   const B* at[WEIGHTS] = {};
   auto from = [&](int g, int s) { return at[WEIGHTS == 2 ? g & 1 : 0] + column_of(g) * w.b_n + s * 32; };
   // The last tile begins early enough to be whole; it stores only what is its own.
@@ -67,79 +71,58 @@ extern "C" __global__ void __launch_bounds__(512, 1) NAME(PARAMETERS) {
     for (int i = 0; i < WEIGHTS; i++)
       at[i] = weights_of(w, i) + group_offset + (least((i64)t * TILE, w.n - TILE) + r) * w.b_n + begin + 8 * c;
   };
-  auto fill = [&] {
-    if (direct && tile < tiles) {
-      locate(tile);
+  // Copies the next step of 32 k, of this tile or a later one. A step is one group, also where there is none left.
+  int next_tile = tile, next_step = 0;
+  auto copy_next = [&](int slot) {
+    if (next_tile < tiles) {
+      if (next_step == 0) locate(next_tile);
 #pragma unroll
-      for (int s = 0; s < STEPS; s++)
-#pragma unroll
-        for (int g = 0; g < ROWS; g++)
-          if (s < steps) f[s][g] = load_once(from(g, s));
+      for (int g = 0; g < ROWS; g++) copy16(own_copies + (slot * ROWS + g) * next_copy, from(g, next_step), 16);
+      if (++next_step == steps) next_step = 0, next_tile += stride;
     }
+    commit();
   };
-  if (EARLY) fill();
+  auto fill = [&] {
+    if (direct)
+      for (int slot = 0; slot < STEPS; slot++) copy_next(slot);
+  };
+FETCHES  if (EARLY) fill();
   start_next();
   wait_for_inputs();
   if (GROUPED) group_offset = group_of(w, first_row) * w.b_batch0;
   if (!EARLY) fill();
-PROLOGUE
-
-  // Rows of A to shared memory, rounded; several loads of a thread are in flight.
-  {
-    const int eights = (k + 31) / 32 * 4, count = m * eights;
-    const A* a = A_ROW;
-    const i64 along = step_of(w), row = TRANSPOSED ? 1 : w.a_row;
-    const bool whole = !TRANSPOSED && k % 32 == 0 && ((u64)a & 15) == 0 && row % 8 == 0;
-    auto place = [&](int i, int& token) { token = i / eights; return 8 * (i - token * eights); };
-    if (whole) {
-      for (int i = threadIdx.x; i < count; i += AT_ONCE * blockDim.x) {
-        uint4 v[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-          int token;
-          const int at8 = place(i + j * blockDim.x, token);
-          if (i + j * blockDim.x < count) v[j] = eight(a + token * row + at8, 1, 8, true);
-        }
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-          int token;
-          const int at8 = place(i + j * blockDim.x, token);
-          if (i + j * blockDim.x < count) *(uint4*)(xs + token * pitch + at8) = v[j];
-        }
-      }
-    } else {
-      for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        int token;
-        const int at8 = place(i, token);
-        *(uint4*)(xs + token * pitch + at8) = eight(a + token * row + at8 * along, along, k - at8, false);
-      }
-    }
-  }
+ROWS_OF_A
   __syncthreads();
 
   const T* own = xs + (r < m ? r : 0) * pitch + begin + 8 * c;
   auto fragment = [&](int s) { return r < m ? *(const uint4*)(own + 32 * s) : make_uint4(0, 0, 0, 0); };
-  int turn = 0;
+  const bool few = m * TILE <= 32 * chunks;  // a thread finishes at most one element of a tile
+  int turn = 0, slot = 0;
   for (; tile < tiles; tile += stride) {
     const int first = direct ? (int)least((i64)tile * TILE, w.n - TILE) : tile * TILE;
-    for (int i = part * 32 + lane; i < m * TILE; i += 32 * chunks) {
-      const int n = first + i % TILE;
-      if (n < w.n) expect(w, b0, b1, first_row + i / TILE, n);
+    // What the epilogue reads is on its way during the products.
+    Reads reads = {};
+    const int one = part * 32 + lane;
+    if (few) {
+      const int n = first + one % TILE;
+      if (one < m * TILE && n < w.n) reads = read_at(w, b0, b1, first_row + one / TILE, n);
+    } else {
+      for (int i = one; i < m * TILE; i += 32 * chunks) {
+        const int n = first + i % TILE;
+        if (n < w.n) expect(w, b0, b1, first_row + i / TILE, n);
+      }
     }
     float sums[SUMS][4] = {};
     if (direct) {
-      const bool again = tile + stride < tiles;
-      for (int done = 0; done < steps; done += STEPS) {
-        const bool last = done + STEPS >= steps;
-        if (last && again) locate(tile + stride);
-        const int ahead = last ? 0 : done + STEPS, more = last ? (again ? steps : 0) : steps;
+#pragma unroll 4
+      for (int s = 0; s < steps; s++) {
+        await<STEPS - 1>();
+        uint4 f[ROWS];
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-          if (done + s < steps) step(sums, f[s], fragment(done + s));
-#pragma unroll
-          for (int g = 0; g < ROWS; g++)
-            if (ahead + s < more) f[s][g] = load_once(from(g, ahead + s));
-        }
+        for (int g = 0; g < ROWS; g++) f[g] = read16(own_copies + (slot * ROWS + g) * next_copy);
+        step(sums, f, fragment(s));
+        copy_next(slot);
+        slot = slot + 1 == STEPS ? 0 : slot + 1;
       }
     } else {
       for (int s = 0; s < steps; s++) {
@@ -167,15 +150,20 @@ PROLOGUE
       const int token = i / TILE, column = i % TILE;
       const int g = WEIGHTS == 2 ? 2 * (column >> 3) : column >> 3;
       const float* sum = here + (g * m + token) * 8 + (column & 7);
-      float acc = 0, acc1 = 0;
-      for (int p = 0; p < chunks; p++) {
-        acc += sum[p * per_chunk];
-        if (WEIGHTS == 2) acc1 += sum[p * per_chunk + m * 8];
+      float parts[WEIGHTS][MOST_CHUNKS], acc = 0, acc1 = 0;
+#pragma unroll
+      for (int p = 0; p < MOST_CHUNKS * WEIGHTS; p++)
+        parts[p / MOST_CHUNKS][p % MOST_CHUNKS] =
+            p % MOST_CHUNKS < chunks ? sum[p % MOST_CHUNKS * per_chunk + p / MOST_CHUNKS * m * 8] : 0;
+#pragma unroll
+      for (int p = 0; p < MOST_CHUNKS; p++) {
+        if (p < chunks) acc += parts[0][p];
+        if (WEIGHTS == 2 && p < chunks) acc1 += parts[WEIGHTS - 1][p];
       }
       const int n = first + column;
       if (n < w.n && n >= tile * TILE) {
         const i64 at = first_row + token;
-        finish(w, b0, b1, at, n, acc, acc1, read_at(w, b0, b1, at, n));
+        finish(w, b0, b1, at, n, acc, acc1, few ? reads : read_at(w, b0, b1, at, n));
       }
     }
   }
@@ -183,32 +171,81 @@ PROLOGUE
 """
 
 
+# Rows of A to shared memory, rounded; several loads of a thread are in flight.
+COPY = r"""
+  {
+    const int eights = (k + 31) / 32 * 4, count = m * eights;
+    const A* a = row_of(w, b0, b1, first_row);
+    const i64 along = step_of(w), row = TRANSPOSED ? 1 : w.a_row;
+    const bool whole = !TRANSPOSED && k % 32 == 0 && ((u64)a & 15) == 0 && row % 8 == 0;
+    auto place = [&](int i, int& token) { token = i / eights; return 8 * (i - token * eights); };
+    if (whole) {
+      for (int i = threadIdx.x; i < count; i += AT_ONCE * blockDim.x) {
+        uint4 v[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+          int token;
+          const int at8 = place(i + j * blockDim.x, token);
+          if (i + j * blockDim.x < count) v[j] = eight(a + token * row + at8, 1, 8, true);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+          int token;
+          const int at8 = place(i + j * blockDim.x, token);
+          if (i + j * blockDim.x < count) *(uint4*)(xs + token * pitch + at8) = v[j];
+        }
+      }
+    } else {
+      for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        int token;
+        const int at8 = place(i, token);
+        *(uint4*)(xs + token * pitch + at8) = eight(a + token * row + at8 * along, along, k - at8, false);
+      }
+    }
+  }
+"""
+
+
 @dataclass(frozen=True)
 class Prologue:
-    """Code that computes the only row of A: name of the kernel, parameter struct, statements (`prologues.py`)."""
+    """Code that computes the only row of A (`prologues.py`).
+
+    The name of the kernel, its parameter struct, statements that fetch operands early, and those that compute the row.
+    """
 
     name: str
     struct: str
+    fetches: str
     compute: str
 
 
-def source(kernel: MatmulKernel, variant: str, *, rows: int, early: bool, prologue: Prologue | None = None) -> str:
-    """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended."""
+def source(
+    kernel: MatmulKernel, variant: str, *, rows: int, loads: int, early: bool, double: bool = False,
+    prologue: Prologue | None = None,
+) -> str:  # fmt: skip
+    """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended.
+
+    `double`: blocks have up to twice the usual threads.
+    """
     constants = f"""
-constexpr int ROWS = {rows // 8}, LOADS = {LOADS}, AT_ONCE = 2;
+constexpr int ROWS = {rows // 8}, LOADS = {loads}, AT_ONCE = 2;
+constexpr int THREADS = {THREADS * (1 + double)}, BLOCKS = {1 if double else 3};
 constexpr bool EARLY = {flag(early)};
 """
     if prologue is None:
-        name, parameters, code, row = entry(kernel, variant), "const __grid_constant__ Words w", "", ROW
+        name, parameters, fetches, code = entry(kernel, variant), "const __grid_constant__ Words w", "", COPY
     else:
-        name, parameters, code, row = prologue.name, "const __grid_constant__ All all", prologue.compute, "produced"
+        name, parameters, fetches, code = (
+            prologue.name, "const __grid_constant__ All all", prologue.fetches, prologue.compute
+        )  # fmt: skip
         constants = f"{prologue.struct}\n{constants}"
     text = KERNEL.replace("(PARAMETERS) {", f"({parameters}) {{" + ("" if prologue is None else ALL))
-    text = text.replace("NAME", name).replace("PROLOGUE\n", code).replace("A_ROW", row)
+    text = text.replace("NAME", name).replace("FETCHES", fetches).replace("ROWS_OF_A\n", code)
     return preamble(kernel) + FRAGMENTS + constants + text
 
 
-def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int) -> int:
+def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int, loads: int) -> int:
     """Dynamic shared memory of a block."""
     pitch = -(-k // 64) * 64 + 32
-    return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4
+    copies = loads // (rows // 8) * (rows // 8) * 32 * teams * chunks * 16
+    return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4 + copies

@@ -1,0 +1,136 @@
+"""Batch jobs: files of texts in, a folder of results out, the same bytes from any number of workers.
+
+    results = rlx.batch.embed(["texts.jsonl"], "out", workers=4)
+    results.vectors()                                          # [rows, dim]
+
+A job that was killed goes on where it was when it is started again. `runner="ray"` runs it on a Ray cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlx.batch.job import Job, OnProgress
+from rlx.batch.job import Progress as Progress
+from rlx.batch.results import Results as Results
+from rlx.batch.runner import Runner
+from rlx.batch.sizing import choose_workers, on_host
+from rlx.batch.tasks import Task
+from rlx.errors import RequestError
+
+if TYPE_CHECKING:
+    from rlx.batch.planning import Plan
+
+Inputs = str | Path | Sequence[str | Path]
+RUNNERS = ("local", "ray")
+
+
+def embed(
+    inputs: Inputs, out: str | Path, model: str | Path = "minilm-l6", *, field: str | None = None,
+    prompt: str | None = None, truncate: bool = True, format: str = "npy", load: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Results:  # fmt: skip
+    """The vectors of all texts, in a NumPy file per shard (`format="jsonl"`: lines of JSON).
+
+    Records have a text, or a `field` "text". `load` are settings of `rlx.load`. The options are those of `run`.
+    """
+    from rlx.batch.embed_task import Embed  # a worker imports the class of its task only
+
+    return run(Embed(str(model), dict(load or {}), field, prompt, truncate, format), inputs, out, **options)
+
+
+def generate(
+    inputs: Inputs, out: str | Path, model: str | Path, *, field: str | None = None, chat: bool = False,
+    system: str | None = None, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
+    load: Mapping[str, Any] | None = None, sampling: Mapping[str, Any] | None = None, **options: Any,
+) -> Results:  # fmt: skip
+    """The continuations of all prompts, or the answers to conversations, as lines of JSON.
+
+    Records have a text, a `field` "prompt", or "messages"; or they are lines of OpenAI's batch API, and have results
+    in its form. With `chat`, texts are messages of a user. `sampling` are keywords of `LanguageModel.generate`.
+    """
+    from rlx.batch.generate_task import Generate
+
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    task = Generate(str(model), dict(load or {}), field, chat, system, max_tokens, stops, dict(sampling or {}))
+    return run(task, inputs, out, **options)
+
+
+def score(
+    inputs: Inputs, out: str | Path, model: str | Path, *, field: str | None = None, per_token: bool = False,
+    load: Mapping[str, Any] | None = None, **options: Any,
+) -> Results:  # fmt: skip
+    """The log-probabilities of all texts, after a "prompt" where records have one, as lines of JSON."""
+    from rlx.batch.score_task import Score
+
+    return run(Score(str(model), dict(load or {}), field, per_token), inputs, out, **options)
+
+
+def run(
+    task: Task, inputs: Inputs, out: str | Path, *, workers: int | str = "auto", threads: int | None = None,
+    runner: str | Runner = "local", input_format: str | None = None, shard_records: int | None = None,
+    index: str | Path | None = None, index_dtype: str = "f32", on_progress: OnProgress | None = None,
+) -> Results:  # fmt: skip
+    """Run a task over input files; returns its results once all of them are written.
+
+    `workers` are processes with `threads` threads each ("auto": what suits the model and the machine). `runner` is
+    "local", "ray" (a cluster that `ray.init` has connected) or one of your own. `input_format` overrides what suffixes
+    say: text, jsonl, csv, tsv or parquet. `shard_records` is the size of a shard, which rows do not depend on. `index`
+    is a new folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8.
+    """
+    job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
+    if index is not None:
+        from rlx.batch.indexing import build_index, check_index
+
+        check_index(job, Path(index))
+    chosen, fingerprint = prepare(task, workers, threads, runner)
+    results = job.run(out, chosen, fingerprint, on_progress)
+    if index is not None:
+        build_index(job, results, Path(index), index_dtype)
+    return results
+
+
+def plan(
+    task: Task, inputs: Inputs, *, workers: int | str = "auto", threads: int | None = None,
+    input_format: str | None = None, shard_records: int | None = None, seconds: float = 30.0,
+) -> Plan:  # fmt: skip
+    """Measure a job on this machine for some seconds; the plan says how long it takes with how many workers."""
+    from rlx.batch.local import Local
+    from rlx.batch.planning import make_plan
+
+    job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
+    chosen, fingerprint = prepare(task, workers, threads, "local")
+    return make_plan(job, lambda count: Local(count, chosen.threads), chosen.workers, fingerprint, seconds)
+
+
+def prepare(task: Task, workers: int | str, threads: int | None, runner: str | Runner) -> tuple[Runner, str]:
+    """The runner of a task, and the fingerprint of its model.
+
+    Loads the model once, which checks the settings, and leaves a snapshot whose weights all processes map.
+    """
+    device = task.load.get("device")
+    opened = task.open()
+    try:
+        count, per_worker = choose_workers(opened.model, workers, threads, device)
+        fingerprint = opened.fingerprint
+    finally:
+        opened.close()
+    if not isinstance(runner, str):
+        return runner, fingerprint
+    if runner == "local":
+        from rlx.batch.local import Local
+
+        return Local(count, per_worker), fingerprint
+    if runner == "ray":
+        from rlx.batch.on_ray import OnRay
+
+        if workers == "auto":
+            count = OnRay.capacity(per_worker)
+        return OnRay(count, per_worker, gpus=0 if on_host(device) else 1), fingerprint
+    raise RequestError(f"batch: no runner is called {runner!r}", hint=f"known: {', '.join(RUNNERS)}")
+
+
+def _listed(inputs: Inputs) -> Sequence[str | Path]:
+    return [inputs] if isinstance(inputs, (str, Path)) else list(inputs)

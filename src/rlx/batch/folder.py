@@ -1,0 +1,256 @@
+"""The output folder of a job: a file per shard, a journal of what is finished, and in the end a manifest.
+
+`manifest.json` says what the job is; a job with other settings is refused. A shard's file is written under a temporary
+name, synchronised and renamed, and only then noted in the journal: whatever is killed, and whenever, the journal names
+complete files only. One driver at a time holds the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+from rlx.batch.inputs import Shard
+from rlx.batch.tasks import ShardResult, json_line
+from rlx.engine.sampler import short_repr
+from rlx.errors import BatchError, FormatError, RequestError
+from rlx.formats.strict_json import parse_json
+
+MANIFEST, JOURNAL, ERRORS, LOCK = "manifest.json", "journal.jsonl", "errors.jsonl", ".lock"
+VERSION = 1
+MAX_ENTRIES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Part:
+    """A finished shard: its file, and what is in it."""
+
+    number: int
+    input: str  # name of the input file
+    first_line: int
+    records: int
+    rows: int  # results in the file
+    errors: int
+    tokens: int
+    bytes: int
+    digest: str  # of the file
+    source_digest: str  # of the shard that was read
+
+    @classmethod
+    def of(cls, shard: Shard, result: ShardResult) -> Part:
+        return cls(
+            shard.number, shard.source.name, shard.first_line, shard.records, result.rows, len(result.failures),
+            result.tokens, len(result.output), digest_of(result.output), shard.digest,
+        )  # fmt: skip
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class OutputFolder:
+    """The folder of a job that runs. Use it in `with`: it holds a lock."""
+
+    def __init__(self, path: Path, job: Mapping[str, Any], suffix: str) -> None:
+        self.path, self.suffix = path, suffix
+        self._job = dict(job)
+        self.parts: dict[int, Part] = {}  # finished ones
+        self._journal: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / LOCK, "ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise BatchError(f"batch: another job writes to {self.path}") from error
+        try:
+            self._resume()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        self._lock.close()  # releases it
+
+    @property
+    def is_finished(self) -> bool:
+        return not (self.path / JOURNAL).exists() and (self.path / MANIFEST).exists()
+
+    def part_path(self, number: int) -> Path:
+        return self.path / f"part-{number:06d}{self.suffix}"
+
+    # -- resuming --
+    def _resume(self) -> None:
+        manifest = read_manifest(self.path)
+        if manifest is None:
+            others = [entry.name for entry in os.scandir(self.path) if entry.name not in (LOCK, JOURNAL)]
+            if [name for name in others if not name.startswith(".")]:
+                raise RequestError(f"batch: {self.path} has other files, such as {others[0]!r}", hint="an empty folder")
+            (self.path / JOURNAL).touch()  # before the manifest: without it the job would count as finished
+            self._write_manifest({})
+        else:
+            _compare(self.path, manifest["job"], self._job)
+        if self.is_finished:
+            assert manifest is not None
+            self.parts = {part.number: part for part in _parts(manifest, self.path)}
+            return
+        self._journal = journal = open(self.path / JOURNAL, "r+b")  # noqa: SIM115  closed by __exit__
+        end = 0
+        for place, part, _ in _entries(journal, self.path / JOURNAL):
+            end = place
+            file = self.part_path(part.number)
+            if not file.is_file() or file.stat().st_size != part.bytes:
+                raise FormatError(f"{file}: it is missing or changed, it was {part.bytes} bytes", hint="another folder")
+            self.parts[part.number] = part
+        journal.truncate(end)  # what was written last may be torn
+        journal.seek(end)
+
+    def check_source(self, shard: Shard) -> bool:
+        """Whether a shard is finished; raises if its input has changed since."""
+        part = self.parts.get(shard.number)
+        if part is not None and part.source_digest != shard.digest:
+            raise BatchError(
+                f"batch: {shard} has changed since it was finished: its digest was {part.source_digest}, "
+                f"is {shard.digest}",
+                hint="a new output folder",
+            )
+        return part is not None
+
+    # -- writing --
+    def write(self, shard: Shard, result: ShardResult) -> Part:
+        """Store the results of a shard: when this returns, they survive anything."""
+        assert self._journal is not None
+        part = Part.of(shard, result)
+        write_file(self.part_path(shard.number), result.output)
+        failures = [failure.members(shard.source.name) for failure in result.failures]
+        self._journal.write(json_line(asdict(part) | {"failures": failures}))
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+        self.parts[shard.number] = part
+        return part
+
+    def finish(self) -> dict[str, Any]:
+        """Write the errors and the manifest, and remove the journal, which ends the job."""
+        assert self._journal is not None
+        offsets = dict[int, int]()
+        begin = 0
+        for end, part, failures in _entries(self._journal, self.path / JOURNAL):
+            if failures:
+                offsets[part.number] = begin
+            begin = end
+
+        def lines() -> Iterator[bytes]:
+            assert self._journal is not None
+            for number in sorted(offsets):
+                self._journal.seek(offsets[number])
+                yield from map(json_line, json.loads(self._journal.readline())["failures"])
+
+        if offsets:
+            write_file(self.path / ERRORS, lines())
+        parts = [self.parts[number] for number in sorted(self.parts)]
+        counts = {name: sum(getattr(p, name) for p in parts) for name in ("records", "rows", "errors", "tokens")}
+        listed = [asdict(part) | {"file": self.part_path(part.number).name} for part in parts]
+        self._write_manifest({"counts": counts | {"shards": len(parts)}, "shards": listed})
+        for entry in os.scandir(self.path):
+            if entry.name.endswith(".tmp"):  # of a driver that was killed
+                os.unlink(entry.path)
+        (self.path / JOURNAL).unlink()
+        sync_folder(self.path)
+        return counts
+
+    def _write_manifest(self, more: Mapping[str, Any]) -> None:
+        text = json.dumps({"version": VERSION, "job": self._job, **more}, ensure_ascii=False, indent=1)
+        write_file(self.path / MANIFEST, text.encode("utf-8", "surrogatepass") + b"\n")
+
+
+def write_file(path: Path, data: bytes | Iterator[bytes]) -> None:
+    """Write a file under a temporary name, synchronise it and rename it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        for piece in [data] if isinstance(data, bytes) else data:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a job; None if there is none."""
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    manifest = parse_json(data, path, max_values=MAX_ENTRIES)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("job"), dict):
+        raise FormatError(f"{path}: it is no manifest of a batch job")
+    if manifest.get("version") != VERSION:
+        raise FormatError(f"{path}: its version is {short_repr(manifest.get('version'))}, expected {VERSION}")
+    return manifest
+
+
+def _parts(manifest: Mapping[str, Any], folder: Path) -> Iterator[Part]:
+    try:
+        for entry in manifest["shards"]:
+            yield Part(**{name: entry[name] for name in Part.__dataclass_fields__})
+    except (LookupError, TypeError) as error:
+        raise FormatError(f"{folder / MANIFEST}: its list of shards is broken: {error!r}") from error
+
+
+def _entries(journal: IO[bytes], path: Path) -> Iterator[tuple[int, Part, list[Any]]]:
+    """Entries of the journal: where each ends, the part, and the failures. The last line may be torn."""
+    journal.seek(0)
+    end = 0
+    for line in journal:
+        torn = not line.endswith(b"\n")
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            entry = json.loads(line)
+            part = Part(**{name: entry[name] for name in Part.__dataclass_fields__})
+            if not torn:
+                end += len(line)
+                yield end, part, entry["failures"]
+                continue
+        if torn or not journal.read(1):
+            return  # written when the driver was killed
+        raise FormatError(f"{path}: broken at byte {end}", hint="another folder")
+
+
+def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise BatchError if a job is not the one that the folder was made for, naming the first difference."""
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            _compare(path, old, new, f"{prefix}{name}.")
+        elif isinstance(old, list) and isinstance(new, list) and any(isinstance(one, dict) for one in [*old, *new]):
+            _compare(path, dict(_numbered(old)), dict(_numbered(new)), f"{prefix}{name}.")
+        elif old != new:
+            raise BatchError(
+                f"batch: {path} was made with another {prefix}{name}: {short_repr(old)}, now {short_repr(new)}",
+                hint="a new output folder, or the settings from before",
+            )
+
+
+def _numbered(values: list[Any]) -> Iterator[tuple[str, Any]]:
+    return ((str(i), value) for i, value in enumerate(values))

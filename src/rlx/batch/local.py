@@ -1,0 +1,98 @@
+"""Workers as processes of this machine. They map the same snapshot, so the weights are in memory once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+from rlx.batch.inputs import Shard
+from rlx.batch.runner import Died, Event, Raised, Ready
+from rlx.batch.tasks import Task
+
+# Not multiprocessing.Process, which imports the script of the user again.
+_START = "import sys; sys.path[:] = {path!r}; from rlx.batch.local import serve; serve({pipe})"
+
+
+class LocalWorker:
+    def __init__(self, task: Task, threads: int) -> None:
+        own, other = Pipe()
+        environment = os.environ | {"RAYON_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+        code = _START.format(path=sys.path, pipe=other.fileno())
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[other.fileno()], env=environment, stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if _has_stream() else subprocess.DEVNULL,
+        )  # fmt: skip
+        other.close()
+        self.pipe: Connection[Any, Any] = own
+        self._send((task, threads))
+
+    def submit(self, shard: Shard) -> None:
+        self._send(shard)
+
+    def _send(self, value: object) -> None:
+        with contextlib.suppress(OSError):  # it is dead, which `receive` reports
+            self.pipe.send(value)
+
+    def receive(self) -> Event:
+        try:
+            event: Event = self.pipe.recv()
+        except (EOFError, OSError):
+            return Died(f"process {self.process.pid} ended with {self.process.wait()}")
+        return event
+
+    def close(self) -> None:
+        """End the process: nothing is lost, it holds no results."""
+        self.pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Local:
+    """Runs shards in processes of this machine."""
+
+    def __init__(self, workers: int, threads: int = 1) -> None:
+        self.workers, self.threads = workers, threads
+
+    def start(self, task: Task) -> LocalWorker:
+        return LocalWorker(task, self.threads)
+
+    def wait(self, workers: list[LocalWorker]) -> tuple[LocalWorker, Event]:
+        ready = wait([worker.pipe for worker in workers])[0]
+        worker = next(worker for worker in workers if worker.pipe is ready)
+        return worker, worker.receive()
+
+
+def _has_stream() -> bool:
+    try:
+        return sys.stderr.fileno() >= 0
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+# -- in the process --------------------------------------------------------------------------------------------------
+def serve(descriptor: int) -> None:
+    """Run shards until the other end of the pipe is closed, as when the driver is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its workers
+    pipe: Connection[Any, Any] = Connection(descriptor)
+    try:
+        task, threads = pipe.recv()
+        try:
+            opened = task.open(threads)
+        except Exception as error:
+            pipe.send(Raised.of(error))
+            return
+        pipe.send(Ready(opened.fingerprint))
+        while True:
+            shard = pipe.recv()
+            try:
+                event: Event = opened.run(shard)
+            except Exception as error:
+                event = Raised.of(error)
+            pipe.send(event)
+    except (EOFError, OSError):
+        return

@@ -1,0 +1,92 @@
+"""Workers as actors of a Ray cluster. Shards and results travel through its object store: no shared disk is needed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rlx.batch.inputs import Shard
+from rlx.batch.runner import Died, Event, Raised, Ready
+from rlx.batch.tasks import OpenTask, Task
+from rlx.errors import CapabilityError, RequestError
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise CapabilityError("ray is not installed", hint="pip install 'rlx[ray]'") from error
+    return ray
+
+
+class RayWorker:
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.pending = actor.ready.remote()
+
+    def submit(self, shard: Shard) -> None:
+        self.pending = self.actor.run.remote(shard)
+
+    def close(self) -> None:
+        import_ray().kill(self.actor)
+
+
+class OnRay:
+    """Runs shards on actors with `threads` CPUs and `gpus` GPUs each, on the cluster that `ray.init` found."""
+
+    def __init__(self, workers: int, threads: int = 1, *, gpus: float = 0) -> None:
+        self.capacity(threads)
+        self.workers, self.threads, self.gpus = workers, threads, gpus
+        self.ray = import_ray()
+
+    @staticmethod
+    def capacity(threads: int) -> int:
+        """How many workers with so many threads the cluster holds; raises RequestError if none."""
+        ray = import_ray()
+        if not ray.is_initialized():
+            raise RequestError(
+                "batch: no Ray cluster is connected", hint="ray.init(address='auto'); rlx batch --ray auto"
+            )
+        nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+        if max(nodes, default=0) < threads:
+            most = max(nodes, default=0)
+            raise RequestError(f"batch: a worker has {threads} threads, the largest node of the cluster {most} CPUs")
+        return sum(cpus // threads for cpus in nodes)
+
+    def start(self, task: Task) -> RayWorker:
+        actor = self.ray.remote(Actor).options(num_cpus=self.threads, num_gpus=self.gpus, max_restarts=0)
+        return RayWorker(actor.remote(task, self.threads))
+
+    def wait(self, workers: list[RayWorker]) -> tuple[RayWorker, Event]:
+        ready, _ = self.ray.wait([worker.pending for worker in workers], num_returns=1)
+        worker = next(worker for worker in workers if worker.pending == ready[0])
+        try:
+            event: Event = self.ray.get(ready[0])
+        except self.ray.exceptions.RayTaskError:  # not the task's own errors, which are values
+            raise
+        except self.ray.exceptions.RayError as error:  # the actor, its node or its result is gone
+            event = Died(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+        return worker, event
+
+
+class Actor:
+    """A worker in a process of Ray. Errors of the task are values: Ray would wrap them."""
+
+    def __init__(self, task: Task, threads: int) -> None:
+        os.environ["RAYON_NUM_THREADS"] = str(threads)
+        self._task, self._threads = task, threads
+        self._opened: OpenTask | None = None
+
+    def ready(self) -> Event:
+        try:
+            self._opened = self._task.open(self._threads)
+        except Exception as error:
+            return Raised.of(error)
+        return Ready(self._opened.fingerprint)
+
+    def run(self, shard: Shard) -> Event:
+        assert self._opened is not None
+        try:
+            return self._opened.run(shard)
+        except Exception as error:
+            return Raised.of(error)

@@ -1,0 +1,137 @@
+"""Records of a shard: the members that a line has, its place and its id. Bad lines become failures."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.batch.inputs import DELIMITERS, MAX_RECORD, Shard, csv_rows
+from rlx.engine.sampler import short_repr
+from rlx.errors import FormatError, RequestError, shortened
+from rlx.formats.strict_json import parse_json
+
+MAX_ID = 1024  # characters
+MAX_VALUES = 1 << 16  # of JSON per line
+MESSAGE = 500  # characters
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A line that has no result."""
+
+    line: int
+    message: str
+    id: str | int | None = None
+
+    def members(self, file: str) -> dict[str, Any]:
+        named = {} if self.id is None else {"id": self.id}
+        return {"file": file, "line": self.line, **named, "error": self.message}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line that was read. `url` is that of a line in the form of OpenAI's batch API, whose body are the members."""
+
+    line: int
+    members: Mapping[str, Any]
+    id: str | int | None = None
+    url: str | None = None
+
+    def failure(self, error: Exception) -> Failure:
+        return Failure(self.line, shortened(str(error), MESSAGE), self.id)
+
+    def text(self, name: str) -> str:
+        """A member that is a text; raises RequestError if it is missing, or no text."""
+        value = self.members.get(name)
+        if not isinstance(value, str):
+            what = f"found {short_repr(value)}" if name in self.members else f"there are {_names(self.members)}"
+            raise RequestError(f"{name}: expected a text, {what}")
+        return value
+
+
+def read_records(shard: Shard, field: str) -> Iterator[Record | Failure]:
+    """The records of a shard; `field` is the member that a plain line of text stands for.
+
+    Blank lines of JSONL and CSV files are passed over.
+    """
+    if shard.too_long:
+        quoted = shard.source.kind in DELIMITERS
+        why = ": is a quote never closed?" if quoted else ""
+        yield Failure(shard.first_line, f"the record has more than {MAX_RECORD} bytes{why}")
+        return
+    for line, raw in _raw_records(shard):
+        if shard.source.kind != "text" and not raw.strip():
+            continue
+        try:
+            yield _record(shard, line, raw, field)
+        except (RequestError, FormatError, csv.Error) as error:
+            yield Failure(line, shortened(str(error), MESSAGE))
+        except UnicodeDecodeError as error:
+            yield Failure(line, f"not UTF-8 text: byte {raw[error.start]:#04x} at {error.start}")
+
+
+def _raw_records(shard: Shard) -> Iterator[tuple[int, bytes]]:
+    """The lines of a shard with their numbers, without line ends; records of a CSV file may have several lines."""
+    quoted, lines = shard.source.kind in DELIMITERS, shard.data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()  # after the last line end
+    first, parts, is_open = shard.first_line, list[bytes](), False
+    for number, line in enumerate(lines, shard.first_line):
+        parts.append(line)
+        is_open ^= quoted and line.count(b'"') % 2 == 1
+        if not is_open or number - shard.first_line == len(lines) - 1:
+            yield first, b"\n".join(parts).removesuffix(b"\r")
+            first, parts = number + 1, []
+
+
+def _record(shard: Shard, line: int, raw: bytes, field: str) -> Record:
+    text = raw.decode()
+    match shard.source.kind:
+        case "text":
+            return Record(line, {field: text})
+        case "csv" | "tsv":
+            row = next(csv_rows([text], shard.source.kind))
+            if len(row) != len(shard.columns):
+                raise RequestError(f"the record has {len(row)} fields, the file {len(shard.columns)} columns")
+            return _identified(line, dict(zip(shard.columns, row, strict=True)))
+        case _:
+            value = parse_json(raw, Path(f"line {line}"), max_values=MAX_VALUES)
+            if isinstance(value, str):
+                return Record(line, {field: value})
+            if not isinstance(value, dict):
+                raise RequestError(f"expected an object or a text, found {short_repr(value)}")
+            return _openai(line, value) if "custom_id" in value and "body" in value else _identified(line, value)
+
+
+def _identified(line: int, members: Mapping[str, Any]) -> Record:
+    return Record(line, members, _checked_id(members.get("id"), "id"))
+
+
+def _openai(line: int, members: Mapping[str, Any]) -> Record:
+    """A line of OpenAI's batch API: `custom_id`, `method`, `url` and the `body` of a request."""
+    name, body = _checked_id(members["custom_id"], "custom_id"), members["body"]
+    if not isinstance(name, str):
+        raise RequestError(f"custom_id: expected a text, found {short_repr(name)}")
+    if not isinstance(body, dict):
+        raise RequestError(f"body: expected an object, found {short_repr(body)}")
+    url, method = members.get("url"), members.get("method", "POST")
+    if not isinstance(url, str) or method != "POST":
+        raise RequestError(f"expected POST and a url, found {short_repr(method)} and {short_repr(url)}")
+    unknown = set(members) - {"custom_id", "method", "url", "body"}
+    if unknown:
+        raise RequestError(f"unknown members: {', '.join(sorted(unknown))[:200]}")
+    return Record(line, body, name, url)
+
+
+def _checked_id(value: Any, name: str) -> str | int | None:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+    if value is None or is_number or (isinstance(value, str) and len(value) <= MAX_ID):
+        return value  # type: ignore[no-any-return]
+    raise RequestError(f"{name}: expected a text of at most {MAX_ID} characters or a number, found {short_repr(value)}")
+
+
+def _names(members: Mapping[str, Any]) -> str:
+    return shortened(", ".join(members) or "no members", 200)

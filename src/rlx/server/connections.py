@@ -1,0 +1,59 @@
+"""Connections: how many there may be, and how long a client may take to send the head of a request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_S = 30.0  # seconds for a request's line and headers
+SPARE_FILES = 64  # descriptors that are left for everything but connections
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol; a connection that sends no whole head in time is closed, and so is one too many."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.abort()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._head_arrived()
+        else:  # uvicorn's own timer ends with the first byte
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self._too_slow)
+
+    def _head_arrived(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _too_slow(self) -> None:
+        self._head_timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+def most_connections() -> int:
+    """Connections at the same time: as many as the process may have files, less some."""
+    try:
+        import resource
+    except ImportError:  # not POSIX
+        return 1 << 10
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 16 if limit == resource.RLIM_INFINITY else max(limit - SPARE_FILES, limit // 2)

@@ -1,0 +1,272 @@
+"""Jobs: resuming, refusing, workers that die, and the same bytes from any number of workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlx
+from batch.conftest import Inline, contents, write_texts
+from batch.deadly import Deadly
+from rlx.batch import Progress, Results
+from rlx.batch.inputs import Shard
+from rlx.batch.runner import TRIES
+from rlx.batch.score_task import Score
+from rlx.errors import BatchError, FormatError, RequestError
+
+
+def run(decoder: Path, folder: Path, runner: Any = None, *, name: str = "out", **options: Any) -> Results:
+    """A job of 40 texts in shards of 4."""
+    path = folder / "a.txt"
+    if not path.exists():
+        write_texts(path, 40)
+    chosen = {"runner": runner or Inline(), "shard_records": 4, **options}
+    return rlx.batch.score(path, folder / name, decoder, **chosen)
+
+
+class Stop(Exception):
+    """Ends a driver in the middle."""
+
+
+def stopped_after(shards: int) -> Any:
+    """A progress function that ends the driver."""
+    seen = []
+
+    def on_progress(progress: Progress) -> None:
+        seen.append(progress)
+        if len(seen) == shards:
+            raise Stop
+
+    return on_progress
+
+
+# -- the same bytes --------------------------------------------------------------------------------------------------
+def test_processes_give_the_bytes_of_this_process(decoder: Path, tmp_path: Path) -> None:
+    expected = run(decoder, tmp_path, name="inline")
+    run(decoder, tmp_path, "local", name="local", workers=2, threads=1)
+    assert contents(tmp_path / "local") == contents(tmp_path / "inline")
+    assert expected.counts["shards"] == 10
+
+
+def test_shards_of_another_size_have_the_same_rows(decoder: Path, tmp_path: Path) -> None:
+    rows = [list(run(decoder, tmp_path, name=f"out{n}", shard_records=n)) for n in (1, 4, 7, 100)]
+    assert all(other == rows[0] for other in rows)
+
+
+# -- resuming --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shards", [1, 5, 10])
+def test_a_job_goes_on_where_it_was(decoder: Path, tmp_path: Path, shards: int) -> None:
+    run(decoder, tmp_path, name="expected")
+    with pytest.raises(Stop):
+        run(decoder, tmp_path, Inline(3), on_progress=stopped_after(shards))
+    with pytest.raises(BatchError, match="the job is not finished"):
+        Results(tmp_path / "out")
+    ran = list[Shard]()
+    seen = list[Progress]()
+    run(decoder, tmp_path, Inline(2, lambda shard: ran.append(shard) or False), on_progress=seen.append)  # type: ignore[func-returns-value]
+    assert len(ran) == 10 - shards and all(progress.resumed <= shards for progress in seen)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    if seen:
+        assert seen[-1].done == pytest.approx(1.0) and seen[-1].records == 40 - 4 * shards
+
+
+def test_a_finished_job_runs_nothing(decoder: Path, tmp_path: Path) -> None:
+    first = run(decoder, tmp_path)
+    again = run(decoder, tmp_path, Inline(dies=lambda shard: pytest.fail("it is finished")))
+    assert again.counts == first.counts and len(again) == 40
+
+
+def test_what_was_written_when_the_driver_died_is_done_again(decoder: Path, tmp_path: Path) -> None:
+    run(decoder, tmp_path, name="expected")
+    with pytest.raises(Stop):
+        run(decoder, tmp_path, on_progress=stopped_after(4))
+    out = tmp_path / "out"
+    (out / "part-000004.jsonl").write_text("a file that no journal names")
+    (out / ".part-000005.jsonl.tmp").write_text("half of a fi")
+    with open(out / "journal.jsonl", "ab") as journal:
+        journal.write(b'{"number": 5, "inp')
+    run(decoder, tmp_path)
+    assert contents(out) == contents(tmp_path / "expected")
+
+
+def test_a_journal_that_is_broken_elsewhere_is_refused(decoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        run(decoder, tmp_path, on_progress=stopped_after(4))
+    journal = tmp_path / "out" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(lines[0] + b"{}\n" + lines[2])
+    with pytest.raises(FormatError, match=f"broken at byte {len(lines[0])}"):
+        run(decoder, tmp_path)
+
+
+def test_a_result_that_was_changed_is_noticed(decoder: Path, tmp_path: Path) -> None:
+    results = run(decoder, tmp_path)
+    file = results.files[3]
+    file.write_bytes(file.read_bytes().replace(b"1", b"2", 1))
+    with pytest.raises(FormatError, match=r"part-000003\.jsonl: its digest is"):
+        results.verify()
+
+
+def test_a_missing_result_is_noticed(decoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        run(decoder, tmp_path, on_progress=stopped_after(4))
+    (tmp_path / "out" / "part-000001.jsonl").unlink()
+    with pytest.raises(FormatError, match="missing or changed"):
+        run(decoder, tmp_path)
+
+
+# -- refusing --------------------------------------------------------------------------------------------------------
+def test_other_settings_are_refused_with_both_values(decoder: Path, encoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        run(decoder, tmp_path, on_progress=stopped_after(2))
+    with pytest.raises(BatchError, match=r"another settings\.per_token: False, now True"):
+        run(decoder, tmp_path, per_token=True)
+    with pytest.raises(BatchError, match=r"another shards_of\.records: 4, now 5"):
+        run(decoder, tmp_path, shard_records=5)
+    with pytest.raises(BatchError, match="another verb: 'score', now 'embed'"):
+        rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, runner=Inline(), shard_records=4)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in decoder.iterdir():
+        text = file.read_bytes()
+        (other / file.name).write_bytes(
+            text.replace(b'"<|im_end|>"', b'"<|endoftext|>"') if "tokenizer_config" in file.name else text
+        )
+    with pytest.raises(BatchError, match="another model: "):
+        run(other, tmp_path)
+    with open(tmp_path / "a.txt", "a") as file:
+        file.write("more\n")
+    with pytest.raises(BatchError, match=r"another inputs\.0\.bytes"):
+        run(decoder, tmp_path)
+
+
+def test_an_input_that_has_changed_is_refused(decoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        run(decoder, tmp_path, on_progress=stopped_after(5))
+    path = tmp_path / "a.txt"
+    text = path.read_text()
+    path.write_text(("x" if text[0] != "x" else "y") + text[1:])
+    with pytest.raises(BatchError, match=r"shard 0 \(.*a\.txt, 4 records from line 1\) has changed"):
+        run(decoder, tmp_path)
+
+
+def test_a_folder_with_other_files_is_left_alone(decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("precious")
+    with pytest.raises(RequestError, match=r"has other files, such as 'thesis\.tex'"):
+        run(decoder, tmp_path)
+
+
+def test_two_drivers_do_not_share_a_folder(decoder: Path, tmp_path: Path) -> None:
+    def on_progress(progress: Progress) -> None:
+        with pytest.raises(BatchError, match="another job writes to"):
+            run(decoder, tmp_path)
+        raise Stop
+
+    with pytest.raises(Stop):
+        run(decoder, tmp_path, on_progress=on_progress)
+    run(decoder, tmp_path)
+
+
+# -- workers that die ------------------------------------------------------------------------------------------------
+def test_the_shard_of_a_dead_worker_runs_again(decoder: Path, tmp_path: Path) -> None:
+    run(decoder, tmp_path, name="expected")
+    deaths = dict[int, int]()
+
+    def dies(shard: Shard) -> bool:
+        deaths[shard.number] = deaths.get(shard.number, 0) + 1
+        return shard.number in (0, 3, 9) and deaths[shard.number] < TRIES
+
+    run(decoder, tmp_path, Inline(3, dies))
+    assert deaths[3] == TRIES
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_a_poisoned_shard_is_named_and_all_others_are_finished(decoder: Path, tmp_path: Path) -> None:
+    run(decoder, tmp_path, name="expected")
+    with pytest.raises(BatchError, match="1 shard killed every worker") as caught:
+        run(decoder, tmp_path, Inline(2, lambda shard: shard.number == 3))
+    assert "a.txt, 4 records from line 13): it was told to" in "\n".join(caught.value.notes)
+    ran = list[int]()
+    run(decoder, tmp_path, Inline(1, lambda shard: ran.append(shard.number) or False))  # type: ignore[func-returns-value]
+    assert ran == [3], "the same command tries it again"
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_processes_that_kill_themselves_are_given_up(decoder: Path, tmp_path: Path) -> None:
+    write_texts(tmp_path / "a.txt", 8)
+    options: dict[str, Any] = {"workers": 1, "threads": 1, "shard_records": 4}
+    with pytest.raises(BatchError, match="1 shard killed") as caught:
+        rlx.batch.run(Deadly(str(decoder), {}, shard=1), tmp_path / "a.txt", tmp_path / "out", **options)
+    assert "ended with -9" in "\n".join(caught.value.notes)
+    with pytest.raises(BatchError, match=r"workers end before they are ready: process \d+ ended with -9"):
+        rlx.batch.run(Deadly(str(decoder), {}), tmp_path / "a.txt", tmp_path / "other", **options)
+
+
+def test_an_error_of_the_task_ends_the_job_with_its_message(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlx.batch import local
+
+    write_texts(tmp_path / "a.txt", 8)
+    task = Score(str(decoder), {})
+    runner, fingerprint = rlx.batch.prepare(task, 1, 1, "local")
+    job = rlx.batch.Job.of(task, [tmp_path / "a.txt"])
+    missing = rlx.batch.Job.of(Score(str(tmp_path / "nope"), {}), [tmp_path / "a.txt"])
+    with pytest.raises(BatchError, match="batch: a worker: NotFoundError: "):
+        missing.run(tmp_path / "out", runner, fingerprint)
+    with pytest.raises(BatchError, match="a worker would give other bits") as caught:
+        job.run(tmp_path / "bits", local.Local(1), fingerprint.replace("numpy", "another numpy"))
+    assert any(note.strip().startswith("worker: ") for note in caught.value.notes)
+
+
+# -- an index -------------------------------------------------------------------------------------------------------
+def test_vectors_become_an_index(encoder: Path, tmp_path: Path) -> None:
+    listed = write_texts(tmp_path / "a.txt", 30)
+    options: dict[str, Any] = {"runner": Inline(), "shard_records": 8, "index": tmp_path / "library"}
+    (tmp_path / ".library.tmp").mkdir()  # of a driver that was killed
+    results = rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, **options)
+    with rlx.Index.open(tmp_path / "library") as index:
+        assert len(index) == 30 and index.model == str(encoder)
+        query = results.vectors()[11]
+        assert index.search(query, k=1)[0].id in [
+            f"{tmp_path / 'a.txt'}:{i + 1}" for i in range(30) if listed[i] == listed[11]
+        ]
+        assert index.texts([11]) == [listed[11]]
+    rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, **options)
+    with pytest.raises(BatchError, match="has 30 rows of f32, the job 30 of int8"):
+        rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, index_dtype="int8", **options)
+    with pytest.raises(RequestError, match="made of vectors in NumPy files"):
+        rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, format="jsonl", **options)
+
+
+# -- the whole command -----------------------------------------------------------------------------------------------
+def test_a_script_without_a_main_guard_may_run_jobs(decoder: Path, tmp_path: Path) -> None:
+    write_texts(tmp_path / "a.txt", 8)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import rlx\n"
+        f"results = rlx.batch.score('a.txt', 'out', {str(decoder)!r}, workers=1)\n"
+        "print(len(results), [row['line'] for row in results])\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "8 [1, 2, 3, 4, 5, 6, 7, 8]\n"
+
+
+def test_the_manifest_says_what_the_job_was(decoder: Path, tmp_path: Path) -> None:
+    results = run(decoder, tmp_path)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest == results.manifest
+    job = manifest["job"]
+    assert job["verb"] == "score" and job["settings"]["per_token"] is False
+    assert job["inputs"] == [
+        {"name": str(tmp_path / "a.txt"), "format": "text", "bytes": (tmp_path / "a.txt").stat().st_size}
+    ]
+    assert job["model"].startswith(f"rlx {rlx.__version__}, ")
+    assert [shard["file"] for shard in manifest["shards"]] == [f"part-{i:06d}.jsonl" for i in range(10)]
+    assert sum(shard["rows"] for shard in manifest["shards"]) == manifest["counts"]["rows"] == 40

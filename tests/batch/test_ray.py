@@ -1,0 +1,222 @@
+"""Ray: jobs, Ray Data and Ray Serve on a real cluster of several node processes, which asks for a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from limits import LONGEST_S
+
+import rlx
+from batch.conftest import Inline, contents, texts, write_texts
+from batch.killing import run_with_kills
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+TEXTS = 120
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A cluster of two nodes on this machine, with token authentication and without a dashboard."""
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+    os.environ.update(variables | {"PYTHONPATH": paths})
+    pytest.importorskip("ray")  # reads the variables
+    from ray.cluster_utils import Cluster
+
+    cluster = _started(
+        lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    )
+    _started(lambda: cluster.add_node(num_cpus=2))
+    module = rlx.ray.connect(cluster.address)
+    try:
+        cluster.wait_for_nodes()
+        yield module
+    finally:
+        module.shutdown()
+        cluster.shutdown()
+        for name in variables:
+            os.environ.pop(name)
+
+
+def _started(start: Callable[[], Any]) -> Any:
+    """What `start` returns, which a busy machine may not manage within the 30 seconds that Ray has for it."""
+    end = time.monotonic() + LONGEST_S
+    while True:
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error) or time.monotonic() > end:
+                raise
+
+
+def test_the_cluster_refuses_those_without_the_token(ray: Any) -> None:
+    code = f"import ray; ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False)"
+    environment = os.environ | {"RAY_AUTH_TOKEN": "f" * 64}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LONGEST_S
+    )
+    assert done.returncode != 0 and "token" in done.stderr.lower()
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_job_on_ray_has_the_bytes_of_a_local_one(ray: Any, encoder: Path, tmp_path: Path, workers: int) -> None:
+    write_texts(tmp_path / "a.txt", TEXTS)
+    rlx.batch.embed(tmp_path / "a.txt", tmp_path / "local", encoder, runner=Inline(), shard_records=8)
+    rlx.batch.embed(
+        tmp_path / "a.txt", tmp_path / "ray", encoder, runner="ray", workers=workers, threads=1, shard_records=8
+    )
+    assert contents(tmp_path / "ray") == contents(tmp_path / "local")
+
+
+def actors(_: int) -> Sequence[int]:
+    """Processes of Ray that run workers of a job."""
+    pids = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                command = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if command.startswith(b"ray::Actor"):
+                pids.append(int(folder.name))
+    return pids
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_job_on_ray_survives_kills(ray: Any, decoder: Path, tmp_path: Path, seed: int) -> None:
+    write_texts(tmp_path / "a.txt", TEXTS)
+    rlx.batch.score(tmp_path / "a.txt", tmp_path / "expected", decoder, runner=Inline(), shard_records=4)
+    rng = random.Random(seed)
+    address = ray.get_runtime_context().gcs_address
+    arguments = ["score", str(decoder), str(tmp_path / "a.txt"), str(tmp_path / "out"), "2", address]
+    run_with_kills(arguments, tmp_path / "out", TEXTS // 4, rng, victims=actors, most=2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+# -- Ray Data --------------------------------------------------------------------------------------------------------
+def test_datasets_get_vectors_and_texts(ray: Any, encoder: Path, decoder: Path) -> None:
+    listed = texts(40)
+    pool = ray.data.ActorPoolStrategy(size=2)
+    embedded = ray.data.from_items([{"text": text, "id": i} for i, text in enumerate(listed)]).map_batches(
+        rlx.ray.Embedder, fn_constructor_args=[str(encoder)], num_cpus=1, batch_size=16, compute=pool
+    )
+    rows = sorted(embedded.take_all(), key=lambda row: row["id"])
+    with rlx.load(encoder) as model:
+        assert np.array([row["vector"] for row in rows], np.float32).tobytes() == model.embed(listed).tobytes()
+    generated = ray.data.from_items([{"prompt": text} for text in listed[:6]]).map_batches(
+        rlx.ray.Generator, fn_constructor_args=[str(decoder)], fn_constructor_kwargs={"max_tokens": 6}, num_cpus=1,
+        batch_size=4, compute=ray.data.ActorPoolStrategy(size=1),
+    )  # fmt: skip
+    with rlx.load(decoder) as model:
+        expected = {text: model.generate(text, max_tokens=6).text for text in listed[:6]}
+    assert {row["prompt"]: row["completion"] for row in generated.take_all()} == expected
+
+
+def test_an_actor_has_the_threads_that_ray_gave_it(ray: Any, encoder: Path) -> None:
+    class Asked:
+        def __init__(self) -> None:
+            self.model = rlx.ray.Embedder(str(encoder)).model
+
+        def threads(self) -> int:
+            return int(self.model.threads)
+
+    threads = [ray.get(ray.remote(Asked).options(num_cpus=n).remote().threads.remote()) for n in (0, 1, 2)]
+    assert threads == [1, 1, 2]
+    assert rlx.ray.assigned() == {}, "a driver has all cores"
+
+
+def test_parquet_files_are_read_and_give_the_same_rows(encoder: Path, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    listed = write_texts(tmp_path / "a.txt", 50)
+    table = pyarrow.table({"text": [*listed, None], "id": [*range(50), 50], "more": [0.5] * 51})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=16)
+    results = rlx.batch.embed(tmp_path / "a.parquet", tmp_path / "out", encoder, runner=Inline(), shard_records=9)
+    text = rlx.batch.embed(tmp_path / "a.txt", tmp_path / "text", encoder, runner=Inline())
+    assert results.vectors().tobytes() == text.vectors().tobytes()
+    assert [(error["line"], error["error"]) for error in results.errors()] == [
+        (51, "text: expected a text, found None")
+    ]
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-100])
+    with pytest.raises(rlx.errors.FormatError, match=r"b\.parquet: not a Parquet file"):
+        rlx.batch.embed(tmp_path / "b.parquet", tmp_path / "bad", encoder, runner=Inline())
+
+
+# -- Ray Serve and the HTTP processor --------------------------------------------------------------------------------
+def test_a_deployment_answers_and_streams_as_rlx_serve_does(ray: Any, decoder: Path) -> None:
+    pytest.importorskip("llguidance")
+    from ray import serve
+
+    port = _free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+    try:
+        application = rlx.ray.deployment(str(decoder), name="tiny", num_cpus=1, max_replicas=2)
+        serve.run(application)
+        status = serve.status()
+        assert status.applications["default"].deployments["rlx"].status.value == "HEALTHY"
+        base = f"http://127.0.0.1:{port}"
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
+        answer = json.loads(_post(f"{base}/v1/chat/completions", body))
+        pieces = [
+            json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+            for line in _post(f"{base}/v1/chat/completions", body | {"stream": True}).decode().splitlines()
+            if line.startswith("data: {")
+        ]
+        with rlx.load(decoder) as model:
+            expected = model.chat("hi", max_tokens=6).text
+        assert answer["choices"][0]["message"]["content"] == expected == "".join(pieces)
+        assert len([piece for piece in pieces if piece]) > 1, "it streams"
+        _process_over_http(ray, f"{base}/v1/chat/completions", decoder)
+    finally:
+        serve.shutdown()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _post(url: str, body: Any) -> bytes:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=LONGEST_S) as answer:
+        return bytes(answer.read())
+
+
+def _process_over_http(ray: Any, url: str, decoder: Path) -> None:
+    """Ray's own processor of HTTP requests, against a server of the API."""
+    from ray.data.llm import HttpRequestProcessorConfig, build_processor
+
+    processor = build_processor(
+        HttpRequestProcessorConfig(url=url, concurrency=1, batch_size=4),
+        preprocess=lambda row: {
+            "payload": {"messages": [{"role": "user", "content": row["text"]}], "max_tokens": 5, "temperature": 0},
+            "text": row["text"],
+        },
+        postprocess=lambda row: {
+            "text": row["text"], "answer": row["http_response"]["choices"][0]["message"]["content"]
+        },
+    )  # fmt: skip
+    questions = ["one", "two", "three"]
+    rows = processor(ray.data.from_items([{"text": text} for text in questions])).take_all()
+    with rlx.load(decoder) as model:
+        expected = {text: model.chat(text, max_tokens=5).text for text in questions}
+    assert {row["text"]: row["answer"] for row in rows} == expected
