@@ -31,8 +31,11 @@ def run(block: str, scope: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def page(own_families: None) -> Iterator[dict[str, Any]]:
+def page(
+    own_families: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
     """What the blocks of the page define."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("page"))
     scope: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()):
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):

@@ -338,7 +338,7 @@ def test_params_that_do_not_fit_are_refused(values: Arrays, message: str) -> Non
 def test_what_is_no_loss_is_refused() -> None:
     g = rlx.Graph("rows")
     g.set_outputs([g.input("x", ("n", 3)) @ g.param("w", (3, 2))])
-    with pytest.raises(ShapeError, match=r"the output is f32\[n, 2\], expected one number"):
+    with pytest.raises(ShapeError, match=r"step: the loss is f32\[n, 2\], expected one number"):
         step(g, sgd())
     with pytest.raises(GraphError, match="'x' is an input, only params are trained"):
         step(regression(), sgd(), "x")

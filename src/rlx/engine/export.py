@@ -32,7 +32,7 @@ from rlx.functional.jitted import Jitted
 from rlx.ir.graph import Graph
 from rlx.kv_layout import KvLayout
 from rlx.models.config import record_types
-from rlx.models.family import FAMILIES, Family, FileWeights
+from rlx.models.family import FAMILIES, Family, FileWeights, load_installed
 from rlx.models.image_preprocessing import ImageSettings
 from rlx.models.load import Checkpoint
 from rlx.models.pooling import EmbedSettings
@@ -194,6 +194,8 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Any
 def _read_records(file: ExportFile) -> tuple[Family, dict[str, Any]]:
     """The family and the records of a model, checked against the manifest."""
     manifest, about = file.manifest, file.manifest["model"]
+    if about["family"] not in (FLOW, *FAMILIES):
+        load_installed()
     known = [FLOW, *(family.name for family in FAMILIES.values() if family.kind == manifest["kind"])]
     if about["family"] not in known:
         raise broken(

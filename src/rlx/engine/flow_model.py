@@ -27,6 +27,7 @@ from rlx.models.load import Checkpoint
 from rlx.types import concrete
 
 KIND = "decoder"
+OTHERWISE = "Flows that do not generate text run with flow.build(params).compile() or flow.as_function(params)"
 
 
 class ArrayFile(TensorFile):
@@ -74,7 +75,9 @@ class FlowModel(LanguageModel):
 
     def save(self, path: str | Path, params: Mapping[str, Any] | None = None, *, dtype: str | None = None) -> Path:
         """Raise: only models of known families have a file format."""
-        self._no_files("save", "write its params: safetensors.numpy.save_file(dict(model.params), path)")
+        self._no_files(
+            "save", "export(path, weights=True) writes it for rlx; np.savez(path, **model.params) writes its params"
+        )
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
         """Write the compiled model to a file, with its weights: it has no other files that an export could refer to."""
@@ -94,12 +97,15 @@ def load_flow(
     logits = built.module.outputs[0]
     if logits.rank != 3 or not isinstance(logits.shape[-1], int) or not logits.dtype.is_float:
         wanted = "logits [batch, seq, vocab]"
-        hint = "end it with lm_head(vocab, hidden, tied=...)"
+        hint = f"end it with lm_head(vocab, hidden, tied=...). {OTHERWISE}"
         raise GraphError(f"load: flow {flow.name!r} ends in {logits.type}, expected {wanted}", hint=hint)
     flow = for_generation(flow, built)
     generating = flow.build(weights, strict=False)
     _check_inputs(generating)
     check_flow(generating)
+    if not any(node.op == "state" for node in generating.module.nodes):
+        hint = 'tokens read earlier ones by attention, or by a state: "Stages with a state" in docs/flow.md'
+        raise GraphError(f"load: flow {flow.name!r} has no attention stage and no state", hint=hint)
     file = ArrayFile(flow.name, weights)
     sizes = Sizes(logits.shape[-1], _positions(flow, settings["context"]))
     family = flow_family(flow.name, flow)
@@ -143,6 +149,11 @@ def _parts(source: ModelFlow | BuiltModel, params: Mapping[str, Any] | None) -> 
 def _positions(flow: ModelFlow, context: int | None) -> int:
     """The most positions that a flow can have: the rows of its RoPE tables, otherwise as many as are asked for."""
     rows = [len(stage.cos) for stage in flow.stages if isinstance(stage, RopeTables)]
+    if rows and isinstance(context, int) and context > min(rows):
+        problem = (
+            f"load: context {context} is asked for, the RoPE tables of flow {flow.name!r} have {min(rows)} positions"
+        )
+        raise RequestError(problem, hint=f"flow.rope({context}, head_dim)")
     return min(rows) if rows else context or CONTEXT
 
 

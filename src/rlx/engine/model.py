@@ -534,8 +534,10 @@ class Model:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
             """Called for missing attributes: methods of other kinds of models raise an explanation."""
+            if hasattr(type(self), name):  # a property that raised AttributeError: compute it again, for its own error
+                return object.__getattribute__(self, name)
             if any(name in verbs for verbs in VERBS.values()):
                 (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.facts.kind}"))
                 raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")

@@ -55,7 +55,6 @@ MAX_FILES = 256  # a folder with more is not a model folder
 ENDS = 4096  # bytes at both ends of a file that its digest covers
 SETTLED_NS = 50_000_000  # resolution of file times: a recent file may change again within the same tick
 SAMPLES, SAMPLE = 256, 4096  # number and bytes of the weight samples in the digest
-_OURS = "rlx.models."  # modules of built-in families, which the source digest covers
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def _digest(text: str) -> str:
 def _has_foreign_families() -> bool:
     """Whether there are user-defined families, whose source the key does not cover."""
     known = sys.modules.get("rlx.models.family")
-    return known is not None and any(not (f.flow.__module__ or "").startswith(_OURS) for f in known.FAMILIES.values())
+    return known is not None and not all(f.is_builtin for f in known.FAMILIES.values())
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -153,7 +152,7 @@ def _state(files: Sequence[Path]) -> str:
 def write(model: Model, snapshot: ModelSnapshot) -> bool:
     """Write the snapshot of a model that was just loaded. Returns False if that is not possible."""
     compiled, checkpoint = model.compiled, model.checkpoint
-    if model.facts.kind not in KINDS or not _is_settled(snapshot):
+    if model.facts.kind not in KINDS or not checkpoint.family.is_builtin or not _is_settled(snapshot):
         return False
     if any(map(has_symbols, compiled.param_types.values())):
         return False

@@ -86,7 +86,7 @@ def _write_metadata(writer: Any, checkpoint: Checkpoint) -> None:
     metadata: dict[str, Any] = {"vocab_size": c.vocab}
     if isinstance(c, DecoderConfig):
         metadata["attention.head_count_kv"] = c.kv_heads
-        if c.head_dim * c.heads != c.dim or c.head_dim_given is not None:
+        if c.head_dim * c.heads != c.dim or c.stated_head_dim is not None:
             metadata |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
         if c.rotary != c.head_dim or prefix in ("llama", "phi3"):
             metadata["rope.dimension_count"] = c.rotary

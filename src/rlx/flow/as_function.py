@@ -10,6 +10,7 @@ import numpy as np
 from rlx.dtypes import dtype
 from rlx.errors import BindError, GraphError, ShapeError, nearest
 from rlx.flow.generation import for_sequences
+from rlx.flow.stages.parts import DROPOUT_KEY
 from rlx.hir.lower import lower
 from rlx.ir import registry
 from rlx.ir.graph import Graph
@@ -39,7 +40,9 @@ class TypedWeights:
         return self._types.keys()
 
 
-def flow_function(flow: ModelFlow, params: Mapping[str, Any], *, training: bool = False) -> Callable[..., Any]:
+def flow_function(
+    flow: ModelFlow, params: Mapping[str, Any], *, training: bool = False, strict: bool | None = None
+) -> Callable[..., Any]:
     """Return the flow as a function of its inputs; see `ModelFlow.as_function`."""
     from rlx.functional.tracers import type_of  # lazy: imports all transforms
     from rlx.functional.tracing import apply_graph, eager
@@ -55,7 +58,7 @@ def flow_function(flow: ModelFlow, params: Mapping[str, Any], *, training: bool 
         """Return the graph for these weights and sizes, its own tables, and the names of its outputs."""
         key = tuple(types.items()), tuple(shapes.items())
         if key not in graphs:
-            built = sequences.build(TypedWeights(types), strict=False, training=training)
+            built = sequences.build(TypedWeights(types), strict=strict, training=training)
             graph = lower(built.module)
             declared = {n.attrs["name"]: n.types[0] for n in graph.inputs}
             bound = bind_dims(graph, sizes_of(declared, shapes), strict=False)
@@ -69,17 +72,27 @@ def flow_function(flow: ModelFlow, params: Mapping[str, Any], *, training: bool 
         leaves = [str(node.attrs["name"]) for node in graph.nodes if node.op in ("input", "param")]
         missing = [name for name in leaves if name not in values]
         if missing:
-            raise BindError(f"flow {flow.name!r}: input {missing[0]!r} is missing", hint=f"wanted: {', '.join(inputs)}")
+            hint = f"takes {', '.join(all_inputs())}, in order or by name"
+            if missing[0] == DROPOUT_KEY:
+                hint = f'pass a random key by name: f(..., **{{"{DROPOUT_KEY}": rlx.random.key(0)}})'
+            raise BindError(f"flow {flow.name!r}: input {missing[0]!r} is missing", hint=hint)
         outputs = apply_graph(graph, [values[name] for name in leaves])
         return outputs[0] if len(outputs) == 1 else dict(zip(names, outputs, strict=True))
 
     inputs = [name for name, _, _ in sequences.inputs]
     run = eager(compute)
 
+    def all_inputs() -> list[str]:
+        """The inputs of the flow, then those that its stages declare."""
+        types = {name: type_of(x) for name, x in weights_by_name.items()}
+        graph = sequences.build(TypedWeights(types), strict=False, training=training).module
+        return list(dict.fromkeys([*inputs, *(str(node.attrs["name"]) for node in graph.inputs)]))
+
     def function(*args: Any, **named: Any) -> Any:
-        if len(args) > len(inputs):
-            raise BindError(f"flow {flow.name!r}: takes {', '.join(inputs)}, found {len(args)} inputs")
-        arrays = dict(zip(inputs, args, strict=False))
+        names = inputs if len(args) <= len(inputs) else all_inputs()
+        if len(args) > len(names):
+            raise BindError(f"flow {flow.name!r}: takes {', '.join(names)}, found {len(args)} inputs")
+        arrays = dict(zip(names, args, strict=False))
         for name, value in named.items():
             if name in arrays:
                 raise BindError(f"flow {flow.name!r}: input {name!r} is given twice")

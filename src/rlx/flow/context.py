@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from rlx.ir.graph import Graph, Value
 from rlx.module import GraphModule
 from rlx.profile import CompileProfile
 from rlx.types import ShapeLike, Size, TensorType, as_shape, known_equal, tensor
+
+if TYPE_CHECKING:
+    from rlx.flow.stages.base import FlowStage
 
 _IN_STAGE = "  in stage: "
 
@@ -77,16 +80,18 @@ class FlowCtx:
 
     # -- weights --
     def load_param(
-        self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None
-    ) -> Value:
+        self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None,
+        known: Sequence[Size | None] | None = None,
+    ) -> Value:  # fmt: skip
         """Load a weight by key as f32: one param node per tensor, in the file's dtype, then a cast or `dequantise`.
 
         If a matmul or a gather reads the weight, its kernel reads the stored dtype directly.
 
         `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is checked (after transposing).
-        `init` is how `ModelFlow.init` initialises it: a number, or a function of a key and a shape.
+        `init` is how `ModelFlow.init` initialises it: a number, or a function of a key and a shape. `known` has the
+        sizes that are known without a `shape`, for errors.
         """
-        value = self.stored_param(key, transpose, shape=shape, init=init)
+        value = self.stored_param(key, transpose, shape=shape, init=init, known=known)
         if value.dtype.is_packed:
             value = value.dequantise()
         elif value.dtype is not F32:
@@ -118,6 +123,9 @@ class FlowCtx:
                 place = "is not among the weights" if self._file is None else "is not in the file"
                 raise self._unfit(BindError, f"weight {key!r} {place}", hint or self._no_weights())
             type_ = self.weights.type(key)
+            if not (type_.dtype.is_float or type_.dtype.is_packed):
+                hint = "convert it: astype(np.float32); tables of integers are emit.synth_param(name, table)"
+                raise self._unfit(BindError, f"weight {key!r}: is {type_}, expected floats", hint)
             value = self.state.loaded_params[key] = self.hir().param(key, type_.shape, type_.dtype)
         actual = value.shape
         if transpose:
@@ -177,6 +185,31 @@ class FlowCtx:
         if not hasattr(len, "__index__") or len < 0:
             raise ShapeError(f"param {name!r}: {len!r} is not a length")
         return self.synth_param(name, np.zeros(len, np.float32))
+
+    # -- parts of stages --
+    def stage(self, stage: FlowStage, value: FlowValue | Value | None, name: str = "") -> FlowValue | None:
+        """Apply another stage to a value, under the path `name`, or under the stage's own path."""
+        from rlx.flow.stages.structure import emit_stage  # lazy: stages import this module
+
+        return emit_stage(self, stage, self.wrap(value) if isinstance(value, Value) else value, name)
+
+    def zeros(self, shape: ShapeLike, dtype: DTypeLike = "f32") -> FlowValue:
+        """Return zeros of a shape, whose sizes may be symbolic: `emit.zeros((value.shape[0], 3, 16))`."""
+        return self.wrap(self.hir().one("expand", self.hir().constant(0, dtype), shape=as_shape(shape)))
+
+    def positions(self, value: FlowValue | Value) -> FlowValue:
+        """Return the positions `[batch, seq]` of the tokens of a value; those of padding are negative."""
+        from rlx.flow.positions import token_positions  # lazy: imports this module
+
+        return self.wrap(token_positions(self, value.id if isinstance(value, FlowValue) else value))
+
+    def carried(self, name: str, *shape: int) -> FlowValue | None:
+        """Return a state `[batch, *shape]`, zeros before the first token of a sequence; None in a flow without a cache.
+
+        An op that carries it on, such as `depthwise_conv1d_causal_carry`, updates it in place: the next call of the
+        sequence continues from there. Without a cache, flows are functions of entire sequences.
+        """
+        return None if self.state.cache is None else self.wrap(self.state.cache.state(name, shape))
 
     # -- inputs and names --
     def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from rlx.dtypes import DTypeLike
+import numpy as np
+
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
-from rlx.flow.positions import token_positions
-from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import FlowValue
 from rlx.ir import registry
 from rlx.ir.builders import is_op
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op_methods import EmitOps
-from rlx.types import ShapeLike, as_shape
 
 
 class Emit(FlowCtx, EmitOps):
@@ -26,26 +23,6 @@ class Emit(FlowCtx, EmitOps):
     def of(cls, ctx: FlowCtx) -> Emit:
         """Return an `Emit` that shares everything with a context."""
         return cls(ctx.module, ctx.params, ctx.weights, ctx.profile, ctx.state)
-
-    def stage(self, stage: FlowStage, value: FlowValue | Value | None, name: str = "") -> FlowValue | None:
-        """Apply another stage to a value, under the path `name`, or under the stage's own path."""
-        return emit_stage(self, stage, self.wrap(value) if isinstance(value, Value) else value, name)
-
-    def zeros(self, shape: ShapeLike, dtype: DTypeLike = "f32") -> FlowValue:
-        """Return zeros of a shape, whose sizes may be symbolic: `emit.zeros((value.shape[0], 3, 16))`."""
-        return self.wrap(self.hir().one("expand", self.hir().constant(0, dtype), shape=as_shape(shape)))
-
-    def positions(self, value: FlowValue | Value) -> FlowValue:
-        """Return the positions `[batch, seq]` of the tokens of a value; those of padding are negative."""
-        return self.wrap(token_positions(self, _unwrap(value)))
-
-    def carried(self, name: str, *shape: int) -> FlowValue | None:
-        """Return a state `[batch, *shape]`, zeros before the first token of a sequence; None in a flow without a cache.
-
-        An op that carries it on, such as `depthwise_conv1d_causal_carry`, updates it in place: the next call of the
-        sequence continues from there. Without a cache, flows are functions of entire sequences.
-        """
-        return None if self.state.cache is None else self.wrap(self.state.cache.state(name, shape))
 
     def stream(self, name: str) -> FlowValue:
         """Return the value of a stream."""
@@ -60,7 +37,9 @@ class Emit(FlowCtx, EmitOps):
         def __getattr__(self, name: str) -> Any:
             known = is_op(registry.current_name(name)) or callable(getattr(Graph, name, None))
             if name.startswith("_") or not known:
-                raise AttributeError(f"Emit has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
+                methods = [method for method in dir(Emit) if not method.startswith("_")]
+                hint = nearest(name, [*methods, *registry.OPS]) or ""
+                raise AttributeError(f"Emit has no op {name!r}. {hint}".strip())
             method = getattr(self.hir(), name)
 
             @functools.wraps(method)
@@ -87,6 +66,12 @@ def as_flow_value(emit: Emit, result: Any, where: str) -> FlowValue | None:
         return None
     if isinstance(result, (Value, FlowValue)):
         return emit.wrap(result)
-    raise GraphError(
-        f"{where}: its function returned a {type(result).__name__}, expected a value", hint="return emit.wrap(x)"
-    )
+    raise not_a_value(where, "its function returned", result)
+
+
+def not_a_value(where: str, returned: str, result: Any) -> GraphError:
+    """An error about a stage that returns something else than a value."""
+    hint = "return the value of an op, or None to leave the value unchanged"
+    if isinstance(result, (np.ndarray, np.generic, int, float)):
+        hint = "emit.constant(x) makes a number a value, emit.synth_param(name, x) an array"
+    return GraphError(f"{where}: {returned} a {type(result).__name__}, expected a value", hint=hint)

@@ -223,6 +223,7 @@ class ModelFlow(StageList):
             where = f" in stage {path!r}" if path else ""
             hint = "each residual_save needs a residual_add"
             raise GraphError(f"flow {self.name!r}: residual {saved!r} was saved{where} and never added", hint=hint)
+        self._check_mask(ctx.state, graph)
         main = ctx.need(value, self.name)
         outputs = [(self.output_name, main), *self._extra(ctx, main)]
         distinct([name for name, _ in outputs])
@@ -244,6 +245,18 @@ class ModelFlow(StageList):
             self._check_used(built, source, strict)
         return built
 
+    def _check_mask(self, state: FlowState, graph: Graph) -> None:
+        """Raise if no stage reads the padding mask that the flow declares."""
+        if state.padding is None:
+            return
+        masks = state.padding, state.inputs[state.padding_input][0]
+        readers = (node for node in graph.nodes if node is not state.padding.node)
+        if not any(operand in masks for node in readers for operand in node.operands):
+            raise GraphError(
+                f"flow {self.name!r}: no stage reads the mask {state.padding_input!r} of attn_mask",
+                hint="put attn_mask before the layers: attention after it does not see padding",
+            )
+
     def _check_used(self, built: BuiltModel, source: WeightSource, strict: bool | None) -> None:
         """Raise if weights are unused (`strict`), or log those of sources that were not checked."""
         unused = built.unused_weights if strict else [name for name in unchecked(source) if name not in built.params]
@@ -256,7 +269,7 @@ class ModelFlow(StageList):
             raise BindError(problem, hint=nearest(unused[0], built.params))
         import logging  # lazy: rarely needed
 
-        logging.getLogger("rlx.flow").warning("%s; build(weights, strict=False) silences this", problem)
+        logging.getLogger("rlx.flow").warning("%s; strict=False silences this", problem)
 
     def build_with(
         self, weights: WeightSource | Mapping[str, Any] | None, packed: Mapping[str, Any], capture: Sequence[str] = ()
@@ -293,8 +306,13 @@ class ModelFlow(StageList):
         check_names_matched("init", self.init_patterns, wanted.asked)
         return make(wanted.asked, key, self.initialisers, wanted.declared)
 
-    def as_function(self, params: Mapping[str, Any], *, training: bool = False) -> Callable[..., Any]:
+    def as_function(
+        self, params: Mapping[str, Any], *, training: bool = False, strict: bool | None = None
+    ) -> Callable[..., Any]:
         """Return the flow as a function of its inputs, in order or by name, for `rlx.grad`, `jvp`, `vmap` and `jit`.
+
+        Inputs that stages declare come after those of the flow. With `training`, dropout needs a random key, the input
+        `dropout.key`. `strict` is about unused weights, as in `build`.
 
         `params` are weights by name, arrays or traced ones: `rlx.grad(lambda p: flow.as_function(p)(x).sum())(params)`
         is the gradient with respect to the weights. It is a function of entire sequences: without the flow's KV cache,
@@ -302,7 +320,7 @@ class ModelFlow(StageList):
         """
         from rlx.flow.as_function import flow_function  # imports all transforms
 
-        return flow_function(self, params, training=training)
+        return flow_function(self, params, training=training, strict=strict)
 
     def _extra(self, ctx: FlowCtx, main: Value) -> Iterator[tuple[str, Value]]:
         known = {name: value.id for name, value in ctx.state.streams.items()} | ctx.state.named

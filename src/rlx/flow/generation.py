@@ -64,13 +64,16 @@ def _cache_sizes(name: str, built: BuiltModel) -> tuple[int, int, int]:
         if not parse_mask(node.attrs["mask_kind"]).limited:
             raise GraphError(
                 f"load: flow {name!r} attends to later tokens, mask {node.attrs['mask_kind']!r}, so it cannot generate",
-                hint='mask="causal"', notes=[f"built at: {node.origin}"],
+                hint='mask="causal"; an encoder runs with flow.build(params).compile() or flow.as_function(params)',
+                notes=[f"built at: {node.origin}"],
             )  # fmt: skip
         keys = node.operands[1]
         assert keys is not None
         sizes.add((int(keys.shape[2]), int(keys.shape[3])))
-    if len(sizes) != 1:
-        problem = "has no attention stage" if not sizes else f"has heads of several sizes: {sorted(sizes)}"
+    if not sizes:
+        return 1, 0, 0  # only recurrent states
+    if len(sizes) > 1:
+        problem = f"has heads of several sizes: {sorted(sizes)}"
         hint = "give the flow a kv_cache(layers, kv_heads, head_dim)"
         raise GraphError(f"load: flow {name!r} {problem}, so its KV cache is not known", hint=hint)
     return len(layers), *sizes.pop()

@@ -142,8 +142,8 @@ class WantedWeights:
         example = f"({', '.join('64' if size == '?' else str(size) for size in sizes)})" if sizes else "(64,)"
         raise BindError(
             f"init: no stage says which {subject}",
-            hint=f"init(key, shapes={{{first!r}: {example}}}), or tell the stage: linear(key, out=64),"
-            " swiglu(...) and gelu_ffn(..., intermediate_size=64), load_param(key, shape=(64,))",
+            hint=f"init(key, shapes={{{first!r}: {example}}}), or tell the stage: embed(key, shape=(1000, 64)),"
+            " linear(key, out=64), swiglu(...) and gelu_ffn(..., intermediate_size=64), load_param(key, shape=(64,))",
         )
 
     def check(self) -> None:

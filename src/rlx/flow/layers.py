@@ -346,15 +346,20 @@ class StageList(ABC):
     def attention(
         self, prefix: str, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *,
         mask: str = MaskKind.CAUSAL, rope: str | None = MAIN_ROPE, bias: bool = False, qk_norm: bool = False,
+        eps: float = 1e-6, score_scale: float | None = None,
     ) -> Self:  # fmt: skip
         """Self-attention with its output projection, with weights `prefix.q_proj.weight`, `k`, `v` and `o`.
 
         `num_kv_heads` below `num_heads` is grouped-query attention. `rope` names the RoPE tables that `rope(...)` adds
         before; None is for no RoPE. With `mask="none"`, tokens attend to all tokens, padding included, unless
-        `attn_mask` comes before. `qk_norm` norms queries and keys per head.
+        `attn_mask` comes before. `qk_norm` norms queries and keys per head, with `eps`. Scores are multiplied by
+        `score_scale`, by default 1/√head_dim.
         """
-        heads = num_heads, num_kv_heads, head_dim
-        return self.stage(attention.Attention(prefix, *heads, mask=mask, rope=rope, bias=bias, qk_norm=qk_norm))
+        stage = attention.Attention(
+            prefix, num_heads, num_kv_heads, head_dim, mask=mask, rope=rope, bias=bias, qk_norm=qk_norm, eps=eps,
+            score_scale=score_scale,
+        )  # fmt: skip
+        return self.stage(stage)
 
     def dropout(self, rate: float) -> Self:
         """Set numbers to 0 with probability `rate` in training; nothing otherwise. See `build(training=True)`."""
@@ -387,17 +392,28 @@ class StageList(ABC):
         """Multiply by a weight and add a bias. `out` is the output size, which `init` needs to create the weight."""
         return self.stage(parts.Linear(key, transpose, bias_key, out=out))
 
-    def swiglu(self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None) -> Self:
-        """SwiGLU: down(silu(gate(x)) · up(x)). `init` needs `intermediate_size`, the output size of gate and up."""
-        return self.stage(ffn.SwiGlu(gate_key, up_key, down_key, intermediate_size))
+    def swiglu(
+        self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None, bias: bool = False,
+        activation: str = "silu",
+    ) -> Self:  # fmt: skip
+        """SwiGLU: down(silu(gate(x)) · up(x)). `init` needs `intermediate_size`, the output size of gate and up.
 
-    def swiglu_hf_mlp(self, prefix: str, *, intermediate_size: int | None = None) -> Self:
+        With `bias`, each weight has one, under the key that ends in `bias`.
+        """
+        return self.stage(ffn.SwiGlu(gate_key, up_key, down_key, intermediate_size, bias, activation))
+
+    def swiglu_hf_mlp(
+        self, prefix: str, *, intermediate_size: int | None = None, bias: bool = False, activation: str = "silu"
+    ) -> Self:
         """`swiglu` by Hugging Face's names, such as `prefix.gate_proj.weight`."""
-        return self.stage(ffn.SwiGlu.hf_mlp(prefix, intermediate_size=intermediate_size))
+        stage = ffn.SwiGlu.hf_mlp(prefix, intermediate_size=intermediate_size, bias=bias, activation=activation)
+        return self.stage(stage)
 
-    def geglu(self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None) -> Self:
+    def geglu(
+        self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None, bias: bool = False
+    ) -> Self:
         """GeGLU: down(gelu(gate(x)) · up(x)), with the tanh approximation of GELU."""
-        return self.stage(ffn.GeGlu(gate_key, up_key, down_key, intermediate_size))
+        return self.stage(ffn.GeGlu(gate_key, up_key, down_key, intermediate_size, bias))
 
     def geglu_hf_mlp(self, prefix: str, *, intermediate_size: int | None = None) -> Self:
         """`geglu` by Hugging Face's names, such as `prefix.mlp.gate_proj.weight`."""
@@ -409,11 +425,11 @@ class StageList(ABC):
 
     def gelu_ffn(
         self, intermediate_w: str, intermediate_b: str, output_w: str, output_b: str, *,
-        intermediate_size: int | None = None,
+        intermediate_size: int | None = None, activation: str = "gelu",
     ) -> Self:  # fmt: skip
-        """output(gelu(intermediate(x))), with biases. `init` needs `intermediate_size`."""
+        """output(gelu(intermediate(x))), with biases, or with another activation. `init` needs `intermediate_size`."""
         keys = intermediate_w, intermediate_b, output_w, output_b
-        return self.stage(ffn.GeluFfn(*keys, intermediate_size=intermediate_size))
+        return self.stage(ffn.GeluFfn(*keys, intermediate_size=intermediate_size, activation=activation))
 
     def layer_scale(self, key: str) -> Self:
         """Multiply each channel by a weight, as DINOv2 does."""

@@ -39,6 +39,19 @@ def check_names_matched(where: str, patterns: Iterable[str], names: Iterable[str
             )  # fmt: skip
 
 
+def check_not_shadowed(where: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Raise if earlier patterns match all weights of a pattern, which then has no effect: the first match wins."""
+    known, earlier = list(names), list[str]()
+    for pattern in patterns:
+        mine = [name for name in known if matches_name(name, pattern)]
+        if mine and all(any(matches_name(name, other) for other in earlier) for name in mine):
+            raise BindError(
+                f"{where}: earlier patterns match all weights of {pattern!r}, and the first match wins",
+                hint=f"put {pattern!r} before {earlier[0]!r}",
+            )
+        earlier.append(pattern)
+
+
 @functools.lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(map(_regular, _PARTS.findall(pattern))), re.DOTALL)

@@ -187,6 +187,7 @@ class FlowState:
     cache: CacheBindings | None = None
     decode: DecodeBindings | None = None
     padding: Value | None = None  # padding mask [batch, seq] of all attention that follows, from an input
+    padding_input: str = ""  # the name of that input
     residuals: list[FlowValue] = field(default_factory=list)  # stack of saved values not yet added
     residual_stages: dict[Value, str] = field(default_factory=dict)  # where each was saved, for errors
     streams: dict[str, FlowValue] = field(default_factory=dict)

@@ -47,7 +47,10 @@ class MapWeights:
 
     def type(self, key: str) -> TensorType:
         array = self.array(key)
-        storage = dtype(array.dtype)
+        try:
+            storage = dtype(array.dtype)
+        except RlxError as error:
+            raise BindError(f"weight {key!r}: {error}", hint="weights are floats, such as np.float32") from error
         if storage.is_packed:  # each array element is a block
             return TensorType((*array.shape[:-1], array.shape[-1] * storage.block), storage)
         return TensorType(tuple(array.shape), storage)
@@ -109,7 +112,10 @@ def as_source(weights: Any) -> WeightSource:
         return TakenWeights(weights)
     hint = "pass a dict of arrays, or an object with has, type, array and keys"
     if isinstance(weights, str | PathLike):
-        hint = f"read the file first: safetensors.numpy.load_file({os.fspath(weights)!r})"
+        path = os.fspath(weights)
+        hint = (
+            f"read the file first: file = rlx.formats.open_tensors({path!r}); {{n: file.array(n) for n in file.names}}"
+        )
     raise GraphError(f"weights: a {type(weights).__name__} is not a weight source", hint=hint)
 
 

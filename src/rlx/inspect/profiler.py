@@ -41,6 +41,12 @@ class LaunchReport:
     work: Work = NO_WORK
 
     @property
+    def stage(self) -> str:
+        """The path of the stage that it computes; empty if it has none."""
+        first = self.where.split(", ")[0]
+        return "" if ":" in first or first.startswith(("from ", "by ")) else first
+
+    @property
     def gb_per_second(self) -> float:
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
@@ -89,7 +95,7 @@ class Report:
     def _machine(self) -> list[str]:
         """What the machine can do, where something ran."""
         if self.ceilings is None:
-            return []
+            return ["no times: run it first, or pass inputs"] if self.launches else []
         c = self.ceilings
         rates = (
             f"{_rates(c)}, {c.cache_gb_per_second:.0f} GB/s from cache, {c.memory_gb_per_second:.0f} GB/s from memory"

@@ -17,8 +17,8 @@ from rlx.types import sym
 class Config(EncoderConfig):
     """BERT's configuration."""
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **EncoderConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"),
+    HF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **EncoderConfig.HF_IGNORABLE, "position_embedding_type": (None, "absolute"),
         "add_cross_attention": (None, False),
     }  # fmt: skip
 

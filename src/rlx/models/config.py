@@ -22,7 +22,7 @@ from rlx.formats.tensor_file import quoted
 from rlx.hir.activations import NAMED
 from rlx.models.rope import Rope, is_number
 
-Neutral = Mapping[str, tuple[Any, ...]]  # settings that are not fields -> values that can safely be ignored
+Ignorable = Mapping[str, tuple[Any, ...]]  # settings that are not fields -> values that can safely be ignored
 _MISSING = object()
 MAX_SIZE = 1 << 24  # of one axis of a weight
 MAX_LAYERS = 4096
@@ -95,11 +95,11 @@ class ModelConfig:
     """Base class of all families' configurations."""
 
     # Settings that are not fields -> the values that leave the family's computation unchanged.
-    HF_NEUTRAL: ClassVar[Neutral] = {
+    HF_IGNORABLE: ClassVar[Ignorable] = {
         "compression_config": (None,),  # written by compressed-tensors in older files
         "partial_rotary_factor": (None, 1),
     }
-    GGUF_NEUTRAL: ClassVar[Neutral] = {}
+    GGUF_IGNORABLE: ClassVar[Ignorable] = {}
     # Fields that describe the storage of weights, with their values for GGUF files; the defaults describe Hugging
     # Face's.
     IN_GGUF: ClassVar[Mapping[str, Any]] = {}
@@ -154,7 +154,7 @@ def from_gguf(
 
 
 def _read(kind: type[Config], style: str, lookup: Callable[[str], Any], where: str, known: Mapping[str, Any]) -> Config:
-    for name, allowed in (kind.HF_NEUTRAL if style == "hf" else kind.GGUF_NEUTRAL).items():
+    for name, allowed in (kind.HF_IGNORABLE if style == "hf" else kind.GGUF_IGNORABLE).items():
         setting = lookup(name)
         if setting is not _MISSING and not (_is_scalar(setting) and setting in allowed):
             raise unsupported(where, name, setting)
@@ -269,7 +269,7 @@ def check_layer_types(where: str, kinds: tuple[str, ...] | None, layers: int, wi
 class EncoderConfig(ModelConfig):
     """Fields common to all text encoders, under their most usual names."""
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = {"attention.causal": (False,), "expert_count": (0,)}
+    GGUF_IGNORABLE: ClassVar[Ignorable] = {"attention.causal": (False,), "expert_count": (0,)}
 
     dim: int = key(gguf="embedding_length", hf="hidden_size")
     layers: int = key(gguf="block_count", hf="num_hidden_layers", maximum=MAX_LAYERS)
@@ -299,7 +299,7 @@ class EncoderConfig(ModelConfig):
 class DecoderConfig(ModelConfig):
     """Fields common to all decoders."""
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = {
+    GGUF_IGNORABLE: ClassVar[Ignorable] = {
         "expert_count": (0,), "attention.causal": (True,), "pooling_type": (0,), "use_parallel_residual": (False,),
         "attention.scale": (0,), "attention.output_scale": (0, 1), "attention.temperature_scale": (0, 1),
         "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attn_logit_softcapping": (0,),
@@ -314,8 +314,8 @@ class DecoderConfig(ModelConfig):
     trained: int = key(gguf="context_length", hf="max_position_embeddings", maximum=MAX_POSITIONS)
     vocab: int = key(hf="vocab_size")
     eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="rms_norm_eps", default=1e-6, said_in_gguf=True)
-    kv_heads_given: int | None = key(gguf="attention.head_count_kv", hf="num_key_value_heads", default=None)
-    head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=None, maximum=MAX_HEAD_DIM)
+    stated_kv_heads: int | None = key(gguf="attention.head_count_kv", hf="num_key_value_heads", default=None)
+    stated_head_dim: int | None = key(gguf="attention.key_length", hf="head_dim", default=None, maximum=MAX_HEAD_DIM)
     value_dim: int | None = key(gguf="attention.value_length", default=None, maximum=MAX_HEAD_DIM)
     rope_dim: int | None = key(gguf="rope.dimension_count", default=None, maximum=MAX_HEAD_DIM)
     rope_base: float = key(gguf="rope.freq_base", hf="rope_theta", default=10000.0)
@@ -325,11 +325,11 @@ class DecoderConfig(ModelConfig):
 
     @property
     def kv_heads(self) -> int:
-        return self.kv_heads_given or self.heads
+        return self.stated_kv_heads or self.heads
 
     @property
     def head_dim(self) -> int:
-        return self.head_dim_given or self.dim // self.heads
+        return self.stated_head_dim or self.dim // self.heads
 
     @property
     def rotary(self) -> int:
@@ -357,7 +357,7 @@ class DecoderConfig(ModelConfig):
     def check(self, where: str) -> None:
         if self.heads % self.kv_heads:
             raise FormatError(f"{where}: {self.heads} query heads are no multiple of {self.kv_heads} key heads")
-        if self.head_dim_given is None and self.dim % self.heads:
+        if self.stated_head_dim is None and self.dim % self.heads:
             raise FormatError(f"{where}: a width of {self.dim} does not split into {self.heads} heads")
         step, smallest = (2, "an even number") if self.uses_rope else (1, "1")
         if not step <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % step:

@@ -18,14 +18,14 @@ from rlx.models.config import (
     MAX_POSITIONS,
     SLIDING,
     DecoderConfig,
-    Neutral,
+    Ignorable,
     check_layer_types,
     key,
 )
 
 MAX_EXPERTS = 4096
 # GGUF does not say which Qwen layers have a sliding window.
-NO_WINDOW: Neutral = {**DecoderConfig.GGUF_NEUTRAL, "attention.sliding_window": (0,)}
+NO_WINDOW: Ignorable = {**DecoderConfig.GGUF_IGNORABLE, "attention.sliding_window": (0,)}
 
 
 # -- single fields ---------------------------------------------------------------------------------------------------
@@ -113,8 +113,8 @@ class Experts:
             raise FormatError(f"{where}: {self.chosen} experts a token are asked for, there are {self.experts}")
 
     @staticmethod
-    def neutral(others: Neutral) -> dict[str, tuple[Any, ...]]:
-        """Neutral GGUF settings for this kind of mixture, in addition to `others`."""
+    def ignorable(others: Ignorable) -> dict[str, tuple[Any, ...]]:
+        """Ignorable GGUF settings for this kind of mixture, in addition to `others`."""
         of_mixtures = {
             "expert_shared_count": (0,), "expert_weights_scale": (0, 1), "leading_dense_block_count": (0,),
             "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
@@ -122,9 +122,9 @@ class Experts:
         return without(others, "expert_count") | of_mixtures
 
 
-def without(neutral: Neutral, *names: str) -> dict[str, tuple[Any, ...]]:
-    """Returns a table of neutral settings without those that the family reads."""
-    return {name: values for name, values in neutral.items() if name not in names}
+def without(settings: Ignorable, *names: str) -> dict[str, tuple[Any, ...]]:
+    """Returns a table of ignorable settings without those that the family reads."""
+    return {name: values for name, values in settings.items() if name not in names}
 
 
 def check_rotary(where: str, rotary: int, head_dim: int) -> None:

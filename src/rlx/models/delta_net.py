@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rlx.errors import FormatError
 from rlx.formats import TensorFile
-from rlx.models.config import FULL, LINEAR, MAX_HEAD_DIM, DecoderConfig, Neutral, group, key, unsupported
+from rlx.models.config import FULL, LINEAR, MAX_HEAD_DIM, DecoderConfig, Ignorable, group, key, unsupported
 from rlx.models.config_fields import NO_WINDOW, Biases, Experts, check_rotary, head_dim_key, said_in_gguf, without
 
 # Experts, as both families have them.
@@ -63,12 +63,12 @@ class DeltaNets:
 class DeltaNetConfig(DecoderConfig):
     """Shared configuration: RoPE on a part of each head, and norms that multiply by 1 + weight."""
 
-    HF_NEUTRAL: ClassVar[Neutral] = {
-        **without(DecoderConfig.HF_NEUTRAL, "partial_rotary_factor"), "use_sliding_window": (None, False)
+    HF_IGNORABLE: ClassVar[Ignorable] = {
+        **without(DecoderConfig.HF_IGNORABLE, "partial_rotary_factor"), "use_sliding_window": (None, False)
     }  # fmt: skip
-    GGUF_NEUTRAL: ClassVar[Neutral] = Experts.neutral(NO_WINDOW)
+    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.ignorable(NO_WINDOW)
 
-    head_dim_given: int | None = head_dim_key(256)
+    stated_head_dim: int | None = head_dim_key(256)
     partial: float = key(hf="partial_rotary_factor", default=0.25)
     biases: Biases = group(Biases)
     delta: DeltaNets = group(DeltaNets)

@@ -17,7 +17,7 @@ from rlx.flow.stages.encoder import attend
 from rlx.formats import TensorFile
 from rlx.ir.graph import Value
 from rlx.models import gemma
-from rlx.models.config import DecoderConfig, Neutral, group
+from rlx.models.config import DecoderConfig, Ignorable, group
 from rlx.models.config_fields import rope_base_key, window_key, without
 from rlx.models.family import family
 from rlx.models.gemma_base import FINAL_CAP, GemmaConfig, LocalRope, Scores, Windows
@@ -31,9 +31,9 @@ class Config(GemmaConfig):
     """EmbeddingGemma's configuration: Gemma 3's, with half of the window on each side."""
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA3
-    HF_NEUTRAL: ClassVar[Neutral] = {**GemmaConfig.HF_NEUTRAL, "use_bidirectional_attention": (True,)}
-    GGUF_NEUTRAL: ClassVar[Neutral] = {
-        **without(DecoderConfig.GGUF_NEUTRAL, FINAL_CAP, "pooling_type"), "attention.causal": (False,)
+    HF_IGNORABLE: ClassVar[Ignorable] = {**GemmaConfig.HF_IGNORABLE, "use_bidirectional_attention": (True,)}
+    GGUF_IGNORABLE: ClassVar[Ignorable] = {
+        **without(DecoderConfig.GGUF_IGNORABLE, FINAL_CAP, "pooling_type"), "attention.causal": (False,)
     }  # fmt: skip
     PERIOD: ClassVar[int] = 6
     LARGEST: ClassVar[int] = 62

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, PACKED
-from rlx.errors import CapabilityError, nearest
+from rlx.errors import CapabilityError, GraphError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.formats import TensorEntry, TensorFile
 from rlx.models.config import ModelConfig
@@ -52,13 +53,20 @@ class Family:
     saved_as: str | None = None  # GGUF architecture to save as, where it is shared with another family
 
     @property
+    def is_builtin(self) -> bool:
+        """Whether rlx declares it: the versions of others are not known to it."""
+        return (self.flow.__module__ or "").startswith("rlx.models.")
+
+    @property
     def architecture(self) -> str | None:
         """The GGUF architecture to save as, or None if there is none."""
         return self.saved_as or next(iter(self.gguf), None)
 
 
 STORED = (F32, F16, BF16, *PACKED)  # dtypes in which a graph can hold weights
+KINDS = ("decoder", "encoder", "vision model")
 FAMILIES: dict[str, Family] = {}
+ENTRY_POINTS = "rlx.families"  # of installed packages that declare families
 ADDING = "docs/adding-a-model.md shows how to add one"
 
 
@@ -69,11 +77,38 @@ def family(
     reads: Callable[[Mapping[str, Any]], bool] | None = None,
     reads_gguf: Callable[[Mapping[str, Any]], bool] | None = None, saved_as: str | None = None,
 ) -> Callable[[Callable[..., ModelFlow]], Family]:  # fmt: skip
-    """Declare a family; decorates its flow function."""
+    """Declare a family; decorates its flow function.
+
+    `kind` is decoder, encoder or vision model. The flow function of an encoder takes the configuration; that of a
+    decoder also the context (maximum number of tokens) and the RoPE factors of a file, or None.
+
+    `hf` are its model types in config.json and `gguf` its architectures in GGUF files. `config` is the class of its
+    configuration. `weights` maps Hugging Face names of weights to GGUF names; `{i}` is the layer, `{j}` the expert.
+    `prefixes` are what models with a head put before these names.
+
+    The rest is for special cases. `settings(json, where)` translates a config.json into the keys of `config`.
+    `weight_views(config, format)` are weights derived from those in a file. `changes(config, name)` is how GGUF changes
+    the numbers of a weight. `reads(json)` and `reads_gguf(metadata)` tell apart families that share an architecture.
+    `saved_as` is the GGUF architecture to save as, if it is not the first of `gguf`.
+    """
+    if kind not in KINDS:
+        raise GraphError(
+            f"family {name!r}: kind is {kind!r}", hint=nearest(kind, KINDS) or f"one of {', '.join(KINDS)}"
+        )
 
     def declare(flow: Callable[..., ModelFlow]) -> Family:
+        known = FAMILIES.get(name)
+        # the same function again is fine: a notebook cell that runs twice
+        if known is not None and _place(known.flow) != _place(flow):
+            raise GraphError(f"family {name!r}: is declared already, by {'.'.join(_place(known.flow))}")
+
+        @functools.wraps(flow)
         def assembled(c: Any, *arguments: Any) -> ModelFlow:
-            return flow(c, *arguments).initialised(initialisers(name, c), strict=False)
+            assembly = flow(c, *arguments)
+            if not isinstance(assembly, ModelFlow):
+                kind = type(assembly).__name__
+                raise GraphError(f"family {name!r}: its function returned a {kind}, expected a ModelFlow")
+            return assembly.initialised(initialisers(name, c), strict=False)
 
         shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
         declared = Family(name, kind, *shape, settings, weight_views, changes, reads, reads_gguf, saved_as)
@@ -83,8 +118,30 @@ def family(
     return declare
 
 
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
+@functools.cache
+def load_installed() -> None:
+    """Import the families of installed packages, which their entry points name."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            point.load()
+        except Exception as error:
+            problem = f"family {point.name!r} of package {point.value!r} cannot be imported: {error}"
+            raise CapabilityError(problem) from error
+
+
 def find(architecture: str, style: str, settings: Mapping[str, Any] | None = None) -> Family:
-    """Look up a family by GGUF architecture and metadata, or by Hugging Face model type and config."""
+    """Look up a family by GGUF architecture and metadata, or by Hugging Face model type and config.
+
+    Families of installed packages are imported if rlx and the program declare none.
+    """
+    if not any(architecture in _names(f, style) for f in FAMILIES.values()):
+        load_installed()
     named = [f for f in FAMILIES.values() if architecture in _names(f, style)]
     asks = {f.name: f.reads_gguf if style == "gguf" else f.reads for f in named}
     for candidate in sorted(named, key=lambda f: asks[f.name] is None):  # families with a predicate first

@@ -15,7 +15,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
-from rlx.models.config import FULL, SLIDING, TEXT_PREFIXES, DecoderConfig, Neutral, group, key, text_settings
+from rlx.models.config import FULL, SLIDING, TEXT_PREFIXES, DecoderConfig, Ignorable, group, key, text_settings
 from rlx.models.config_fields import rope_base_key, without
 from rlx.models.family import family
 from rlx.models.gemma_base import ATTENTION_CAP, BIASES, FINAL_CAP, GemmaConfig, LocalRope, Scores, Windows
@@ -39,7 +39,7 @@ class Config2(GemmaConfig):
     """Gemma 2's configuration: every second layer has a sliding window."""
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA2
-    GGUF_NEUTRAL: ClassVar[Neutral] = without(DecoderConfig.GGUF_NEUTRAL, ATTENTION_CAP, FINAL_CAP)
+    GGUF_IGNORABLE: ClassVar[Ignorable] = without(DecoderConfig.GGUF_IGNORABLE, ATTENTION_CAP, FINAL_CAP)
     PERIOD: ClassVar[int] = 2
     LARGEST: ClassVar[int] = 46
 
@@ -53,7 +53,7 @@ class Config3(GemmaConfig):
     """Gemma 3's configuration: five of six layers have a sliding window and a RoPE base of their own."""
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA3
-    GGUF_NEUTRAL: ClassVar[Neutral] = without(DecoderConfig.GGUF_NEUTRAL, FINAL_CAP)
+    GGUF_IGNORABLE: ClassVar[Ignorable] = without(DecoderConfig.GGUF_IGNORABLE, FINAL_CAP)
     PERIOD: ClassVar[int] = 6
     LARGEST: ClassVar[int] = 62
 

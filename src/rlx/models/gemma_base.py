@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rlx.errors import FormatError
 from rlx.formats import TensorFile
-from rlx.models.config import MAX_LAYERS, SLIDING, DecoderConfig, Neutral, check_layer_types, group, key
+from rlx.models.config import MAX_LAYERS, SLIDING, DecoderConfig, Ignorable, check_layer_types, group, key
 from rlx.models.config_fields import head_dim_key, said_in_gguf, window_key
 from rlx.models.rope import Rope
 
@@ -76,12 +76,12 @@ class GemmaConfig(DecoderConfig):
     """Scaled embeddings, norms by 1 + weight, GeGLU; scores, windows and RoPE by the groups."""
 
     STYLE: ClassVar[str]
-    HF_NEUTRAL: ClassVar[Neutral] = {**DecoderConfig.HF_NEUTRAL, "use_bidirectional_attention": (None, False)}
+    HF_IGNORABLE: ClassVar[Ignorable] = {**DecoderConfig.HF_IGNORABLE, "use_bidirectional_attention": (None, False)}
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"unit_offset": False}
     PERIOD: ClassVar[int] = 1  # the last of every PERIOD layers has full attention
     LARGEST: ClassVar[int] = 0  # layer count of the model whose scores are scaled by width; GGUF does not store it
 
-    head_dim_given: int | None = head_dim_key(256)
+    stated_head_dim: int | None = head_dim_key(256)
     activation: str = key(hf="hidden_activation", default="gelu_pytorch_tanh")
     tied: bool = key(hf="tie_word_embeddings", default=True)
     attention_bias: bool = key(hf="attention_bias", default=False)  # on q, k, v and the output

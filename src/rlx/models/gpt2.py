@@ -25,8 +25,8 @@ from rlx.types import sym
 class Config(DecoderConfig):
     """GPT-2's configuration, which has its own key names."""
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **DecoderConfig.HF_NEUTRAL, "add_cross_attention": (None, False)
+    HF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **DecoderConfig.HF_IGNORABLE, "add_cross_attention": (None, False)
     }  # fmt: skip
 
     dim: int = key(gguf="embedding_length", hf="n_embd")
@@ -35,8 +35,8 @@ class Config(DecoderConfig):
     ffn: int = key(gguf="feed_forward_length", hf="n_inner")
     eps: float = key(gguf="attention.layer_norm_epsilon", hf="layer_norm_epsilon")
     trained: int = key(gguf="context_length", hf="n_positions", maximum=MAX_POSITIONS)
-    kv_heads_given: int | None = key(gguf="attention.head_count_kv", default=None)
-    head_dim_given: int | None = None
+    stated_kv_heads: int | None = key(gguf="attention.head_count_kv", default=None)
+    stated_head_dim: int | None = None
     activation: str = key(hf="activation_function", default="gelu_new")
     tied: bool = key(hf="tie_word_embeddings", default=True)
     scaled: bool = key(hf="scale_attn_weights", default=True)

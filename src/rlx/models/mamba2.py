@@ -32,7 +32,7 @@ class Config(StateSpaceConfig):
 
     state: int = key(gguf="ssm.state_size", hf="state_size", default=128, maximum=4096)
     heads: int = key(gguf="ssm.time_step_rank", hf="num_heads", default=128)
-    head_dim_given: int | None = key(hf="head_dim", default=None)
+    stated_head_dim: int | None = key(hf="head_dim", default=None)
     groups: int = key(gguf="ssm.group_count", hf="n_groups", default=8)
     norm_by_group: bool = False  # as in llama.cpp; transformers norms all channels together
     least_step: float = key(hf="least_step", default=0.0)
@@ -61,8 +61,8 @@ class Config(StateSpaceConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.inner % self.heads or self.head_dim_given not in (None, self.head_dim):
-            of_size = "" if self.head_dim_given is None else f" of {self.head_dim_given}"
+        if self.inner % self.heads or self.stated_head_dim not in (None, self.head_dim):
+            of_size = "" if self.stated_head_dim is None else f" of {self.stated_head_dim}"
             raise FormatError(f"{where}: {self.inner} channels do not split into {self.heads} heads{of_size}")
         if self.heads % self.groups:
             raise FormatError(f"{where}: {self.heads} heads are no multiple of {self.groups} groups")

@@ -29,8 +29,8 @@ LOCAL, GLOBAL = "rope.local", "rope.global"  # names of RoPE tables
 class Config(EncoderConfig):
     """ModernBERT's configuration."""
 
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **EncoderConfig.GGUF_NEUTRAL, "rope.scaling.type": ("none",), "rope.scaling.factor": (0, 1),
+    GGUF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **EncoderConfig.GGUF_IGNORABLE, "rope.scaling.type": ("none",), "rope.scaling.factor": (0, 1),
     }  # fmt: skip
 
     eps: float = key(gguf="attention.layer_norm_epsilon", hf="norm_eps", default=1e-5)

@@ -11,7 +11,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import MoeFfn, Qwen3Decoder
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
-from rlx.models.config import DecoderConfig, Neutral, group, key
+from rlx.models.config import DecoderConfig, Ignorable, group, key
 from rlx.models.config_fields import (
     MAX_EXPERTS,
     NO_WINDOW,
@@ -34,7 +34,7 @@ class Config(DecoderConfig):
     Its window, unlike Qwen3's, applies to all layers.
     """
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = Experts.neutral(NO_WINDOW)
+    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.ignorable(NO_WINDOW)
 
     biases: Biases = group(Biases)
     windows: QwenWindows = group(QwenWindows)
@@ -60,7 +60,7 @@ class Config(DecoderConfig):
 class MixtralConfig(DecoderConfig):
     """Mixtral's configuration: all layers are mixtures. GGUF calls it a Llama with experts."""
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = Experts.neutral(DecoderConfig.GGUF_NEUTRAL)
+    GGUF_IGNORABLE: ClassVar[Ignorable] = Experts.ignorable(DecoderConfig.GGUF_IGNORABLE)
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"pairs": True}
 
     eps: float = eps_key(1e-5)

@@ -21,33 +21,34 @@ from rlx.types import sym
 class Config(EncoderConfig):
     """NomicBERT's configuration."""
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **EncoderConfig.HF_NEUTRAL, "prenorm": (None, False), "parallel_block": (None, False), "causal": (None, False),
+    HF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **EncoderConfig.HF_IGNORABLE,
+        "prenorm": (None, False), "parallel_block": (None, False), "causal": (None, False),
         "qkv_proj_bias": (None, False), "mlp_fc1_bias": (None, False), "mlp_fc2_bias": (None, False),
         "use_rms_norm": (None, False), "rotary_emb_fraction": (None, 1), "rotary_emb_interleaved": (None, False),
         "rotary_emb_scale_base": (None,), "scale_attn_weights": (None, True), "num_experts": (None, 0, 1),
         "scale_attn_by_inverse_layer_idx": (None, False), "moe_every_n_layers": (None, 0, -1),
     }  # fmt: skip
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **EncoderConfig.GGUF_NEUTRAL, "rope.scaling.type": ("none",), "rope.scaling.factor": (0, 1),
+    GGUF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **EncoderConfig.GGUF_IGNORABLE, "rope.scaling.type": ("none",), "rope.scaling.factor": (0, 1),
     }  # fmt: skip
 
     types: int = key(hf="type_vocab_size", default=2)
     rope_base: float = key(gguf="rope.freq_base", hf="rope_theta", default=10000.0)
     rope_scaling: Mapping[str, Any] | None = key(hf="rope_scaling", default=None)
-    head_dim_given: int | None = key(hf="head_dim", default=None, maximum=MAX_HEAD_DIM)
+    stated_head_dim: int | None = key(hf="head_dim", default=None, maximum=MAX_HEAD_DIM)
     activation: str = key(hf="hidden_act", default="silu")
 
     @property
     def head_dim(self) -> int:
-        return self.head_dim_given or self.dim // self.heads
+        return self.stated_head_dim or self.dim // self.heads
 
     @property
     def rope(self) -> Rope:
         return Rope(self.head_dim, self.rope_base, self.positions, self.rope_scaling or {})
 
     def check(self, where: str) -> None:
-        if self.head_dim_given is None:
+        if self.stated_head_dim is None:
             super().check(where)
         if self.head_dim % 2:
             raise unsupported(where, "head_dim", self.head_dim, hint="rotary positions turn pairs")

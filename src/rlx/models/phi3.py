@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.models import llama
-from rlx.models.config import DecoderConfig, Neutral, key
+from rlx.models.config import DecoderConfig, Ignorable, key
 from rlx.models.config_fields import check_rotary, eps_key, window_key, without
 from rlx.models.family import family
 from rlx.models.weight_views import Rows, WeightViews
@@ -22,8 +22,8 @@ from rlx.models.weight_views import Rows, WeightViews
 class Config(DecoderConfig):
     """Phi-3's configuration: no biases; a window in all layers or in none (0 in GGUF)."""
 
-    HF_NEUTRAL: ClassVar[Neutral] = {
-        **without(DecoderConfig.HF_NEUTRAL, "partial_rotary_factor"), "attention_bias": (None, False)
+    HF_IGNORABLE: ClassVar[Ignorable] = {
+        **without(DecoderConfig.HF_IGNORABLE, "partial_rotary_factor"), "attention_bias": (None, False)
     }  # fmt: skip
 
     eps: float = eps_key(1e-5)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.models import llama
-from rlx.models.config import DecoderConfig, Neutral, group
+from rlx.models.config import DecoderConfig, Ignorable, group
 from rlx.models.config_fields import NO_WINDOW, Biases, QwenWindows
 from rlx.models.family import family
 
@@ -19,7 +19,7 @@ BIASES = Biases(qkv_bias=True, output_bias=False, mlp_bias=False)
 class Config(DecoderConfig):
     """Qwen2's configuration: biases are fixed, the window is a switch."""
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = NO_WINDOW
+    GGUF_IGNORABLE: ClassVar[Ignorable] = NO_WINDOW
 
     windows: QwenWindows = group(QwenWindows)
 

@@ -10,7 +10,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import Qwen3Decoder
 from rlx.formats import TensorFile
 from rlx.models import llama
-from rlx.models.config import DecoderConfig, Neutral, group
+from rlx.models.config import DecoderConfig, Ignorable, group
 from rlx.models.config_fields import NO_WINDOW, Biases, QwenWindows, head_dim_key
 from rlx.models.embedding_models import embedder
 from rlx.models.family import family
@@ -20,9 +20,9 @@ from rlx.models.family import family
 class Config(DecoderConfig):
     """Qwen3's configuration: biases are a switch, windows are as in Qwen2."""
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = NO_WINDOW
+    GGUF_IGNORABLE: ClassVar[Ignorable] = NO_WINDOW
 
-    head_dim_given: int | None = head_dim_key(128)
+    stated_head_dim: int | None = head_dim_key(128)
     biases: Biases = group(Biases)
     windows: QwenWindows = group(QwenWindows)
 

@@ -18,7 +18,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.formats import TensorFile
 from rlx.formats.tensor_file import broken, quoted
 from rlx.models import qwen3, qwen3_next
-from rlx.models.config import TEXT_PREFIXES, Neutral, group, key, text_settings
+from rlx.models.config import TEXT_PREFIXES, Ignorable, group, key, text_settings
 from rlx.models.config_fields import MAX_EXPERTS, Experts, said_in_gguf, without
 from rlx.models.delta_net import EXPERTS, DeltaNetConfig
 from rlx.models.family import Change, family
@@ -29,7 +29,7 @@ from rlx.models.weight_views import Rows, Stack, WeightViews
 class Config(DeltaNetConfig):
     """Configuration of Qwen3.5 with experts."""
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = without(DeltaNetConfig.GGUF_NEUTRAL, "rope.dimension_sections")
+    GGUF_IGNORABLE: ClassVar[Ignorable] = without(DeltaNetConfig.GGUF_IGNORABLE, "rope.dimension_sections")
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"unit_offset": False, "rates": True, "tiled": True}
 
     moe: Experts = group(
@@ -49,7 +49,7 @@ class Config(DeltaNetConfig):
 class DenseConfig(DeltaNetConfig):
     """Configuration of dense Qwen3.5."""
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = Config.GGUF_NEUTRAL
+    GGUF_IGNORABLE: ClassVar[Ignorable] = Config.GGUF_IGNORABLE
     IN_GGUF: ClassVar[Mapping[str, Any]] = Config.IN_GGUF
 
     moe: Experts = group(Experts, **EXPERTS | {"experts": 0, "chosen": 0, "expert_ffn": 0, "shared_ffn": 0})

@@ -24,8 +24,8 @@ from rlx.types import sym
 class Config(EncoderConfig):
     """RoBERTa's configuration. `max_position_embeddings` includes rows that no token uses."""
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **EncoderConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"),
+    HF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **EncoderConfig.HF_IGNORABLE, "position_embedding_type": (None, "absolute"),
         "add_cross_attention": (None, False),
     }  # fmt: skip
 

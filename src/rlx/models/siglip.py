@@ -27,8 +27,8 @@ from rlx.types import sym
 class Config(VisionConfig):
     """The configuration of SigLIP's vision tower."""
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **VisionConfig.HF_NEUTRAL, "vision_use_head": (None, True),
+    HF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **VisionConfig.HF_IGNORABLE, "vision_use_head": (None, True),
     }  # fmt: skip
 
     ffn: int = key(hf="intermediate_size", default=3072)

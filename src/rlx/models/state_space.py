@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from rlx.errors import FormatError
 from rlx.formats import TensorFile
-from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ModelConfig, Neutral, check_activation, key
+from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Ignorable, ModelConfig, check_activation, key
 
 
 @dataclass(frozen=True)
 class StateSpaceConfig(ModelConfig):
     """Fields shared by Mamba 1 and 2."""
 
-    GGUF_NEUTRAL: ClassVar[Neutral] = {"ssm.dt_b_c_rms": (False,), "expert_count": (0,)}
+    GGUF_IGNORABLE: ClassVar[Ignorable] = {"ssm.dt_b_c_rms": (False,), "expert_count": (0,)}
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"rates": True}
 
     dim: int = key(gguf="embedding_length", hf="hidden_size")

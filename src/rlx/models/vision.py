@@ -22,7 +22,7 @@ MAX_PIXELS = 1 << 14  # per side of an image
 class VisionConfig(ModelConfig):
     """Fields of every vision transformer, with the defaults of `transformers`, which files often omit."""
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {**ModelConfig.HF_NEUTRAL, "num_channels": (None, 3)}
+    HF_IGNORABLE: ClassVar[Mapping[str, tuple[Any, ...]]] = {**ModelConfig.HF_IGNORABLE, "num_channels": (None, 3)}
     vocab: ClassVar[int] = 0  # no tokens
 
     dim: int = key(hf="hidden_size", default=768)

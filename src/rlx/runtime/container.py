@@ -155,10 +155,10 @@ def read(path: PathLike, kind: str = "an export of rlx") -> Container:
     manifest = parse_json(written, file.path)
     check(manifest, CONTAINER, file.path)
     check_sections(manifest, file.path)
-    as_int = _start(written) + manifest["bytes"]
-    if file.size != as_int:
-        hint = "it was not copied as_int"
-        raise broken(file.path, "length", expected=f"{as_int} bytes", actual=f"{file.size} bytes", hint=hint)
+    complete = _start(written) + manifest["bytes"]
+    if file.size != complete:
+        hint = "it was not copied completely"
+        raise broken(file.path, "length", expected=f"{complete} bytes", actual=f"{file.size} bytes", hint=hint)
     return Container(file.path, manifest, file.view[_start(written) :])
 
 

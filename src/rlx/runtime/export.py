@@ -21,7 +21,7 @@ from rlx.arrays import Array
 from rlx.backends import cache_folder
 from rlx.backends.base import Device, backend, backend_of
 from rlx.backends.reports import Code
-from rlx.errors import BindError, CapabilityError, FormatError, GraphError, LowerError
+from rlx.errors import BindError, CapabilityError, FormatError, GraphError, LowerError, NotFoundError
 from rlx.formats.tensor_file import PathLike, quoted
 from rlx.free_memory import writable
 from rlx.ir import provenance
@@ -129,6 +129,8 @@ def open_export(path: PathLike, *, verify: bool = False) -> ExportFile:
 
     The digest of the weights is checked only with `verify`, because they are mapped and read on demand.
     """
+    if not Path(path).exists():
+        raise NotFoundError(f"{path}: no such file", hint="export writes one: model.export(path), f.export(path)")
     file = read_export(path)
     _check_mode(file.path)
     _check_source(file)

@@ -26,14 +26,15 @@ class Leaf(NamedTuple):
     type: TensorType
 
 
-def check_names(kind: str, values: Any, wanted: Sequence[str]) -> None:
-    """Raise BindError unless `values` is a mapping with exactly the wanted names."""
+def check_names(kind: str, values: Any, wanted: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Raise BindError unless `values` is a mapping with the wanted names, and no others but optional ones."""
+    wanted = [name for name in wanted if name not in optional]
     if not isinstance(values, Mapping):
         raise BindError(
             f"{kind}s: expected a mapping from names to arrays, found {type(values).__name__}",
             hint=f"give {{{', '.join(f'{n!r}: ...' for n in wanted[:4])}{', ...' if wanted[4:] else ''}}}",
         )
-    known = set(wanted)
+    known = {*wanted, *optional}
     for name in values:
         if name not in known:
             raise BindError(f"{kind}: nothing is called {name!r}", hint=nearest(str(name), wanted))

@@ -19,7 +19,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
 from rlx.flow.built import BuiltModel
-from rlx.flow.patterns import check_names_matched
+from rlx.flow.patterns import check_names_matched, check_not_shadowed
 from rlx.flow.stages.parts import DROPOUT_KEY
 from rlx.fork_safe_locks import Lock, Waits
 from rlx.free_memory import writable
@@ -74,6 +74,10 @@ def step_graph(
         if not all(isinstance(size, int) for size in type_.shape):
             raise ShapeError(f"step: {name!r} is {type_}, a trained param has fixed sizes")
     check_names_matched(f"{optimiser.name}: weight_decay", optimiser.patterns, trained)
+    check_not_shadowed(f"{optimiser.name}: weight_decay", optimiser.patterns, trained)
+    if source.outputs and source.outputs[0].rank:
+        hint = "end it with a mean or a sum over all numbers"
+        raise ShapeError(f"step: the loss is {source.outputs[0].type}, expected one number", hint=hint)
     both = value_and_grad(source, list(trained), has_aux=has_aux, keep=keep)
     graph = Graph(f"{source.name}_{optimiser.name}")
     graph.limits = dict(both.limits)
@@ -262,9 +266,8 @@ class TrainStep:
         reserved = [name for name in inputs if name in scalars or name in self._states]
         if reserved:
             raise BindError(f"input: {reserved[0]!r} belongs to the step", hint="set_params sets params")
-        check_names(
-            "input", inputs, [n for n in self.compiled.input_types if n not in scalars and n not in self._states]
-        )
+        wanted = [n for n in self.compiled.input_types if n not in scalars and n not in self._states]
+        check_names("input", inputs, wanted, optional=[DROPOUT_KEY] if DROPOUT_KEY in wanted else [])
         return {**inputs, **{n: np.array(v, np.float32) for n, v in scalars.items()}, **self._states}
 
     def report(self, inputs: Mapping[str, Any]) -> Report:

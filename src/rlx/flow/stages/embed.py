@@ -28,7 +28,7 @@ class Embed(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         tokens = ctx.need(value, "Embed")
-        table = ctx.load_param(self.weight_key, shape=self.shape)
+        table = ctx.load_param(self.weight_key, shape=self.shape, known=(None, None))
         ctx.state.embed_weight = table
         hidden = ctx.wrap(table.gather(tokens, axis=self.axis))
         ctx.state.hidden_shape = hidden.shape

@@ -213,6 +213,7 @@ class AttnMask(FlowStage):
                     hint="leave out attn_mask, or kv_cache",
                 )
             mask = ctx.state.padding = ctx.mask_input(self.input_name, shape)
+            ctx.state.padding_input = self.input_name
         elif all(isinstance(size, int) for size in shape):
             mask = ctx.synth_param(MASK, np.ones([int(size) for size in shape], np.float32))
         else:  # symbolic sizes

@@ -11,6 +11,7 @@ from rlx.errors import GraphError, ShapeError
 from rlx.flow.context import FlowCtx, note_stage
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
+from rlx.ir.graph import Value
 from rlx.ir.provenance import Origin, added_at, here
 from rlx.ir.provenance import stage as provenance
 
@@ -33,8 +34,13 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
             note_stage(error, type(stage).__name__)
             raise
     if result is not None and not isinstance(result, FlowValue):
-        kind = type(result).__name__
-        raise GraphError(f"stage {type(stage).__name__}: returned a {kind}, expected a FlowValue", hint="ctx.wrap(x)")
+        from rlx.flow.emit import not_a_value  # only errors need it
+
+        if isinstance(result, Value):
+            raise GraphError(
+                f"stage {type(stage).__name__}: returned a Value, expected a FlowValue", hint="ctx.wrap(x)"
+            )
+        raise not_a_value(f"stage {type(stage).__name__}", "returned", result)
     return value if result is None else result
 
 
