@@ -23,7 +23,7 @@ from scipy.special import erf
 
 import rlx
 from rlx.backends.base import kernels_compiled
-from rlx.errors import BindError, CapabilityError, FormatError, KernelError
+from rlx.errors import BindError, CapabilityError, FormatError, KernelError, NotFoundError
 from rlx.operand_layouts import parse_layout
 from rlx.runtime import container, export, record_json
 from rlx.target import Target
@@ -283,7 +283,7 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
         (tmp_path / "x.rlxp").write_bytes(data)
         with pytest.raises(FormatError, match=r"x\.rlxp, byte 0: not an export of rlx: expected b'RLXP'"):
             load(tmp_path / "x.rlxp")
-    with pytest.raises(FormatError, match="cannot be opened"):
+    with pytest.raises(NotFoundError, match="no such file"):
         load(tmp_path / "absent.rlxp")
 
 
