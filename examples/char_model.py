@@ -55,7 +55,7 @@ def write(run, tokens, count, context, rng):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path, help="a text file")
     sizes = {"dim": 128, "layers": 4, "heads": 4, "context": 128, "batch": 16, "steps": 500, "write": 400, "seed": 0}
     for name, default in sizes.items():

@@ -33,7 +33,7 @@ def answer(model, messages, **options):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="smollm2-135m", help="name, file or folder (default: %(default)s)")
     parser.add_argument("--precision", default="auto", help="f32: activations are not rounded to 8 bits; slower")
     parser.add_argument("--system", help="instructions that come before the conversation")

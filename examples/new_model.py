@@ -56,7 +56,7 @@ def batch(rng, size, length):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=12, help="tokens to repeat (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=120, help="training steps (default: %(default)s)")
     parser.add_argument("--plot", help="SVG file for the loss")

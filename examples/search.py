@@ -44,7 +44,7 @@ def embedded(model, texts, index):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question")
     parser.add_argument("paths", nargs="+", type=Path, help="text files and folders")
     parser.add_argument("--model", default="minilm-l6", help="an embedding model (default: %(default)s)")

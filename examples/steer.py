@@ -34,7 +34,7 @@ def log_odds(model, prompt, words, path, added):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prompt", nargs="?", default="I just saw the new film, and I thought it was")
     parser.add_argument("--model", default="smollm2-135m", help="name, file or folder (default: %(default)s)")
     parser.add_argument("--towards", default=LOVE, help="prompt to steer towards")

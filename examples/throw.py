@@ -59,7 +59,7 @@ def improve(params, seen):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drag", type=float, default=0.4, help="true drag, per second (default: %(default)s)")
     parser.add_argument("--angle", type=float, default=50.0, help="true launch angle in degrees (default: %(default)s)")
     parser.add_argument("--noise", type=float, default=0.0, help="error of each measurement, in metres")
