@@ -212,15 +212,15 @@ class PagePool:
             self.version += 1
 
     def _first(self, window: int, sequences: int) -> int:
-        """Pages at the beginning: address space for all sequences, or memory for one if that is little of it.
+        """Pages at the beginning: address space for all sequences, or memory for two if that is little of it.
 
         A device that replays recorded calls records them again when pools move.
         """
         blocks = self.table_blocks(window)
         if self.memory.is_host:
             return sequences * blocks
-        free = self.memory.free_bytes()
-        return FEW_PAGES if free is None or FIRST_SHARE * blocks * self.pages[window].page_bytes > free else blocks
+        pages, free = 2 * blocks, self.memory.free_bytes()
+        return FEW_PAGES if free is None or FIRST_SHARE * pages * self.pages[window].page_bytes > free else pages
 
     def _shapes(self, window: int, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and storage shapes of the pools of a window, with this number of pages."""

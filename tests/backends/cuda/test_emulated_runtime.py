@@ -226,6 +226,7 @@ def test_loading_many_weights_shows_their_progress(folder: Path, monkeypatch: py
         yield bars[-1][2].append
 
     monkeypatch.setattr("rlx.engine.weights.progress_bar", bar)
+    monkeypatch.setenv("RLX_CACHE", "off")  # no snapshot: weights come from the file
     with emulated_gpu():
         loaded(folder, "cuda")
         assert not bars  # a small model

@@ -29,7 +29,7 @@ from rlx.module import plan_lir
 from rlx.profile import CompileProfile
 
 REGISTER_FILE = 65_536  # per processor: a block that needs more cannot start
-SPILLED = {"loops": 512, "sequence": 512, "matmul": 16, "attention": 64, "attention_grad": 64, "prologue": 512}  # bytes
+SPILLED = {"loops": 512, "chain": 512, "matmul": 16, "attention": 64, "attention_grad": 64, "prologue": 512}  # bytes
 EVERY = os.environ.get("RLX_EMULATE") == "all"
 MODELS = ("llama_f32", "gemma3", "mamba", "moe", "encoder_f32", "training_step")
 SIZES = {"batch": 1, "blocks": 4, "pages": 8, "picked": 1, "n": 8, "seq": 1, "rows": 1}

@@ -16,7 +16,7 @@ from rlx.profile import CompileProfile
 def planned(graph: rlx.Graph, target: CudaTarget, **sizes: int) -> str:
     """The plan, without digests of kernels."""
     launches = plan_launches(plan_lir(graph, target, CompileProfile()).main, sizes, target)
-    return "\n".join(re.sub(r"_[0-9a-f]{8}_", "_", str(launch)) for launch in launches)
+    return "\n".join(re.sub(r"(_[0-9a-f]{8})+_", "_", str(launch)) for launch in launches)
 
 
 def product() -> rlx.Graph:
