@@ -176,7 +176,7 @@ def test_what_a_function_of_a_flow_does_not_take_is_named() -> None:
     ):
         with pytest.raises(RlxError, match=message) as caught:
             call()
-        assert "missing" not in message or "wanted: tokens" in caught.value.notes[0]
+        assert "missing" not in message or "takes tokens, in order or by name" in caught.value.notes[0]
 
 
 # -- as a model -------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_patterns_of_weight_names_match_any_case_and_must_match() -> None:
     flow.initialised({"*.wght": 0.5}, strict=False).init(rlx.random.key(0))
     with pytest.raises(GraphError, match="a str is not a weight source") as caught:
         flow.build("weights.safetensors")  # type: ignore[arg-type]
-    assert "load_file('weights.safetensors')" in caught.value.notes[0]
+    assert "open_tensors('weights.safetensors')" in caught.value.notes[0]
 
 
 def test_encoder_layers_are_told_their_inner_size() -> None:

@@ -304,7 +304,7 @@ def test_tiles_fit_into_the_shared_memory_of_a_block(target: CudaTarget) -> None
 def assert_compiles(kernel: AttentionKernel, variant: str, target: CudaTarget) -> None:
     source = f"namespace one {{\n{AttentionGenerator().source(kernel, variant, target)}\n}}"
     taken = compile_source(PRELUDE + source, target.arch).resources()[entry(kernel, variant)]
-    assert taken.spilled <= 64 and taken.registers <= 255  # 64: the local frame, arrays included
+    assert taken.spilled <= 96 and taken.registers <= 255  # bytes of the local frame, arrays included
     assert taken.shared <= generator.STATIC_SHARED["scalar"]
 
 
