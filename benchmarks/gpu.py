@@ -26,7 +26,7 @@ import numpy as np
 import rlx
 from rlx.backends.cuda.executable import CudaExecutable
 from rlx.backends.cuda.gpu import Gpu, gpu
-from rlx.engine.generate import Decoder
+from rlx.engine.decoder import Decoder
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {  # hidden, intermediate, heads, layers, tied; all have 8 key heads of 128 and 151,936 tokens

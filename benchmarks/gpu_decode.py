@@ -27,7 +27,7 @@ from rlx.backends.cuda.executable import PreparedProgram
 from rlx.backends.cuda.gpu import gpu
 from rlx.backends.cuda.matmul import generator
 from rlx.backends.cuda.matmul.generator import RowsChoice
-from rlx.engine.generate import Decoder
+from rlx.engine.decoder import Decoder
 
 VOCABULARY = 151_936
 Shape = tuple[int, int, int]  # n, k, weights

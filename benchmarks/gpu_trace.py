@@ -10,7 +10,7 @@ import numpy as np
 import rlx
 from rlx.backends.cuda.executable import CudaExecutable
 from rlx.backends.cuda.kernel_plan import entry
-from rlx.engine.generate import Decoder
+from rlx.engine.decoder import Decoder
 
 CONTEXT = 4352
 

@@ -13,8 +13,8 @@ from browser import Browser, needs_chromium
 
 import rlx
 from rlx import ModelFlow
-from rlx.engine.generate import Timings, Usage
 from rlx.engine.language_model import Completion
+from rlx.engine.sequence import Timings, Usage
 from rlx.flow.built import Params
 from rlx.mir.report import FusionReport
 from rlx.notebook import MAX_ROWS, Bar, box, fold, marked, note, preformatted, prose, table

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import small_bert
 
-from rlx.cli.inspect import matches, phase_sizes
+import rlx
+from rlx.cli.inspect import load, matches, phase_sizes
 from rlx.cli.main import main
 
 MLP = Path(__file__).parents[2] / "examples" / "mlp.rlx"
@@ -46,6 +47,19 @@ def test_nodes_of_a_file_tell_the_file_and_those_of_a_model_the_command(
     out = inspect(capsys, tmp_path, "--level", "hir", "--all")
     assert re.search(r"# .*\brlx inspect$", out, re.M)
     assert "test_inspect.py" not in out
+
+
+def test_an_export_shows_the_graph_that_it_was_compiled_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = rlx.compile(load(MLP), target="avx2")
+    path = compiled.export(tmp_path / "mlp.rlxp")
+    for level in ("hir", "mir", "lir"):
+        shown = inspect(capsys, path, "--level", level).splitlines()[1:]
+        assert len(shown) > 5 and shown == inspect(capsys, MLP, "--level", level, "--target", "avx2").splitlines()[1:]
+    path.write_bytes(path.read_bytes()[:200])
+    assert main(["inspect", str(path)]) == 4
+    assert "damaged or cut short" in capsys.readouterr().err
 
 
 def test_what_was_fused_and_the_bind_program(capsys: pytest.CaptureFixture[str]) -> None:

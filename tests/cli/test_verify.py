@@ -17,7 +17,7 @@ import pytest
 
 from rlx.cli.main import main
 from rlx.cli.verify import _compare_with_f32, _decode_is_prefill, answer_of, check_files
-from rlx.engine.generate import Decoder, Pick
+from rlx.engine.decoder import Decoder, Pick
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 from rlx.hub import catalogue

@@ -32,7 +32,7 @@ def test_without_capture_it_is_the_output(tiny: LanguageModel) -> None:
 
 def test_chunks_do_not_show(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     unchunked = tiny.run(TOKENS, capture="layers.*")
-    monkeypatch.setattr("rlx.engine.generate.CHUNK", 7)
+    monkeypatch.setattr("rlx.engine.call_sizes.CHUNK", 7)
     assert all(v.tobytes() == unchunked[k].tobytes() for k, v in tiny.run(TOKENS, capture="layers.*").items())
 
 

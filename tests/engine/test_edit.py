@@ -57,7 +57,7 @@ def test_chunks_do_not_show(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
         return np.ascontiguousarray(value[::-1])  # what a token's value becomes is another's
 
     unchunked = tiny.run(TOKENS, edit={"layers.0.attn": rotate})["logits"]
-    monkeypatch.setattr("rlx.engine.generate.CHUNK", 7)
+    monkeypatch.setattr("rlx.engine.call_sizes.CHUNK", 7)
     assert tiny.run(TOKENS, edit={"layers.0.attn": rotate})["logits"].tobytes() == unchunked.tobytes()
 
 

@@ -86,7 +86,7 @@ def test_batches_streams_and_chunks_do_not_show(tiny: LanguageModel, monkeypatch
     with tiny.stream(PROMPT, max_tokens=COUNT, edit=edit, logprobs=2) as stream:
         list(stream)
     assert stream.completion.tokens == stream.tokens == alone[0].tokens and stream.logprobs == alone[0].logprobs
-    monkeypatch.setattr("rlx.engine.generate.CHUNK", 7)
+    monkeypatch.setattr("rlx.engine.call_sizes.CHUNK", 7)
     fresh = tiny.generate(PROMPT, max_tokens=COUNT, edit=edit | {"norm": lambda x: x * 1.0}, logprobs=2)
     assert fresh.tokens == alone[0].tokens
 
@@ -107,7 +107,7 @@ def test_captured_values_are_those_of_numpy(tiny: LanguageModel, weights: dict[s
 
 
 def test_captures_of_several_prompts_and_of_streams(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.engine.generate.CHUNK", 7)
+    monkeypatch.setattr("rlx.engine.call_sizes.CHUNK", 7)
     first, second = tiny.generate([PROMPT, PROMPT[:3]], max_tokens=2, capture="layers.1")
     with tiny.stream(PROMPT, max_tokens=2, capture="layers.1") as stream:
         list(stream)

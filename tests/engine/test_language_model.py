@@ -16,7 +16,8 @@ import tiny_llama
 from limits import LONGEST_S
 
 import rlx
-from rlx.engine import generate as generation
+from rlx.engine import call_sizes
+from rlx.engine.decoder import Decoder
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 from rlx.errors import BindError, CapabilityError, FormatError, NotEndedError, RequestError, ResourceError
@@ -167,7 +168,7 @@ def test_a_stream_that_was_never_read_does_nothing(stories: LanguageModel, monke
 
 def test_a_stream_can_be_closed_from_another_thread(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a prompt, which is left after the chunk that is being read."""
-    monkeypatch.setattr(generation, "CHUNK", 8)
+    monkeypatch.setattr(call_sizes, "CHUNK", 8)
     run, calls, begun, closed = tiny.compiled.run, [], threading.Event(), threading.Event()
 
     def slow(inputs: Any) -> Any:
@@ -505,10 +506,10 @@ def test_names(stories: LanguageModel) -> None:
 def test_a_stream_that_is_closed_while_its_prompt_is_read_has_no_negative_times(tmp_path: Path) -> None:
     from small_llama import SETTINGS, random_weights, write_folder
 
-    from rlx.engine import generate
+    from rlx.engine import call_sizes
 
     write_folder(tmp_path, random_weights(SETTINGS), SETTINGS)
-    run = generate.Decoder.run
+    run = Decoder.run
     with rlx.load(tmp_path) as model:
         for closed_after in (0, 1, 2):  # before it began, in the first chunk of the prompt, in the second
             model.caches.clear()
@@ -524,8 +525,8 @@ def test_a_stream_that_is_closed_while_its_prompt_is_read_has_no_negative_times(
 
             if closed_after:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(generate, "CHUNK", 64)
-                    patch.setattr(generate.Decoder, "run", counted)
+                    patch.setattr(call_sizes, "CHUNK", 64)
+                    patch.setattr(Decoder, "run", counted)
                     assert list(stream) == []
             stream.close()
             done = stream.completion

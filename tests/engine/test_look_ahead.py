@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from rlx.backends.base import Enqueued
-from rlx.engine.generate import Decoder, DecodeStep
+from rlx.engine.decoder import Decoder, DecodeStep
 from rlx.engine.language_model import LanguageModel
+from rlx.engine.request import Request
 from rlx.engine.sampler import Sampler, Sampling
-from rlx.engine.scheduler import Request, Scheduler
+from rlx.engine.scheduler import Scheduler
 from rlx.errors import KernelError
 from rlx.models.load import open_checkpoint
 from rlx.runtime.session import Session

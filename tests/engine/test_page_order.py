@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import tiny_llama
 
-from rlx.engine import generate as generation
-from rlx.engine import page_pool
+from rlx.engine import call_sizes, page_pool
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.page_table import Pages
 
@@ -62,7 +61,7 @@ def test_bits_depend_on_neither_the_order_of_pages_nor_on_chunks(
     expected = told(model)
     monkeypatch.setattr(page_pool, "Pages", ShuffledPages)
     model.caches.clear()
-    monkeypatch.setattr(generation, "CHUNK", 50)
+    monkeypatch.setattr(call_sizes, "CHUNK", 50)
     assert told(model) == expected
     row = model.caches.new(1)
     assert row.restore(0, [*prompt(LENGTH), 1], ("", "")) == LENGTH

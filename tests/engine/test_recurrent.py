@@ -12,7 +12,8 @@ import pytest
 import tiny_mamba
 from safetensors.numpy import save_file
 
-from rlx.engine import generate as generation
+from rlx.engine import call_sizes
+from rlx.engine.decoder import Decoder
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load import load
 from rlx.profile import CompileProfile, KernelDispatchPolicy, Precision
@@ -79,7 +80,7 @@ def test_logits_are_those_of_numpy(tmp_path: Path) -> None:
 def test_long_prompts_in_any_chunks_give_the_same_text(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, completions = prompt(LONG), []
     for chunk in (64, 500, 256):
-        monkeypatch.setattr(generation, "CHUNK", chunk)
+        monkeypatch.setattr(call_sizes, "CHUNK", chunk)
         completions.append(told(model, tokens))
     assert same(completions[0], completions[1]) and same(completions[0], completions[2])
 
@@ -189,7 +190,7 @@ def test_other_ways_of_compiling_keep_states_too(folder: Path, profile: str) -> 
     unchunked = model.logits(tokens)
     assert np.median(np.abs(unchunked - wanted)) / np.abs(wanted).max() < 2e-2
     for chunk in (60, 7, 1):
-        decoder, every = generation.Decoder(model.compiled, model.caches.new(1)), np.arange(chunk, dtype=np.int32)
+        decoder, every = Decoder(model.compiled, model.caches.new(1)), np.arange(chunk, dtype=np.int32)
         pieces = [(at, tokens[at : at + chunk]) for at in range(0, len(tokens), chunk)]
         chunked = np.concatenate([decoder.run([piece], [at], every[: len(piece)])[0] for at, piece in pieces])
         if model.facts.family == "mamba" or profile == "bf16":

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tiny_llama
 
-from rlx.engine import generate as generation
-from rlx.engine import page_pool
+from rlx.engine import call_sizes, page_pool
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.errors import CapabilityError
 from rlx.runtime.kv_spec import KvCacheSpec
@@ -84,7 +83,7 @@ def test_long_prompts_in_any_chunks_give_the_text_of_a_whole_cache(
     tokens, completions = prompt(LONG), []
     for chunk, spare in ((64, 512), (500, 512), (256, 4 * LONG)):
         with monkeypatch.context() as patched:
-            patched.setattr(generation, "CHUNK", chunk)
+            patched.setattr(call_sizes, "CHUNK", chunk)
             patched.setattr(page_pool, "SPARE", spare)
             completions.append(language_model(folder, context=2 * LONG, cache=cache).generate(tokens, **SAMPLING))
     assert same(completions[0], completions[2]) and same(completions[1], completions[2])

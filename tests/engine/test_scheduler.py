@@ -21,10 +21,11 @@ import tiny_mamba
 from limits import LONGEST_S
 
 from rlx.engine import page_pool
-from rlx.engine.generate import Decoder
+from rlx.engine.decoder import Decoder
 from rlx.engine.language_model import Completion, LanguageModel
+from rlx.engine.request import Request, Ticket
 from rlx.engine.sampler import Sampling
-from rlx.engine.scheduler import Request, Scheduler, Ticket, step_all
+from rlx.engine.scheduler import Scheduler, step_all
 from rlx.errors import KernelError, OverloadedError, RequestError, RlxError
 from rlx.sampling import token_bits
 

@@ -11,7 +11,7 @@ import pytest
 import tiny_llama
 from scipy.special import log_softmax
 
-from rlx.engine import generate as generation
+from rlx.engine import call_sizes
 from rlx.engine.language_model import LanguageModel
 from rlx.errors import RequestError
 
@@ -32,13 +32,13 @@ def test_a_score_is_that_of_numpy(tiny: LanguageModel, tmp_path: Path, monkeypat
     assert score.logprob == pytest.approx(wanted.sum(), abs=1e-3)
     assert score.perplexity == pytest.approx(math.exp(-wanted.mean()), rel=1e-4)
     assert all(len(t.top) == 3 and t.top[0].logprob >= t.top[1].logprob for t in score.tokens)
-    monkeypatch.setattr(generation, "CHUNK", 7)
+    monkeypatch.setattr(call_sizes, "CHUNK", 7)
     assert tiny.score(TEXT, logprobs=3) == score
 
 
 def test_batches_and_prompts_do_not_show(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [TEXT, TEXT[:4], [5], TEXT[3:20], TEXT[::-1]]
-    monkeypatch.setattr(generation, "ROWS", 3)
+    monkeypatch.setattr(call_sizes, "ROWS", 3)
     assert tiny.score(texts) == [tiny.score(text) for text in texts]
     assert tiny.score([5]).tokens == [] and math.isnan(tiny.score([5]).perplexity)
     assert math.isnan(tiny.score([5]).logprob)

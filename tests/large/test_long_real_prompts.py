@@ -10,7 +10,7 @@ import pytest
 from real_models import model_file
 
 import rlx
-from rlx.engine import generate
+from rlx.engine import call_sizes
 from rlx.engine.language_model import LanguageModel
 
 pytestmark = pytest.mark.large
@@ -46,7 +46,7 @@ def test_chunks_of_64_and_500_give_the_same_text(
     completions = []
     for chunk in (64, 500):
         gemma.caches.clear()
-        monkeypatch.setattr(generate, "CHUNK", chunk)
+        monkeypatch.setattr(call_sizes, "CHUNK", chunk)
         completions.append(gemma.generate(tokens, max_tokens=COUNT, logprobs=TOP))
     small, large = completions
     assert len(small.tokens) == COUNT and small.usage.cached_tokens == large.usage.cached_tokens == 0

@@ -10,7 +10,7 @@ import pytest
 from real_models import model_file
 
 import rlx
-from rlx.engine import generate
+from rlx.engine import call_sizes
 from rlx.engine.language_model import Completion, LanguageModel
 
 pytestmark = pytest.mark.large
@@ -54,7 +54,7 @@ def test_one_thread_and_two(model: LanguageModel, path: Path, tokens: list[int])
 def test_chunks(fresh: LanguageModel, tokens: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     unchunked, text = fresh.logits(tokens), complete(fresh, tokens)
     fresh.caches.clear()
-    monkeypatch.setattr(generate, "CHUNK", chunk)
+    monkeypatch.setattr(call_sizes, "CHUNK", chunk)
     assert fresh.logits(tokens).tobytes() == unchunked.tobytes()
     assert bits(complete(fresh, tokens)) == bits(text)
 

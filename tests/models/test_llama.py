@@ -11,7 +11,7 @@ import pytest
 from reference_models import TOLERANCE, check, logits, save
 from small_llama import difference
 
-from rlx.engine.generate import Decoder
+from rlx.engine.decoder import Decoder
 from rlx.engine.load import load
 from rlx.engine.model import Model
 from rlx.errors import RequestError

@@ -11,7 +11,7 @@ import pytest
 from small_llama import difference
 from test_golden import Golden
 
-from rlx.engine import generate as generation
+from rlx.engine import call_sizes
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 
@@ -37,7 +37,7 @@ def prompt(count: int) -> list[int]:
 
 def told(model: LanguageModel, tokens: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """A text and its log-probabilities, from nothing."""
-    monkeypatch.setattr(generation, "CHUNK", chunk)
+    monkeypatch.setattr(call_sizes, "CHUNK", chunk)
     model.caches.clear()
     completion = model.generate(tokens, max_tokens=6, logprobs=3)
     return completion.tokens, completion.logprobs

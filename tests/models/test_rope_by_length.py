@@ -11,7 +11,7 @@ from reference_models import TOLERANCE, logits, save
 from small_llama import difference
 
 import rlx
-from rlx.engine.generate import Decoder
+from rlx.engine.decoder import Decoder
 from rlx.engine.page_pool import PagePool
 from rlx.runtime.kv_spec import KvCacheSpec
 

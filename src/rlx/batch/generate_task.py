@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 from rlx.batch.inputs import Shard
 from rlx.batch.records import Failure, Record
 from rlx.batch.tasks import ShardResult, Task, json_line, openai_row, place, prepare
-from rlx.engine.generate import Sequence
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load_settings import as_int
+from rlx.engine.request import Request, Ticket
 from rlx.engine.sampler import Sampling, short_repr
-from rlx.engine.scheduler import Request, Scheduler, Ticket
+from rlx.engine.scheduler import Scheduler
+from rlx.engine.sequence import Sequence
 from rlx.errors import FormatError, RequestError, nearest
 
 STRUCTURES = ("schema", "regex", "choice", "grammar")

@@ -1,4 +1,4 @@
-"""`rlx inspect MODEL_OR_FILE`: shows a model, or a graph file, at any level from HIR down to assembly.
+"""`rlx inspect MODEL_OR_FILE`: shows a model, a graph file or an export at any level from HIR down to assembly.
 
 Repeated layers are shown once; `--stage` shows one of them, `--all` everything, as text that can be parsed. One program
 serves every batch size and length; `--phase`, `--batch`, `--seq` and `--past` select the sizes for which shapes, bytes
@@ -45,6 +45,8 @@ from rlx.mir.pipeline import optimise
 from rlx.models.load import open_checkpoint
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph, stand_in
+from rlx.runtime.container import SUFFIX as EXPORT_SUFFIX
+from rlx.runtime.export import as_format_errors, from_export, open_export, read_export, source_graph
 from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 from rlx.runtime.plan import cached_plan, source_line
 from rlx.runtime.session import compile
@@ -56,8 +58,10 @@ MAX_BYTES = 256 << 20  # of a graph's text
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("inspect", help="show a model or a graph file at a level")
-    command.add_argument("what", metavar="MODEL_OR_FILE", help="a model on this machine, or a graph as text (.rlx)")
+    command = commands.add_parser("inspect", help="show a model, a graph file or an export at a level")
+    command.add_argument(
+        "what", metavar="MODEL_OR_FILE", help="a model on this machine, a graph as text (.rlx) or an export (.rlxp)"
+    )
     command.add_argument("--level", choices=LEVELS, default="mir")
     command.add_argument("--stage", help="only this part, such as layers.0 or layers.*.attn")
     command.add_argument("--phase", choices=("prefill", "decode"), default="prefill")
@@ -87,6 +91,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _machine(arguments: argparse.Namespace) -> Target:
     """The target that code is generated for. Nothing runs, so it may be one of another machine."""
+    if arguments.target is None and arguments.what.endswith(EXPORT_SUFFIX):
+        return read_export(arguments.what).target
     named = device(arguments.device)
     return named.backend.target() if arguments.target is None else known_target(arguments.target, named.name)
 
@@ -128,6 +134,8 @@ def _open_graph(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | 
     if arguments.what.endswith(".rlx"):
         graph = load(Path(arguments.what))
         return graph, None, f"graph {graph.name}", None
+    if arguments.what.endswith(EXPORT_SUFFIX):
+        return _open_export(Path(arguments.what))
     checkpoint = open_checkpoint(hub.resolve(arguments.what, offline=True).path)
     family, config = checkpoint.family, checkpoint.config
     with checkpoint.file:
@@ -137,6 +145,17 @@ def _open_graph(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | 
         about = f"{arguments.what}: {family.name} {family.kind}, {config.layers} layers"
         context = min(CONTEXT, int(config.context)) if family.kind == "decoder" else None
         return built.module, built.profile, about, context
+
+
+def _open_export(path: Path) -> tuple[Graph, CompileProfile | None, str, int | None]:
+    """The graph that an export was compiled from. Its code is not loaded."""
+    file = read_export(path)
+    file.check(("graph", "origins"))
+    with as_format_errors(file):
+        graph = source_graph(file).verify()
+        profile = CompileProfile.from_toml(file.manifest["profile"]) if file.manifest["profile"] else None
+    context = file.manifest["model"]["context"] if file.manifest["kind"] == "decoder" else None
+    return graph, profile, f"{path}: export of {graph.name}", context
 
 
 def load(path: Path) -> Graph:
@@ -197,6 +216,9 @@ def _profile(
     if arguments.what.endswith(".rlx"):
         compiled = compile(graph, arguments.device)
         compiled.set_params({name: stand_in(type_, sizes) for name, type_ in compiled.param_types.items()})
+        return compiled.report(_inputs(compiled, sizes, past)), compiled.graph, compiled.profile
+    if arguments.what.endswith(EXPORT_SUFFIX) and read_export(arguments.what).manifest["kind"] == "graph":
+        compiled = from_export(open_export(arguments.what))
         return compiled.report(_inputs(compiled, sizes, past)), compiled.graph, compiled.profile
     with load_model(arguments.what, cache=arguments.cache, offline=True, device=arguments.device) as model:
         compiled = model.compiled

@@ -177,6 +177,12 @@ def flow_methods() -> dict[str, tuple[str, ...]]:
     return {name: stages for name in methods if name not in ("build", "edit") and (stages := through(name))}
 
 
+ANY_STAGE = {
+    "stage": "the stage that it is given",
+    "plugin": "the stage that it is given, or the one registered under this name",
+}  # methods whose source names no class
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 INTRODUCTION = """# Stages
 
@@ -308,8 +314,8 @@ def _methods() -> str:
         "",
     ]
     lines += ["| method | appends |", "| --- | --- |"]
-    for name, appended in flow_methods().items():
-        links = ", ".join(f"[{stage}](#{stage.lower()})" for stage in appended)
+    rows = {name: ", ".join(f"[{s}](#{s.lower()})" for s in appended) for name, appended in flow_methods().items()}
+    for name, links in (ANY_STAGE | rows).items():
         signature = _signature(getattr(ModelFlow, name)).replace("|", "\\|")
         lines.append(f"| `{name}{signature}` | {links} |")
     return "\n".join(lines) + "\n"

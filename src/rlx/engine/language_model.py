@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.engine import generate as generation
-from rlx.engine.generate import Decoder
-from rlx.engine.generate import Sequence as TokenSequence
-from rlx.engine.generate import Timings as Timings
-from rlx.engine.generate import Usage as Usage
+from rlx.engine import call_sizes
+from rlx.engine.decoder import Decoder
 from rlx.engine.interventions import Captures, EditedGraph, Execution, execution
 from rlx.engine.kv_cache import aligned
 from rlx.engine.load_settings import as_int
 from rlx.engine.model import NOTHING, Model, Recent
 from rlx.engine.page_pool import PagePool
+from rlx.engine.request import Request, Ticket
 from rlx.engine.sampler import Sampler, Sampling, short_repr
-from rlx.engine.scheduler import Request, Scheduler, Ticket
+from rlx.engine.scheduler import Scheduler
+from rlx.engine.sequence import Sequence as TokenSequence
+from rlx.engine.sequence import Timings as Timings
+from rlx.engine.sequence import Usage as Usage
 from rlx.errors import CapabilityError, ContextError, FormatError, NotEndedError, RequestError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
@@ -462,7 +463,7 @@ class LanguageModel(Model):
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
-        chunk = aligned(min(LOGIT_BYTES // (4 * self.facts.vocab), generation.CHUNK), self.caches.spec)
+        chunk = aligned(min(LOGIT_BYTES // (4 * self.facts.vocab), call_sizes.CHUNK), self.caches.spec)
         results: list[Array] = []
         for at in range(0, len(ids), chunk):
             piece = ids[at : at + chunk]
@@ -549,7 +550,7 @@ class LanguageModel(Model):
 
     def _scheduler(self, run: Execution, count: int) -> Scheduler:
         """A scheduler for the sequences of one call: nobody waits for the next token, so prompts come first."""
-        rows = max(min(count, generation.ROWS), 1)
+        rows = max(min(count, call_sizes.ROWS), 1)
         return Scheduler(self, rows=rows, max_queued=count, stall=math.inf, execution=run)
 
     def completion_of(self, s: TokenSequence, captures: Captures | None = None) -> Completion:

@@ -35,7 +35,7 @@ KINDS = ("keys", "values")
 MAX_BYTES = 512 << 20  # of the prefix cache, unless the pool has a limit
 SPARE = 512  # positions of a ring beyond its window: the maximum tokens per call
 FEW_PAGES = 4  # at the beginning, where memory is scarce
-FIRST_SHARE = 32  # the pages of a first sequence are at most this part of the free memory
+FIRST_SHARE = 32  # the first pages, for two sequences, take at most 1/32 of the free memory
 MAX_NUMBERS = 1 << 30  # of a pool: kernels address no more
 SMALLER = "a shorter context, a smaller batch, or cache='f16' or 'q8_0'"
 PAUSE = 0.0002  # seconds between looks at whether calls run

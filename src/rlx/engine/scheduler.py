@@ -26,21 +26,22 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from rlx.engine import generate as generation
+from rlx.engine import call_sizes
 from rlx.engine.counters import Counters
+from rlx.engine.decoder import Decoder, DecodeStep, Inputs, Pick
 from rlx.engine.fair_shares import FairShares
-from rlx.engine.generate import Decoder, DecodeStep, Inputs, Pick
-from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.kv_cache import CHECKPOINT, CUT, KvCache
 from rlx.engine.page_pool import PagePool, PoolFull
 from rlx.engine.prefix_tree import common
-from rlx.engine.sampler import GREEDY, BatchSampling, Sampler, Sampling
+from rlx.engine.request import Job, OnPiece, Request, Ticket
+from rlx.engine.sampler import BatchSampling, Sampler
+from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
 from rlx.fork_safe_locks import Lock, cached_property
 
 if TYPE_CHECKING:
     from rlx.engine.interventions import Execution
-    from rlx.engine.language_model import Completion, LanguageModel
+    from rlx.engine.language_model import LanguageModel
     from rlx.engine.statistics import Statistics
 
 Result = TypeVar("Result")
@@ -52,95 +53,6 @@ LOOKAHEAD = 16  # waiting requests of a client that may be admitted before one t
 READ_AGAIN = 0.5  # of the weights: keys and values that a ragged call may read more often than one per prompt would
 SMALL_MODEL = 600 << 20  # bytes of weights below which more rows pay off
 SMOOTHING = 0.3  # of the moving average of prefill speed
-
-
-@dataclass(frozen=True)
-class Request:
-    """One sequence to generate."""
-
-    tokens: Sequence[int]
-    max_tokens: int | None = 256  # None: as long as the context allows
-    stop: tuple[str, ...] = ()
-    logprobs: int = 0
-    sampling: Sampling = GREEDY
-    answer: bool = False  # an answer to a conversation, not a continuation
-    client: str = ""  # for fair shares
-    namespace: str = ""  # of the prefix cache
-    deadline: float | None = None  # time.monotonic(); after it the text ends with finish_reason "length"
-
-
-OnPiece = Callable[["Ticket", str], None]
-
-
-class Ticket:
-    """A submitted request. May be read and cancelled from any thread.
-
-    `sequence` has the text, tokens and log-probabilities so far; `error` says why a request failed.
-    """
-
-    def __init__(
-        self, model: LanguageModel, sequence: TokenSequence, *, client: str = "", namespace: str = "",
-        deadline: float | None = None, on_piece: OnPiece | None = None, wake: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.sequence = sequence
-        self.error: RlxError | None = None
-        self.exception: Exception | None = None  # `error`, or what it was before it became an RlxError
-        self.done = False
-        self.cancelled = False
-        self.client, self.namespace, self.deadline = client, namespace, deadline
-        self.on_piece = on_piece
-        self.submitted = time.perf_counter()
-        self._model, self._wake = model, wake
-
-    def cancel(self) -> None:
-        """Stop the request within one step, in whatever phase it is. Its text ends with finish_reason "closed"."""
-        self.cancelled = True
-        self._wake()
-
-    def must_end(self, now: float) -> bool:
-        """Whether the request was cancelled, or is past its deadline."""
-        return self.cancelled or (self.deadline is not None and now >= self.deadline)
-
-    def completion(self) -> Completion:
-        """The completion; raises the request's error, or RequestError if it has not ended."""
-        if self.error is not None:
-            raise self.error
-        if not self.done:
-            raise RequestError("ticket: the request has not ended", hint="step the scheduler until ticket.done")
-        return self._model.completion_of(self.sequence)
-
-    def __repr__(self) -> str:
-        state = "failed" if self.error else self.sequence.finish_reason or ("closed" if self.done else "running")
-        return f"<ticket: {len(self.sequence.prompt)} + {len(self.sequence.tokens)} tokens, {state}>"
-
-
-class Job:
-    """A request inside the scheduler."""
-
-    def __init__(self, ticket: Ticket, number: int) -> None:
-        self.ticket = ticket
-        self.sequence = ticket.sequence
-        self.number = number  # in order of arrival
-        self.row = -1  # of the cache; -1: it waits
-        self.prefix: Sequence[int] = ()  # tokens to prefill: the prompt, after a preemption also the text
-        self.decodes = False  # prefill is complete
-        self.failed_at = 0  # tokens known when a call with others failed: until it is past them, its calls are its own
-        self.started = False
-        self.last_token = 0.0  # clock
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens that are known: prompt and text."""
-        return [*self.sequence.prompt, *self.sequence.tokens]
-
-    @property
-    def alone(self) -> bool:
-        """Whether it runs in calls of its own."""
-        return self.failed_at > 0
-
-    @property
-    def phase(self) -> str:
-        return "waiting" if self.row < 0 else "decode" if self.decodes else "prefill"
 
 
 @dataclass
@@ -378,7 +290,7 @@ class Scheduler:
         try:
             sampling = self._sampling.draw([job.sequence.sampler for job in jobs], ahead=1)
             step = self._decoder.start_step(fed, 0, sampling, before.step)
-        except Exception:  # no page is free, say: the step with known tokens deals with it
+        except Exception:  # the step with known tokens meets it again, and says whose fault it is
             return False
         self._count_step(len(jobs))
         self._underway = Underway(step, list(before.jobs))
@@ -679,7 +591,7 @@ class Scheduler:
         """The slice with another job, if its prompt fits: of similar length, or without padding."""
         larger = Slice([*part.jobs, job], [*part.ends, self._slice_end(job, budget)], part.ragged)
         widths = self._widths(larger)
-        waste = 1.0 if self.pool.spec.states else generation.WASTE  # the delta rule's way depends on the width
+        waste = 1.0 if self.pool.spec.states else call_sizes.WASTE  # the delta rule's way depends on the width
         if not part.ragged and max(widths) * len(widths) <= min(budget, waste * sum(widths)):
             return larger
         return replace(larger, ragged=True) if sum(widths) <= budget and self._gains(larger) else part
@@ -701,7 +613,7 @@ class Scheduler:
 
     def _slice_tokens(self) -> int:
         """Tokens of the next slice: full chunks while nobody decodes, otherwise what is left of `stall` seconds."""
-        chunk = generation.chunk_tokens(self._execution.compiled.target, self.pool.spec)
+        chunk = call_sizes.chunk_tokens(self._execution.compiled.target, self.pool.spec)
         if self._stall == math.inf or not any(job is not None and job.decodes for job in self._rows):
             return chunk
         seconds = max(self._stall - self._decode_seconds, self._stall / 4)

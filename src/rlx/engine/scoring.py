@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlx.engine import generate as generation
-from rlx.engine.generate import Decoder
+from rlx.engine import call_sizes
+from rlx.engine.decoder import Decoder
 from rlx.engine.kv_cache import aligned
 from rlx.engine.logprobs import Score, text_logprobs
 from rlx.errors import RequestError
@@ -54,7 +54,7 @@ def scores_of(model: LanguageModel, texts: Sequence[ScoredText], top: int) -> li
     scores = [Score([]) for _ in texts]
     scored = [i for i, text in enumerate(texts) if text.begin < len(text.tokens)]
     order = sorted(scored, key=lambda i: len(texts[i].tokens))
-    rows = 1 if model.caches.spec.states else generation.ROWS  # how the delta rule rounds depends on the longest text
+    rows = 1 if model.caches.spec.states else call_sizes.ROWS  # how the delta rule rounds depends on the longest text
     for first in range(0, len(order), rows):
         batch = order[first : first + rows]
         _score_batch(model, [texts[i] for i in batch], [scores[i] for i in batch], top)
@@ -66,7 +66,7 @@ def _score_batch(model: LanguageModel, texts: Sequence[ScoredText], scores: Sequ
     decoder = Decoder(model.compiled, cache)
     # the logits of a prompt are not needed, so its beginning may come from the prefix cache
     places = [cache.restore(row, t.tokens[: t.begin], NAMESPACE, len(t.tokens)) for row, t in enumerate(texts)]
-    chunk = aligned(min(LOGIT_BYTES // (4 * model.facts.vocab), generation.CHUNK) // len(texts), cache.spec)
+    chunk = aligned(min(LOGIT_BYTES // (4 * model.facts.vocab), call_sizes.CHUNK) // len(texts), cache.spec)
     while any(place < len(text.tokens) for place, text in zip(places, texts, strict=True)):
         pieces = [text.tokens[place : place + chunk] for place, text in zip(places, texts, strict=True)]
         _score_pieces(model, decoder, texts, scores, pieces, places, top)

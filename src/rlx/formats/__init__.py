@@ -54,7 +54,7 @@ def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
         return llama2c.open_llama2c(file, mapped=mapped)
     magic = start[:4]
     if magic == b"RLXP":
-        hint = "rlx.load_exported(path) runs it; rlx inspect shows models, and graphs as text (.rlx)"
+        hint = "rlx.load_exported(path) runs it, and rlx inspect shows it if it is named .rlxp"
         raise broken(file, "an export of rlx, with machine code in place of a model's file", hint=hint)
     raise broken(file, "not a known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", actual=magic)
 

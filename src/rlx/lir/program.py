@@ -44,7 +44,7 @@ class Buffer:
         return View(self.name, self.type.dtype, self.type.shape, contiguous_strides(self.type.shape))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Launch:
     """One run of a kernel: a value for each of its words, and, for loop kernels, how they are split.
 
@@ -66,6 +66,9 @@ class Launch:
     shares: Mapping[str, Size] = field(
         default_factory=dict
     )  # bytes per unit of operands that units access in disjoint runs
+
+    def __repr__(self) -> str:
+        return f"<{launch_text(self)}>"
 
     def views(self, written: bool | None = None) -> list[View]:
         """Operand views: all, only those written (`written=True`), or only those read (`written=False`)."""

@@ -185,7 +185,7 @@ def from_export(file: ExportFile, *, threads: int | None = None, store: WeightSt
     with as_format_errors(file):
         sections = {name: file.section(name) for name in manifest["code"]}
         device_backend.adopt(Code(tuple(manifest["routines"]), sections), target)
-        parts = link(loaded, signature, functools.cache(lambda: _graph(file)), device_backend, target, threads)
+        parts = link(loaded, signature, functools.cache(lambda: source_graph(file)), device_backend, target, threads)
     weights = file.arrays(WEIGHTS) if WEIGHTS in manifest["sections"] else None
     if weights is not None:
         _check_weights(file, loaded, weights)
@@ -202,8 +202,8 @@ def from_export(file: ExportFile, *, threads: int | None = None, store: WeightSt
     return compiled
 
 
-def _graph(file: ExportFile) -> Graph:
-    """The source graph."""
+def source_graph(file: ExportFile) -> Graph:
+    """The graph that an export was compiled from."""
     import rlx.hir.blocks  # noqa: F401  registers the ops and blocks that the text may name
     from rlx.ir.rewrite import with_origins
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from rlx.engine.answer_parser import AnswerParser, Event
 from rlx.engine.logprobs import Logprob
+from rlx.engine.request import Request
 from rlx.engine.sampler import Allowed
-from rlx.engine.scheduler import Request
 from rlx.engine.tool_loop import answer_parser, call_constraint, for_template, new_id
 from rlx.engine.tools import Tool, choose_tools, tools_of
 from rlx.server.api_errors import invalid

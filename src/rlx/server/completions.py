@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.logprobs import Logprob
-from rlx.engine.scheduler import Request
+from rlx.engine.request import Request
 from rlx.server.api_errors import ApiError
 from rlx.server.engine_thread import Served
 from rlx.server.exchange import Exchange

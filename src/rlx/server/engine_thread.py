@@ -19,7 +19,8 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
-from rlx.engine.scheduler import Request, Scheduler, Ticket
+from rlx.engine.request import Request, Ticket
+from rlx.engine.scheduler import Scheduler
 from rlx.errors import OverloadedError, RequestError, RlxError
 
 LOG = logging.getLogger("rlx.server")

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlx.engine.generate import Sequence as TokenSequence
 from rlx.engine.logprobs import Logprob
-from rlx.engine.scheduler import Request, Ticket
+from rlx.engine.request import Request, Ticket
+from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.server.api_errors import ApiError, of_rlx
 from rlx.server.engine_thread import EngineThread, Served
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.engine.language_model import LanguageModel
+from rlx.engine.request import Request
 from rlx.engine.sampler import Allowed, Sampling
-from rlx.engine.scheduler import Request
 from rlx.engine.structured import Structure
 from rlx.server.api_errors import invalid
 from rlx.server.exchange import Exchange

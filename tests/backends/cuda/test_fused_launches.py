@@ -14,7 +14,7 @@ from emulator import emulated_gpu, missing
 
 import rlx
 from rlx.backends.cuda import launch_plan
-from rlx.engine.generate import Decoder
+from rlx.engine.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 f32 = np.float32

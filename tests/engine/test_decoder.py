@@ -14,8 +14,8 @@ import pytest
 import tiny_llama
 from scipy.special import log_softmax
 
-from rlx.engine import generate as generation
-from rlx.engine.generate import Decoder
+from rlx.engine import call_sizes
+from rlx.engine.decoder import Decoder, Pick
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load import load
 from rlx.engine.logprobs import Logprob
@@ -134,8 +134,8 @@ def test_the_host_does_not_touch_logits_that_nobody_asks_for(
 ) -> None:
     """Tokens come from the graph; logits stay where they are."""
     read: list[int] = []
-    logits = generation.Pick.logits.fget
-    monkeypatch.setattr(generation.Pick, "logits", property(lambda pick: read.append(pick.row) or logits(pick)))
+    logits = Pick.logits.fget
+    monkeypatch.setattr(Pick, "logits", property(lambda pick: read.append(pick.row) or logits(pick)))
     tiny.generate([random_tokens(9), random_tokens(5)], max_tokens=4, temperature=1.0, repetition_penalty=1.2, seed=1)
     assert not read
     tiny.generate(random_tokens(9), max_tokens=4, logprobs=2)
@@ -158,7 +158,7 @@ def test_bits_do_not_depend_on_chunks(tiny_folder: Path, cache: str, monkeypatch
     assert every[-1].tobytes() == unchunked.tobytes()
     for chunk in (1, 7, 64):
         assert last_logits(model, tokens, chunk).tobytes() == unchunked.tobytes()
-        monkeypatch.setattr(generation, "CHUNK", chunk)
+        monkeypatch.setattr(call_sizes, "CHUNK", chunk)
         assert model.logits(tokens).tobytes() == every.tobytes()
         model.caches.clear()
         told = model.generate(tokens, max_tokens=1, logprobs=97)
@@ -180,7 +180,7 @@ def test_bits_do_not_depend_on_batch_neighbours(tiny: LanguageModel) -> None:
 
 def test_rows_that_end_make_room(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """More prompts than rows, ends at different times."""
-    monkeypatch.setattr(generation, "ROWS", 3)
+    monkeypatch.setattr(call_sizes, "ROWS", 3)
     prompts = [random_tokens(3 + 5 * n, seed=n) for n in range(10)]
     ends = [tiny.generate(p, max_tokens=20).tokens[n % 7] for n, p in enumerate(prompts)]
     bias = {ends[0]: -1.0}
