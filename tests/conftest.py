@@ -29,9 +29,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _states: dict[int, Any] = {}  # of generators that modules have, as they were before the first test
 MOST_WORKERS = 8
-BY_NEED = ("parity", "weights", "fuzz", "cuda", "large", "gpu", "serve", "search")  # marks that tests carry themselves
-PLAIN = " and ".join(f"not {mark}" for mark in ("targets", *BY_NEED))
-IN_PARALLEL = (PLAIN, "targets", "parity", "weights", "fuzz")
+# marks that tests carry themselves
+BY_NEED = ("parity", "weights", "fuzz", "cuda", "large", "gpu", "serve", "ray", "kill", "search")
+IN_PARALLEL = ("targets", "parity", "weights", "fuzz")  # and plain `pytest`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,7 +47,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     Real models (`large`) need the memory, and tests of the GPU the device, for themselves.
     """
     option = config.option
-    full_suite = config.args_source is config.ArgsSource.TESTPATHS and option.markexpr in IN_PARALLEL
+    plain = option.markexpr in config.getini("addopts")
+    full_suite = config.args_source is config.ArgsSource.TESTPATHS and (plain or option.markexpr in IN_PARALLEL)
     alone = option.usepdb or option.update or "PYTEST_XDIST_WORKER" in os.environ
     if full_suite and not alone and hasattr(option, "numprocesses") and option.numprocesses is None:
         option.numprocesses = min(len(os.sched_getaffinity(0)), MOST_WORKERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -163,3 +164,12 @@ def test_private_names_stay_in_their_file(path: Path) -> None:
 def test_a_private_reach_is_found() -> None:
     tree = ast.parse("from rlx.ir.graph import _operands\n\ndef f(graph):\n    return graph._named, graph.named\n")
     assert private_reaches(tree) == ["rlx.ir.graph._operands", "graph._named"]
+
+
+def test_every_mark_is_left_out_of_plain_pytest(request: pytest.FixtureRequest) -> None:
+    """One that is declared in one place only would be run by nobody, or by everybody."""
+    project = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    marks = [line.partition(":")[0] for line in project["markers"]]
+    plugin = next(p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "BY_NEED"))
+    assert set(marks) == {"targets", *plugin.BY_NEED}
+    assert set(re.findall(r"not (\w+)", project["addopts"])) == set(marks)
