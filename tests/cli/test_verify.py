@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def test_a_decode_that_differs_from_a_prefill_is_found(monkeypatch: pytest.Monke
     decode = Decoder.decode
 
     def inexact(*args: Any, **settings: Any) -> list[Pick]:
-        return [replace(pick, logprob=pick.logprob * 1.01) for pick in decode(*args, **settings)]
+        return [pick._replace(logprob=pick.logprob * 1.01) for pick in decode(*args, **settings)]
 
     monkeypatch.setattr(Decoder, "decode", inexact)
     with load(STORIES / "stories260K.bin") as model:
