@@ -19,7 +19,8 @@ from rlx.lir.loops import SCALAR_OPS
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["arrays", "garbage", "jax_names", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
+    ["fast_dataclass"], ["arrays", "garbage", "jax_names", "notebook"],
+    ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
     ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts", "kv_layout"],
     ["profile", "target", "quant_schemes"], ["ir", "formats"],
     ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],

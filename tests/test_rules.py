@@ -173,3 +173,10 @@ def test_every_mark_is_left_out_of_plain_pytest(request: pytest.FixtureRequest) 
     plugin = next(p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "BY_NEED"))
     assert set(marks) == {"targets", *plugin.BY_NEED}
     assert set(re.findall(r"not (\w+)", project["addopts"])) == set(marks)
+
+
+def test_dataclasses_are_created_fast() -> None:
+    """The standard decorator takes three times as long, and importing rlx is mostly that."""
+    slow = re.compile(r"^\s*from dataclasses import .*\bdataclass\b|@dataclasses\.dataclass", re.M)
+    found_in = [name_of(path) for path in FILES if slow.search(path.read_text())]
+    assert found_in == ["fast_dataclass.py"]

@@ -210,6 +210,7 @@ def __getattr__(name: str) -> Any:
 
         known = None if name.startswith("_") else hint(name) or nearest(name, __all__)
         raise AttributeError(f"module 'rlx' has no attribute {name!r}" + (f": {known}" if known else ""))
+    importlib.import_module("numpy")  # not from within other imports: deep stacks are slow in Python 3.11 and 3.12
     with paused():
         if name in ("Graph", "Value", "MaskKind", "op"):
             importlib.import_module("rlx.hir.blocks")  # registers the ops and blocks

@@ -12,11 +12,12 @@ import heapq
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, Union
 
 from rlx.dtypes import BY_NAME
 from rlx.errors import GraphError, ParseError, ShapeError, shortened
+from rlx.fast_dataclass import dataclass
 
 Size = Union[int, "Dim"]
 ShapeLike = Iterable[Any]  # ints, Dims or strings

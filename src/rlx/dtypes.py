@@ -11,13 +11,13 @@ that reads them, converts them to numbers.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from rlx.errors import DTypeError, nearest
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.dtypes import DType
+from rlx.fast_dataclass import dataclass
 from rlx.types import Size
 
 KV_PAGE = 64  # positions per page of a KV cache

@@ -7,7 +7,8 @@ Nothing here runs a script or loads anything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from rlx.fast_dataclass import dataclass
 
 MAX_ROWS = 200  # of a table or text; the rest is only counted
 MAX_CHARS = 400  # per line

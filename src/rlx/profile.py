@@ -11,11 +11,12 @@ import enum
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rlx.errors import CapabilityError, FormatError, nearest
+from rlx.fast_dataclass import dataclass
 
 
 class FusionPolicy(enum.Enum):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.dtypes import F32, DType
+from rlx.fast_dataclass import dataclass
 from rlx.kv_layout import KvLayout
 from rlx.operand_layouts import WeightLayout
 from rlx.types import TensorType

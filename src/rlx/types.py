@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlx.dim_binding import DimBinding as DimBinding
 from rlx.dim_binding import compile_sizes as compile_sizes
@@ -33,6 +32,7 @@ from rlx.dims import parse_dim as parse_dim
 from rlx.dims import symbols_of as symbols_of
 from rlx.dtypes import BY_NAME, DType, DTypeLike, dtype
 from rlx.errors import ParseError, ShapeError, nearest, shortened
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import CapabilityError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.operand_layouts import Layout
 from rlx.target import Target

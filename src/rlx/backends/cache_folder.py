@@ -16,10 +16,10 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.errors import CapabilityError
+from rlx.fast_dataclass import dataclass
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DIGEST = 32

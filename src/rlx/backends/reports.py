@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from rlx.backends.base import Key

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +16,7 @@ from rlx.batch.tasks import ShardResult, Task, bisect, json_line, openai_row, pl
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError
+from rlx.fast_dataclass import dataclass
 
 FORMATS = ("npy", "jsonl")
 MAX_INPUTS = 2048  # texts per line in OpenAI's form, as in its API

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -21,6 +21,7 @@ from rlx.batch.inputs import Shard
 from rlx.batch.tasks import ShardResult, json_line
 from rlx.engine.sampler import short_repr
 from rlx.errors import BatchError, FormatError, RequestError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.strict_json import parse_json
 
 MANIFEST, JOURNAL, ERRORS, LOCK = "manifest.json", "journal.jsonl", "errors.jsonl", ".lock"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listed
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
 from rlx.batch.inputs import Shard
@@ -20,6 +20,7 @@ from rlx.engine.sampler import Sampling, short_repr
 from rlx.engine.scheduler import Scheduler
 from rlx.engine.sequence import Sequence
 from rlx.errors import FormatError, RequestError, nearest
+from rlx.fast_dataclass import dataclass
 
 STRUCTURES = ("schema", "regex", "choice", "grammar")
 # Members of a request in OpenAI's form: those that mean the same as settings here, and notes that change nothing.

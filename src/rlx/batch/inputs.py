@@ -17,11 +17,12 @@ import os
 import stat
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import IO, Any
 
 from rlx.errors import CapabilityError, FormatError, RequestError
+from rlx.fast_dataclass import dataclass
 
 KINDS = {
     ".txt": "text", ".text": "text", ".md": "text", ".log": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",

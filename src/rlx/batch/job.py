@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlx.batch.results import Results
 from rlx.batch.runner import GivenUp, Runner, run_shards
 from rlx.batch.tasks import Task
 from rlx.errors import BatchError, RequestError
+from rlx.fast_dataclass import dataclass
 
 NAMED = 8  # shards that an error names
 

@@ -10,7 +10,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.batch.folder import digest_of, write_file
@@ -19,6 +18,7 @@ from rlx.batch.job import Job
 from rlx.batch.runner import GivenUp, Runner, run_shards
 from rlx.batch.tasks import ShardResult
 from rlx.errors import BatchError
+from rlx.fast_dataclass import dataclass
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 Start = Callable[[int], Runner]  # a runner with so many workers

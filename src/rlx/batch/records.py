@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlx.batch.inputs import DELIMITERS, MAX_RECORD, Shard, csv_rows
 from rlx.engine.sampler import short_repr
 from rlx.errors import FormatError, RequestError, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.formats.strict_json import parse_json
 
 MAX_ID = 1024  # characters

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlx.batch.inputs import Shard
 from rlx.batch.tasks import ShardResult, Task
 from rlx.errors import BatchError
+from rlx.fast_dataclass import dataclass
 
 TRIES = 3  # per shard, and of starting a worker
 

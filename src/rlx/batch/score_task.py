@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.batch.inputs import Shard
@@ -13,6 +12,7 @@ from rlx.batch.tasks import ShardResult, Task, json_line, place, prepare
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.scoring import ScoredText, scores_of, text_after
 from rlx.errors import RequestError
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

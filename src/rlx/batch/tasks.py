@@ -11,7 +11,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from rlx.batch.inputs import Shard
 from rlx.batch.records import Failure, Record, read_records
 from rlx.engine.load import load
 from rlx.errors import FormatError, RequestError
+from rlx.fast_dataclass import dataclass
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")

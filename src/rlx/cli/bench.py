@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from rlx.cli.loading import DEVICE_HELP, load
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.vision_model import VisionModel
+from rlx.fast_dataclass import dataclass
 from rlx.hub.store import show_size
 from rlx.inspect.profiler import LARGEST_CACHE
 from rlx.ir.graph import Graph

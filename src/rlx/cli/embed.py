@@ -17,7 +17,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from rlx.cli.loading import DEVICE_HELP, load
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError, RequestError
+from rlx.fast_dataclass import dataclass
 
 DEFAULT = "minilm-l6"
 MAX_BYTES = 256 << 20  # of all text files and stdin together

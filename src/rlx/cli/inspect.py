@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rlx.engine.load_settings import CONTEXT
 from rlx.engine.page_pool import ring_blocks
 from rlx.engine.sampler import SYMBOLS as SAMPLER_SYMBOLS
 from rlx.errors import FormatError, NotFoundError, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
 from rlx.inspect.fold_layers import SECTION, Group, Line, fold_lines, lines_of, tree_text

@@ -6,13 +6,13 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.formats.gguf_quants import dequantise
 from rlx.models.load import Checkpoint
 

@@ -9,7 +9,6 @@ import select
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rlx.cli.loading import DEVICE_HELP, load
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.sampler import Sampling
 from rlx.errors import CapabilityError, NotFoundError, RequestError
+from rlx.fast_dataclass import dataclass
 from rlx.hub.pull import names_a_model
 from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
+from rlx.fast_dataclass import dataclass
 from rlx.flow import Emit, ModelFlow, SideOutputs, stages
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue, GdnInputSlots

@@ -10,13 +10,14 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import cache
 from typing import Any
 
 from rlx.cli.console import UsageError
 from rlx.cli.stage_examples import EXAMPLES, LAYERS, Example
 from rlx.errors import nearest
+from rlx.fast_dataclass import dataclass
 from rlx.flow import FlowCtx, ModelFlow, SideOutputs, stages
 from rlx.flow.init import WantedWeights
 from rlx.flow.layers import StageList

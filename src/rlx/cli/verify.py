@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import BatchSampling
 from rlx.engine.vision_model import VisionModel
 from rlx.errors import FormatError, RlxError
+from rlx.fast_dataclass import dataclass
 from rlx.formats import TensorEntry, TensorFile
 from rlx.formats.gguf_quants import dequantise
 from rlx.formats.tokenizer import Tokenizer

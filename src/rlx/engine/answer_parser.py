@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlx.engine.tools import SAMPLE_ID, Tool, ToolFormat, member_text, tagged_value
+from rlx.fast_dataclass import dataclass
 
 MAX_HEAD = 256  # characters of a call's name and the markers around it
 

@@ -7,7 +7,6 @@ identity function changes no bit of the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError, ShapeError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.built import BuiltModel
 from rlx.flow.stage_values import matching, stage_hint, stage_values
 from rlx.ir.graph import Value

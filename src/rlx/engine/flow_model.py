@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ from rlx.engine.check_token_independence import check_flow
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load_settings import CONTEXT, session_for
 from rlx.errors import BindError, CapabilityError, GraphError, RequestError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.built import BuiltModel
 from rlx.flow.flow import ModelFlow
 from rlx.flow.generation import INPUTS, for_generation, for_sequences

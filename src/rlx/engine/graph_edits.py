@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from rlx.engine.check_token_independence import TOKENS, same_apart
 from rlx.engine.edits import Edit, edited_values
 from rlx.engine.sampler import short_repr
 from rlx.errors import GraphError, RequestError, RlxError, ShapeError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.built import BuiltModel
 from rlx.functional import tree
 from rlx.functional.tracers import Trace, Traced, type_of

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.page_pool import PagePool
+from rlx.fast_dataclass import dataclass
 from rlx.free_memory import require
 from rlx.runtime.compiled import CompiledGraph
 from rlx.types import sym

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
@@ -27,6 +27,7 @@ from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.engine.sequence import Timings as Timings
 from rlx.engine.sequence import Usage as Usage
 from rlx.errors import CapabilityError, ContextError, FormatError, NotEndedError, RequestError, RlxError, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.sampler import most_likely
 from rlx.errors import shortened
+from rlx.fast_dataclass import dataclass
 
 TokenBytes = Callable[[int], bytes]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
+from rlx.fast_dataclass import dataclass
 from rlx.host_memory import address, root_buffer
 from rlx.runtime.compiled import CompiledGraph
 

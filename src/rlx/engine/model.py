@@ -6,7 +6,6 @@ import copy
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
@@ -19,6 +18,7 @@ from rlx.engine.logs import warn
 from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, ContextError, RequestError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
 from rlx.free_memory import writable

@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from rlx.engine.load import class_of
 from rlx.engine.load_settings import auto_cache, with_precision
 from rlx.engine.model import Model, ModelInfo, Prepared
 from rlx.errors import FormatError, ResourceError, RlxError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.formats import special_tokens
 from rlx.formats.mapped_file import FileMap

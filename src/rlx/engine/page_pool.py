@@ -15,13 +15,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from rlx.backends.base import HOST, Allocator
 from rlx.dtypes import dtype
 from rlx.engine.page_table import Pages
 from rlx.engine.prefix_tree import Key, Node, PrefixTree, State
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.free_memory import fits, require
 from rlx.kv_layout import KvLayout

@@ -10,8 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from rlx.fast_dataclass import dataclass
 
 Key = tuple[Any, ...]  # what keys and values depend on besides the tokens: namespace, RoPE frequencies
 State = Mapping[str, Any]  # a recurrent state: arrays by name

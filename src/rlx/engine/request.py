@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlx.engine.sampler import GREEDY, Sampling
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.errors import RequestError, RlxError
+from rlx.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from rlx.engine.language_model import Completion, LanguageModel

@@ -10,7 +10,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from numbers import Real
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import dtype
 from rlx.errors import KernelError, RequestError, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.sampling import NO_TOKEN, highest_places, mask_words, token_bits
 
 ID_TYPES = (set, frozenset, list, tuple, range)  # of token ids; arrays are bitmasks

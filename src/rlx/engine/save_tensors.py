@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, DType, dtype
 from rlx.errors import CapabilityError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.gguf_quants import dequantise
 from rlx.models.family import Family
 from rlx.models.load import Checkpoint, repeated_head

@@ -20,7 +20,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,6 +37,7 @@ from rlx.engine.request import Job, OnPiece, Request, Ticket
 from rlx.engine.sampler import BatchSampling, Sampler
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.errors import KernelError, OverloadedError, RequestError, ResourceError, RlxError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock, cached_property
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +12,7 @@ from rlx.engine.decoder import Decoder
 from rlx.engine.kv_cache import aligned
 from rlx.engine.logprobs import Score, text_logprobs
 from rlx.errors import RequestError
+from rlx.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from rlx.engine.language_model import LanguageModel

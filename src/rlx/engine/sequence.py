@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from rlx.engine.decoder import Pick
 from rlx.engine.logs import warn
 from rlx.engine.sampler import Sampler, no_token, short_repr
+from rlx.fast_dataclass import dataclass
 from rlx.formats.tokenizer import Stream
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx.engine.counters import Histogram
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True)

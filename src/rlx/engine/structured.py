@@ -13,7 +13,6 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from rlx.arrays import Array
 from rlx.engine.sampler import short_repr
 from rlx.engine.thinking import is_thinking, tail_of
 from rlx.errors import CapabilityError, RequestError, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
 from rlx.sampling import mask_words

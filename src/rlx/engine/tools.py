@@ -13,11 +13,11 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, RequestError, RlxError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.formats.chat import ChatTemplate
 
 if TYPE_CHECKING:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from rlx.arrays import Array
 from rlx.dtypes import F32, DType
 from rlx.errors import BindError, GraphError, nearest, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.state import Shape
 from rlx.flow.weights import MapWeights, WeightSource

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import F32, DTypeLike
 from rlx.errors import BindError, FormatError, GraphError, RlxError, ShapeError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.flow.state import FlowState, FlowValue, Shape
 from rlx.flow.weights import MapWeights, TakenWeights, Wanting, WeightSource, as_source
 from rlx.ir import provenance

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rlx.arrays import Array
 from rlx.dtypes import DTypeLike
 from rlx.errors import BindError, GraphError, RequestError, nearest, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.flow.built import BuiltModel, Params, distinct
 from rlx.flow.context import FlowCtx
 from rlx.flow.emit import Emit

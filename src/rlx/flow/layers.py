@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Self
 
 from rlx.arrays import Array
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.positions import rope_tables
 from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages import attention, decoder, embed, encoder, ffn, norm, parts, streams, structure, vision

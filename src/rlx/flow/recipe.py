@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.built import BuiltModel
 from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import WeightSource

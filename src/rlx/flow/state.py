@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from rlx.dtypes import dtype
 from rlx.errors import GraphError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op_methods import FlowValueOps
 from rlx.ir.operators import Operators

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from operator import add
@@ -24,6 +23,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from rlx.arrays import Array
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.tensor_file import quoted
 
 K = TypeVar("K")

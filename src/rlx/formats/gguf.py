@@ -10,13 +10,13 @@ import re
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, overload
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.formats.gguf_quants import GGUF_REMOVED, GGUF_TYPES
 from rlx.formats.tensor_file import (
     MAX_RANK,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, PACKED, DType
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from rlx.formats.quant_blocks import Table

@@ -7,7 +7,7 @@ vocabulary is an error here, not a warning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import FormatError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.formats import tokenizer_models
 from rlx.formats.bpe import Bpe
 from rlx.formats.pretokenize import PRE_TOKENIZERS, PreTokenizer

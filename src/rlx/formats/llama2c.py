@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlx.dtypes import F32
+from rlx.fast_dataclass import dataclass
 from rlx.formats.tensor_file import FileBytes, PathLike, TensorEntry, TensorFile, broken, open_bytes
 
 MAGIC = 0x616B3432  # "ak42"

@@ -7,7 +7,7 @@ original is used. Several patterns in a row apply in sequence, each splitting th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from rlx.fast_dataclass import dataclass
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"

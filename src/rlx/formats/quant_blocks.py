@@ -9,11 +9,12 @@ its order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from rlx.dtypes import F32, DType
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 
 Number = Any  # a NumPy array or an expression, i32 or f32
 Int = Any  # a Python int or a `Number`

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, U32, DType
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.strict_json import MAX_BYTES, parse_json
 from rlx.formats.tensor_file import (
     F8E4M3,

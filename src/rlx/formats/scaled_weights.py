@@ -7,7 +7,7 @@ read, by copying codes and repeating scales, without dequantising.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +16,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import BY_NAME, F32, FLOAT8_PACKED, U8, DType
 from rlx.errors import CapabilityError, FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.tensor_file import F8E4M3, F8E5M2, F8E8M0, TensorEntry, TensorFile, broken, quoted
 
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4")

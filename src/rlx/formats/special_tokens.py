@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import re
 import reprlib
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import BOOL, DType
 from rlx.errors import FormatError, ResourceError, nearest, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.formats.mapped_file import FileMap, map_of
 
 PathLike = str | os.PathLike[str]

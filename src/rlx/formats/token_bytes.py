@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.tensor_file import quoted
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

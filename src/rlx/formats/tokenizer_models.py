@@ -7,7 +7,6 @@ model's own tokenizer.json would. BPE models are our own (`bpe.py`), not the lib
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.bpe import Bpe, Merges, merges_of
 from rlx.formats.pretokenize import PreTokenizer

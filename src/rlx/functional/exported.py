@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.errors import BindError, FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.functional import tree
 from rlx.functional.tracing import contiguous
 from rlx.functional.tree import LEAF, Structure

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,6 +19,7 @@ from rlx.arrays import Array
 from rlx.backends.base import DeviceArray
 from rlx.dtypes import DType, WeakScalar, dtype, promote, weak
 from rlx.errors import DTypeError, GraphError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.functional import tree
 from rlx.ir.graph import Graph, Value
 from rlx.ir.operators import Operators

@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import rlx.hir.blocks  # noqa: F401  declares the ops
 from rlx.arrays import Array
 from rlx.backends.base import DeviceArray
 from rlx.errors import DTypeError, GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.functional import tree
 from rlx.functional.cache_keys import Reader, Unkeyable

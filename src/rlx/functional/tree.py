@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from rlx.dtypes import DType
 from rlx.errors import GraphError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.functional.absent_keywords import without
 from rlx.types import TensorType

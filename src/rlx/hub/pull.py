@@ -10,11 +10,11 @@ import contextlib
 import functools
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.hub import store
 from rlx.hub.progress import bar, offset_tick, say
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 
 MISSING = b"\xff"  # a value that is absent; no UTF-8 text has this byte
 

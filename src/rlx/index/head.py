@@ -10,11 +10,12 @@ import json
 import os
 import re
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.ops.search import MAX_INT8
 
 NAME = "head.rlx"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import CapabilityError, FormatError, RequestError, ShapeError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.index.head import DTYPES, METRICS, Head
 from rlx.index.store import Store, quantise, row_bytes

@@ -10,12 +10,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlx.backends.base import Executable, Key, backend_of
 from rlx.backends.reports import Ceilings, Share, Trace, Work
+from rlx.fast_dataclass import dataclass
 from rlx.free_memory import writable
 from rlx.inspect.profiler import NO_WORK, LaunchReport, event, launch_reports, metadata_event, trace_events
 from rlx.notebook import Bar, Cell, box, note, table

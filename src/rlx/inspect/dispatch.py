@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
+from rlx.fast_dataclass import dataclass
 from rlx.inspect.lineage import Lineage, inner_nodes, marks, sources
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF, VIEW

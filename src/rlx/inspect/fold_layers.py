@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
+
+from rlx.fast_dataclass import dataclass
 
 STAGE, FOLD, REPEATS, SECTION = "stage", "fold", "repeats", "section"
 MAX_PERIOD = 256  # lines of a repeating sequence

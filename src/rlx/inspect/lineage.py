@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.hir.lower import lower
 from rlx.ir.graph import Graph, Node, Value

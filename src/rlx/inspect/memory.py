@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from rlx.fast_dataclass import dataclass
 from rlx.lir.memory import Plan, lifetimes
 from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Program
 from rlx.notebook import box, fold, note, table

@@ -10,13 +10,14 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from html import escape
 from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.inspect import levels
 from rlx.inspect.code import assembly_lines
 from rlx.inspect.dispatch import dispatch_report

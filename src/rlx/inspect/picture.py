@@ -6,10 +6,10 @@ The SVG has no external resources, and colours for light and dark pages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
+from rlx.fast_dataclass import dataclass
 from rlx.inspect.code import assembly_lines, busiest, easiest
 from rlx.inspect.fold_layers import Line
 from rlx.inspect.levels import (

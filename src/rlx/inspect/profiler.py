@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from rlx.backends.base import Executable, Key, backend_of
 from rlx.backends.reports import Ceilings, Share, Trace, Work
+from rlx.fast_dataclass import dataclass
 from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
 from rlx.lir.kernels import AttentionKernel
 from rlx.lir.program import Program

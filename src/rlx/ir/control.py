@@ -6,12 +6,12 @@ A body is a graph whose inputs are, in declaration order: carries, broadcasts, o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.errors import GraphError, ShapeError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.types import ShapeLike, Size, as_shape, as_size
 
 if TYPE_CHECKING:

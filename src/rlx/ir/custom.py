@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.types import Size
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value, attr_key
 from rlx.ir.text import attr_text
 from rlx.notebook import box, marked

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlx import garbage
 from rlx.errors import CapabilityError, VerifyError, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph
 from rlx.ir.rewrite import count_rewrites
 from rlx.ir.verify import Typed, verify

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import FunctionType
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from rlx.dtypes import DType, dtype
 from rlx.errors import DTypeError, GraphError, LowerError, RlxError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.ir.independence import Independence, aligned
 from rlx.types import TensorType
 

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import dtype
+from rlx.fast_dataclass import dataclass
 from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.ir.provenance import Origin

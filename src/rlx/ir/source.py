@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NoReturn
 
 from rlx.errors import ParseError, RlxError, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 
 MAX_NESTING = 200  # nested brackets of all kinds

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from rlx.dtypes import DType, DTypeLike, promote
 from rlx.errors import GraphError, ShapeError
+from rlx.fast_dataclass import dataclass
 from rlx.ir import registry
 from rlx.ir.numpy_functions import NumpyFunctions
 from rlx.ir.op_methods import ValueOps

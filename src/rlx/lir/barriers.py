@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from rlx.fast_dataclass import dataclass
 from rlx.lir.program import ENTER, LAUNCH, LEAVE, NEXT, TEST, Loop, Program
 from rlx.lir.views import View, offset_steps
 

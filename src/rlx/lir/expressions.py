@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
 from rlx.errors import LowerError
+from rlx.fast_dataclass import dataclass
 
 Scalar = float | int | bool
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx.dtypes import I32, DType
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.lir.loops import Expr, Let, LoopKernel, Ref, flops_type, inlined_text, walk
 from rlx.operand_layouts import WeightLayout

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
+
+from rlx.fast_dataclass import dataclass
 
 if TYPE_CHECKING:  # with cached lifetimes, planning needs no program
     from rlx.lir.program import Control, Program

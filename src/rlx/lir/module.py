@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx.errors import FusionError
+from rlx.fast_dataclass import dataclass
 from rlx.hir.lower import lower
 from rlx.ir.graph import Graph
 from rlx.lir import memory

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from rlx.dtypes import I16, U8
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Array
 from rlx.lir.interface import ARENA as ARENA
 from rlx.lir.interface import CONST as CONST

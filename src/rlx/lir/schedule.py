@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from rlx.dtypes import I64
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import RuleTable, checked_results
 from rlx.lir.barriers import place_barriers

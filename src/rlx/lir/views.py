@@ -6,9 +6,9 @@ Reshape, transpose, slice and expand are free if strides can express them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlx.dtypes import DType
+from rlx.fast_dataclass import dataclass
 from rlx.types import (
     Dim,
     Size,

@@ -7,11 +7,11 @@ here, on the indices in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Apply, Arg, Check, Const, Expr, Let, Load, LoopKernel, statements, substitute, walk
 from rlx.lir.program import INPUT, WEIGHT, Launch, Program

@@ -9,9 +9,10 @@ wants that (`Target.reads_rows`). 16-bit weights stay 16-bit in all cases: the m
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rlx.dtypes import F32
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, live_copy
 from rlx.mir.fused_bodies import identity

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from rlx.dtypes import F32, I8
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.mir.weight_only_values import is_matrix, sides, weight_nodes

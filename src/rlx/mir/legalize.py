@@ -8,9 +8,9 @@ are cast likewise, except masks, which are read unchanged. Norms and attention r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from rlx.dtypes import DType
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.target import Target

@@ -5,9 +5,9 @@ Moves weights to the front (`weights_to_front`); leaves a `fused_matmul` or a `f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from rlx.fast_dataclass import dataclass
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild

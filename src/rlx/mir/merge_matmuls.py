@@ -5,12 +5,12 @@ Moves weights to the front (`weights_to_front`); leaves slices of the product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import DType
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.mir.report import FusionReport

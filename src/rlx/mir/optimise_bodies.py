@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import CONTROL
 from rlx.ir.rewrite import Rewriter, inline, rebuild

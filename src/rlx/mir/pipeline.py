@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
 from rlx.dtypes import dtype
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph
 from rlx.ir.passes import Pass, PassEntry, PassLog, dump, run_passes, timed
 from rlx.ir.registry import CONTROL, FUSED

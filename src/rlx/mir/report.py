@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
 from rlx.notebook import box, fold, table
 

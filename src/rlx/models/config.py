@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
 from rlx.errors import CapabilityError, FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.formats import TensorFile
 from rlx.formats.scaled_weights import read_quantization

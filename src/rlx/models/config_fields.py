@@ -7,10 +7,10 @@ family.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats import TensorFile
 from rlx.models.config import (
     MAX_HEAD_DIM,

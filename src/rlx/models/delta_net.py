@@ -5,10 +5,10 @@ The shared configuration of Qwen3-Next and Qwen3.5.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats import TensorFile
 from rlx.models.config import FULL, LINEAR, MAX_HEAD_DIM, DecoderConfig, Ignorable, group, key, unsupported
 from rlx.models.config_fields import NO_WINDOW, Biases, Experts, check_rotary, head_dim_key, said_in_gguf, without

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import RequestError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import fused_gated_ffn
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow

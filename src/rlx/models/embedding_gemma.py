@@ -6,9 +6,10 @@ Pooling (a mean and two dense layers) is set by the files next to the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
+from rlx.fast_dataclass import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.side_outputs import SideOutputs

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, PACKED
 from rlx.errors import CapabilityError, GraphError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.formats import TensorEntry, TensorFile
 from rlx.models.config import ModelConfig

@@ -7,10 +7,10 @@ Gemma 2 norms the output of each sublayer, caps scores and logits, and gives eve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm
 from rlx.formats import TensorFile

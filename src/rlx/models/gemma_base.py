@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats import TensorFile
 from rlx.models.config import MAX_LAYERS, SLIDING, DecoderConfig, Ignorable, check_layer_types, group, key
 from rlx.models.config_fields import head_dim_key, said_in_gguf, window_key

@@ -6,10 +6,10 @@ Hugging Face files store weights `[in, out]` with q, k and v fused; GGUF files s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GeluFfn, LayerNorm, SelfAttention, emit_stage, linear, token_positions

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import CapabilityError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.images import BICUBIC, BILINEAR, FILTERS, NEAREST, resize
 from rlx.formats.tensor_file import broken, quoted
 from rlx.models.load import Checkpoint

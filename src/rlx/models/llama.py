@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DecoderLayer, FlowStage, LlamaDecoder
 from rlx.formats import TensorFile

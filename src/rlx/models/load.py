@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ import rlx.models.vit  # noqa: F401  declares the family
 from rlx.arrays import Array
 from rlx.dtypes import FLOAT8_PACKED
 from rlx.errors import CapabilityError, FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.mapped_file import FileMap
 from rlx.formats.scaled_weights import ALTERNATIVES, METHODS, ScaledFile

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import fused_gated_ffn, linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx.fast_dataclass import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, NomicEncoderLayer
 from rlx.models.config import MAX_HEAD_DIM, EncoderConfig, key, unsupported

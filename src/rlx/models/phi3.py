@@ -6,10 +6,10 @@ Long contexts have one RoPE factor per frequency (longrope); Phi-4-mini rotates 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.models import llama
 from rlx.models.config import DecoderConfig, Ignorable, key

@@ -8,7 +8,7 @@ GGUF file, which cannot say, gives vectors of length 1, as llama.cpp's tools do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import F32
 from rlx.errors import CapabilityError, FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage

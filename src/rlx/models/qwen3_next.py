@@ -7,12 +7,12 @@ files have the 1 in the norms and store decay rates instead of their logarithms.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DeltaNetLayer, FlowStage, GatedAttentionLayer, GemmaRmsNorm, RmsNorm, SharedMoeFfn
 from rlx.models import moe

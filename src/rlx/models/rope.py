@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import CapabilityError, FormatError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.flow.stages import FlowStage, RopeGrowth, RopeSwitch, RopeTables
 from rlx.formats import TensorFile
 from rlx.formats.tensor_file import quoted

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlx.fast_dataclass import dataclass
 from rlx.formats.tensor_file import broken, quoted
 from rlx.models.load import read_json
 

@@ -6,10 +6,10 @@ Full SigLIP models are read too: `vision_config` and the weights under `vision_m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow

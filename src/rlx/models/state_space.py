@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.formats import TensorFile
 from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Ignorable, ModelConfig, check_activation, key
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import FormatError, RequestError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages import FlowStage, VitSelfAttn
 from rlx.flow.state import FlowValue

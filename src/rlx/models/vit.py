@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from rlx.fast_dataclass import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import ClsTokenPool, FlowStage, GeluFfn, LayerNorm
 from rlx.flow.stages.vision import pre_norm_layer

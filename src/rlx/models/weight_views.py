@@ -6,12 +6,13 @@ Produces views where possible, so quantised rows stay quantised and mapped ones 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.formats import TensorEntry, TensorFile
 from rlx.formats.scaled_weights import with_scales
 from rlx.formats.tensor_file import broken, quoted

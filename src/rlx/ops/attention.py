@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
 from rlx.ir.independence import never
 from rlx.ir.registry import Sample, Spec, boolean, f32, i32, op, sample

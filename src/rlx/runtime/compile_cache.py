@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlx.backends import cache_folder
 from rlx.backends.base import Backend, Executable
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
 from rlx.runtime import program_cache, record_json

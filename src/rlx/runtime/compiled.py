@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -19,6 +19,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends.base import Backend, Buffer, Device, Enqueued, Executable, InputSpec, bytes_of
 from rlx.errors import BindError, CapabilityError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock, cached_property
 from rlx.free_memory import require, writable
 from rlx.host_memory import release

@@ -14,7 +14,6 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import dtype
+from rlx.fast_dataclass import dataclass
 from rlx.formats.mapped_file import FileMap, map_of
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensor_file import PathLike, broken, open_bytes

@@ -12,7 +12,7 @@ import functools
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rlx.backends import cache_folder
 from rlx.backends.base import Device, backend, backend_of
 from rlx.backends.reports import Code
 from rlx.errors import BindError, CapabilityError, FormatError, GraphError, LowerError, NotFoundError
+from rlx.fast_dataclass import dataclass
 from rlx.formats.tensor_file import PathLike, quoted
 from rlx.free_memory import writable
 from rlx.ir import provenance

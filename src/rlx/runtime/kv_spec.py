@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import CapabilityError
+from rlx.fast_dataclass import dataclass
 from rlx.kv_layout import KvLayout
 from rlx.types import Size
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlx.dtypes import dtype
 from rlx.errors import RlxError, shortened
+from rlx.fast_dataclass import dataclass
 from rlx.formats.tensor_file import broken, quoted
 from rlx.types import parse_type
 

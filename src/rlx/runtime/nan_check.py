@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import NonFiniteError
+from rlx.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Node, Value

@@ -6,12 +6,13 @@ import contextlib
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlx import dims, types
 from rlx.backends import cache_folder
 from rlx.backends.base import backend_of
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph
 from rlx.lir import expressions, interface, kernels, loops, program, views
 from rlx.lir.program import Program

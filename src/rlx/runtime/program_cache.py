@@ -7,7 +7,6 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ from rlx.backends import cache_folder
 from rlx.backends.base import backend_of
 from rlx.dtypes import dtype
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
 from rlx.runtime import record_json

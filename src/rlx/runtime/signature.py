@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlx.fast_dataclass import dataclass
 from rlx.types import TensorType
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ import enum
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from rlx.errors import CapabilityError, FormatError, GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph
 from rlx.mir.bind_dims import bind_dims
 from rlx.module import GraphModule, WithWeights

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.backends.base import Allocator
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 
 if TYPE_CHECKING:

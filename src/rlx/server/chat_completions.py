@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.engine.answer_parser import AnswerParser, Event
@@ -14,6 +13,7 @@ from rlx.engine.request import Request
 from rlx.engine.sampler import Allowed
 from rlx.engine.tool_loop import answer_parser, call_constraint, for_template, new_id
 from rlx.engine.tools import Tool, choose_tools, tools_of
+from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import invalid
 from rlx.server.engine_thread import Served
 from rlx.server.exchange import Exchange

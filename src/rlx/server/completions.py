@@ -6,12 +6,12 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.logprobs import Logprob
 from rlx.engine.request import Request
+from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import ApiError
 from rlx.server.engine_thread import Served
 from rlx.server.exchange import Exchange

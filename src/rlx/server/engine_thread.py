@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from rlx.engine.language_model import LanguageModel
 from rlx.engine.request import Request, Ticket
 from rlx.engine.scheduler import Scheduler
 from rlx.errors import OverloadedError, RequestError, RlxError
+from rlx.fast_dataclass import dataclass
 
 LOG = logging.getLogger("rlx.server")
 EMBED_TOKENS = 16384  # per call, so that decode steps of other models wait no longer

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from rlx.engine.logprobs import Logprob
 from rlx.engine.request import Request, Ticket
 from rlx.engine.sequence import Sequence as TokenSequence
+from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import ApiError, of_rlx
 from rlx.server.engine_thread import EngineThread, Served
 

@@ -6,13 +6,14 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.request import Request
 from rlx.engine.sampler import Allowed, Sampling
 from rlx.engine.structured import Structure
+from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import invalid
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields

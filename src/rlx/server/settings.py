@@ -8,10 +8,11 @@ import ipaddress
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from rlx.errors import RequestError
+from rlx.fast_dataclass import dataclass
 
 MAX_HEAD = 16 << 10  # bytes of a request's line and headers
 MAX_BODY = 8 << 20

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rlx.errors import nearest
+from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import ApiError, invalid
 from rlx.server.engine_thread import EngineThread, Served
 from rlx.server.exchange import Exchange

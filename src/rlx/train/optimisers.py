@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.errors import RequestError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.patterns import matches_name
 from rlx.ir.graph import Value
 from rlx.train.schedules import Schedule

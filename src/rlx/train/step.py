@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.flow.built import BuiltModel
 from rlx.flow.patterns import check_names_matched, check_not_shadowed
 from rlx.flow.stages.parts import DROPOUT_KEY

@@ -17,9 +17,9 @@ its vmap rule. Tables are decorators, for ops of users too:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import RuleTable
 from rlx.types import Size

@@ -6,8 +6,8 @@ A scan with checkpoints becomes a scan of segments that saves the carry before e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.build import declare, slice_axis, zeros

@@ -7,12 +7,13 @@ cuts that into a forward part that saves values and a backward part that reads t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from rlx.errors import GraphError, LowerError, VerifyError
+from rlx.fast_dataclass import dataclass
 from rlx.ir.compose import has_segments
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import LEAF, NAMED, checked_results

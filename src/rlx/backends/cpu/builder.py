@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from rlx.fast_dataclass import dataclass
 
 Body = Callable[..., "Sequence[Value] | None"]
 

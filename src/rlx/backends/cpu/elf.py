@@ -13,9 +13,9 @@ import platform
 import struct
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rlx.errors import CapabilityError, FormatError
+from rlx.fast_dataclass import dataclass
 
 # C library functions that LLVM may call on its own; anything else undefined is a generator bug.
 LIBC = frozenset({"memcpy", "memmove", "memset"})

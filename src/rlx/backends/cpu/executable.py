@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ from rlx.backends.cpu.memory_check import out_of_memory
 from rlx.backends.cpu.program_layout import Layout, lay_out
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.errors import BindError, KernelError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.free_memory import ADDRESSES, fits
 from rlx.host_memory import PAGE, address

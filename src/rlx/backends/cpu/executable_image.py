@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx.backends.cpu.program_layout import Layout
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

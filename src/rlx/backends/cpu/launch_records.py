@@ -7,12 +7,13 @@ writes what depends on sizes and addresses: trip counts of loops, and how far th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from rlx.backends.cpu import driver
+from rlx.fast_dataclass import dataclass
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 ENDLESS = 1 << 62  # steps of a loop that only its predicate ends

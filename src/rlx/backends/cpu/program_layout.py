@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from rlx.backends.cpu import driver
 from rlx.backends.cpu.launch_records import ARGUMENTS, ENDLESS, FLAGS, FUNCTION, LoopPlan, Mark, Records, Words
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import DType
+from rlx.fast_dataclass import dataclass
 from rlx.lir.interface import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Assertion
 from rlx.lir.memory import Lifetime, lifetimes
 from rlx.types import Size, is_monotone, product, symbols_of

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlx.dtypes import DType
+from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import LoopKernel
 from rlx.operand_layouts import WeightLayout
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from rlx.backends.cpu.builder import Module
+from rlx.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from rlx.lir.views import View

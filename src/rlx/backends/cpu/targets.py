@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlx.dtypes import DType
 from rlx.errors import CapabilityError
+from rlx.fast_dataclass import dataclass
 from rlx.kv_layout import KV_PAGE, KvLayout
 from rlx.operand_layouts import Layout, WeightLayout
 from rlx.target import Target

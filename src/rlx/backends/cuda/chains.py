@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, combinations
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from rlx.backends.cuda.loops.emitter import WARP, Emitter, Variant
 from rlx.backends.cuda.loops.footprints import Footprint, footprints
 from rlx.backends.cuda.sized import Sizes, digest, with_sizes
 from rlx.backends.cuda.targets import CudaTarget
+from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import LoopKernel
 from rlx.lir.memory import lifetimes
 from rlx.lir.program import Program

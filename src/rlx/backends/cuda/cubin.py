@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlx.errors import FormatError
+from rlx.fast_dataclass import dataclass
 
 INFO, SHARED, TEXT = ".nv.info", ".nv.shared.", ".text."
 WORDS, REGISTERS, FRAME = 0x04, 0x2F, 0x11  # a record with words of its own, and what it is about

@@ -8,10 +8,10 @@ that `plan` chose. All variants of a kernel take one struct by value: the words 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlx.backends.cuda.targets import CudaTarget
+from rlx.fast_dataclass import dataclass
 
 EXTRA_WORDS = ("scratch", "fault", "launch")  # after the words of the kernel
 

@@ -6,7 +6,7 @@ The plan is data: it prints, and it is made without a GPU. `Executable` gives it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, AnyKernel, KernelPlan, en
 from rlx.backends.cuda.prologues import PrologueKernel, fuse_prologues
 from rlx.backends.cuda.sized import SizedKernel, Sizes
 from rlx.backends.cuda.targets import CudaTarget
+from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Check, LoopKernel, statements
 from rlx.lir.program import CONST, INPUT, WEIGHT, Launch, Program

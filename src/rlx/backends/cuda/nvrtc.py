@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.backends import cache_folder
 from rlx.backends.cuda.cubin import Resources, resources
 from rlx.backends.cuda.wheels import require_wheels
 from rlx.errors import LowerError
+from rlx.fast_dataclass import dataclass
 
 OPTIONS = ("--fmad=false", "--std=c++17", "--ptxas-options=-v")  # products and sums fuse only where the code says fma
 _KIND = "cubins"  # folder of the cache

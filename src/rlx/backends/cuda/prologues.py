@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from rlx.backends.cuda.matmul.common import multiplied
 from rlx.backends.cuda.sized import Sizes, with_sizes
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.dtypes import F32
+from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import MatmulKernel
 from rlx.lir.loops import LoopKernel
 from rlx.lir.program import ARENA, Program

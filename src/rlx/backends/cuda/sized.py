@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import AnyKernel, KernelPlan, entry
 from rlx.backends.cuda.targets import CudaTarget
+from rlx.fast_dataclass import dataclass
 
 Sizes = tuple[tuple[str, int], ...]  # words of a kernel and their values
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlx.dtypes import DType
 from rlx.errors import CapabilityError
+from rlx.fast_dataclass import dataclass
 from rlx.kv_layout import KvLayout
 from rlx.target import Target
 

@@ -6,12 +6,12 @@ Large copies go in chunks through two pinned slots: the host fills one while the
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 
 if TYPE_CHECKING:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import I64, DType, cast_array
+from rlx.fast_dataclass import dataclass
 from rlx.lir import loops
 from rlx.lir.loops import Apply, Arg, Choose, Const, Expr, For, Index, Load, Lookup, LoopKernel, Reduce, Ref, Stmt
 from rlx.lir.scalar_meanings import COMBINE, MEANINGS, identity

@@ -8,11 +8,12 @@ the same code.
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import Any
 
 from rlx.dtypes import BOOL, I32
 from rlx.errors import GraphError, ShapeError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_rows, has_positions, rope_tables_of, size_of, token_positions

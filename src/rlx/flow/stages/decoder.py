@@ -7,10 +7,11 @@ so prefill and decode are the same graph; `*DecodeLayer` stages also take a past
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, field
 from typing import Any
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.side_outputs import SideOutputs

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import GraphError, ShapeError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_style, check_tables
 from rlx.flow.stages.base import FlowStage

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rlx.dtypes import I32
 from rlx.errors import GraphError, nearest
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_rows, has_positions, kept_tokens, rope_tables_of, token_positions

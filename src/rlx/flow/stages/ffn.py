@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import gated_ffn, linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from numbers import Real
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import norm
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage

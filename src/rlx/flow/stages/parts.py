@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from numbers import Real
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_style, check_tables

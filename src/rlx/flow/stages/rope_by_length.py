@@ -6,12 +6,11 @@ input `lengths`; without one it is counted up to the last token that is not padd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import GraphError, ShapeError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_rows, check_style, check_tables, has_positions, kept_tokens, token_positions
 from rlx.flow.stages.base import FlowStage

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.emit import Emit, as_flow_value
 from rlx.flow.stages.base import FlowStage

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage

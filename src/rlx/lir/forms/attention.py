@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from rlx.dtypes import BOOL, I64
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node, Value
 from rlx.kv_layout import POOL_AXES
 from rlx.lir.forms.linear import Strided, multiply

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rlx.dtypes import BOOL, F16, F32, I8, I32, I64, DType
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
 from rlx.lir.aliasing import may_write
 from rlx.lir.forms import attention

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from rlx.dtypes import F16, F32, I16, I32, I64, U8, DType
+from rlx.fast_dataclass import dataclass
 from rlx.formats import quant_blocks
 from rlx.lir.forms.small_floats import small_float
 from rlx.lir.loops import (

@@ -6,9 +6,8 @@ tokens read `order`, all token indices sorted by row, and `offsets`, where each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.dtypes import BOOL, I32, I64
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
 from rlx.lir.kernels import OUTSIDE_STATES

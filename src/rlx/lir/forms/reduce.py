@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlx.dtypes import BOOL, F32, F64, I32, I64
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
 from rlx.lir.forms.shape import require_at_most
 from rlx.lir.loops import (

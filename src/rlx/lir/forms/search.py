@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rlx.dtypes import F32, I8, I32, I64, DType
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node, Value
 from rlx.lir.forms.row_kernels import ROW, Body, Rows
 from rlx.lir.loops import Apply, Const, Expr, For, Index, Load, Reduce, Ref, Store, fma

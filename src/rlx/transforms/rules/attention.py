@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlx.dtypes import I32
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ops.attention import parse_mask, row_type
 from rlx.transforms.build import cast_to, count, flat, iota, zeros_like

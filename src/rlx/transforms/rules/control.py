@@ -7,9 +7,9 @@ A while loop with `max_steps` becomes a scan of that many steps. A branch saves 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rlx.errors import GraphError
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.build import declare, move_axis, sum_to, zeros

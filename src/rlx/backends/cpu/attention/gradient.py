@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from rlx.backends.cpu.math.exponential import exp2
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.lir.kernels import AttentionGradKernel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlx.backends.cpu.attention import outputs, packing, rows, segments, softmax
 from rlx.backends.cpu.attention.elements import clear, fetch
@@ -13,6 +13,7 @@ from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, i64
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
+from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import OUTSIDE_POOL, OUTSIDE_TABLE, AttentionKernel
 
 _POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "table", "rows", "lse")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlx.backends.cpu.attention.packing import each_strip
@@ -10,6 +9,7 @@ from rlx.backends.cpu.attention.plan import Plan
 from rlx.backends.cpu.attention.tiles import ahead_step, micro_kernel_address
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, const, i64
 from rlx.backends.cpu.targets import KEY_BLOCK
+from rlx.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.attention.nest import Units

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
 from rlx.backends.cpu.routine import HEADER_BYTES
 from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
 from rlx.dtypes import BY_NAME, F32, F64, I32, DType
 from rlx.errors import LowerError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.host_memory import LINE
 from rlx.lir.forms.quant_blocks import UNIT

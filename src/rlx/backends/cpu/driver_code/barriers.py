@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import Builder, Value, const, i64
 from rlx.backends.cpu.driver_code.system import System, call_void, exchange, load, replace, seat_of
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import NULL, Builder, Value, const, i64
 from rlx.backends.cpu.driver_code.system import System, call_void, exchange, load, publish, replace
 from rlx.backends.cpu.driver_code.walk import Walk
 from rlx.backends.cpu.driver_code.workers import Workers
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

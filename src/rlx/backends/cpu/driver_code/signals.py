@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import Builder, Value, const, i64
 from rlx.backends.cpu.driver_code.system import System
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

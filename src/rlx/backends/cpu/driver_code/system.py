@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import Builder, Value, const, i64
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

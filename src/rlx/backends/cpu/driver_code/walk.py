@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import NULL, Builder, Value, const, i64
 from rlx.backends.cpu.driver_code.system import call_void
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

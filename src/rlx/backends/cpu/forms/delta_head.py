@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlx.backends.cpu.targets import cpu_target
 from rlx.dtypes import I32, I64
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
 from rlx.lir.forms.ragged import COUNT, Tokens

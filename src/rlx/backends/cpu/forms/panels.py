@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rlx.backends.cpu.packing.interleaved import first_word, separate_fields
 from rlx.backends.cpu.quant_blocks import Blocks
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F16, F32, I32, I64, U8, DType
+from rlx.fast_dataclass import dataclass
 from rlx.formats.quant_blocks import Position
 from rlx.lir.forms.quant_blocks import UNIT, Block, Int, decode
 from rlx.lir.loops import (

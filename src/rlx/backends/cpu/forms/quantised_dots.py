@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlx.backends.cpu.forms.panels import ARGUMENTS, Panels, block_number, multiply_add, over_panel, panel_params
 from rlx.backends.cpu.packing.quantised_activations import Activations, activations_for
 from rlx.backends.cpu.quant_blocks import Blocks
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I32, I64, DType
+from rlx.fast_dataclass import dataclass
 from rlx.formats.iq_blocks import power_scale
 from rlx.formats.quant_blocks import signed_word
 from rlx.lir.forms.quant_blocks import Block

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from rlx.backends.cpu.builder import Builder, Value, const, i64, lanes_of, vector
 from rlx.backends.cpu.loops import memory
@@ -17,6 +17,7 @@ from rlx.backends.cpu.loops.scalars import MEMORY, REGISTER, Scalars
 from rlx.backends.cpu.math import FUNCTIONS
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BOOL, I64
+from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import (
     Apply,
     Arg,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.backends.cpu.builder import Builder, Value, const, lanes_of, scalar_of, vector
 from rlx.backends.cpu.loops.byte_dots import dot
 from rlx.backends.cpu.math import FUNCTIONS, arithmetic, conversions
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BOOL, F32, F64, I64, U8, U32, DType
 from rlx.errors import LowerError
+from rlx.fast_dataclass import dataclass
 
 # Element types in memory, and value types in registers. Narrow floats are bit patterns until they are cast.
 MEMORY = {"f64": "double", "f32": "float", "f16": "i16", "bf16": "i16", "i64": "i64", "i32": "i32", "i16": "i16",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Value, const, lanes_of, scalar_of, vector
 from rlx.backends.cpu.targets import CpuTarget
+from rlx.fast_dataclass import dataclass
 
 Number = Value | float
 

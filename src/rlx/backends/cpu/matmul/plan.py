@@ -7,14 +7,13 @@ panel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.backends.cpu.builder import vector
 from rlx.backends.cpu.quant_blocks import BlockLayout, Blocks
 from rlx.backends.cpu.routine import HEADER_BYTES
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BF16, F16, F32, I64, DType
 from rlx.errors import LowerError
+from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
 from rlx.lir.kernels import MatmulKernel, sum_name
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Store, substitute

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.backends.cpu.builder import Value
+from rlx.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

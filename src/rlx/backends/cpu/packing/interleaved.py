@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from rlx.backends.cpu.quant_blocks import BlockLayout, Blocks
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I16, I32, I64, DType
 from rlx.dtypes import dtype as dtype_of
+from rlx.fast_dataclass import dataclass
 from rlx.formats.quant_blocks import signed_word
 from rlx.ir.graph import Node
 from rlx.lir.forms.quant_blocks import unit_of

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import I8, I16, I32, I64, DType
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
 from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import F32, I8, I32, I64
+from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
 from rlx.lir.forms.quantised_activations import BLOCK, code, over_rows, scales
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, Place, Reduce, Ref, Stmt, Store

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from rlx.backends.cuda.kernel_plan import words_struct
 from rlx.backends.cuda.loops import operations
@@ -31,6 +31,7 @@ from rlx.backends.cuda.loops.structure import (
 )
 from rlx.dtypes import BOOL, I32, I64, DType
 from rlx.errors import LowerError
+from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import (
     Apply,
     Arg,

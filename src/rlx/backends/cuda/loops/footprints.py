@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.backends.cuda.loops.structure import each, values
 from rlx.dtypes import I64
+from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import (
     Apply,
     Arg,

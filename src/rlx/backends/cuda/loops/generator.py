@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.loops.emitter import BLOCK, PART, WARP, Emitter, Variant
@@ -16,6 +16,7 @@ from rlx.backends.cuda.loops.independence import WarpLoop, are_disjoint, warp_lo
 from rlx.backends.cuda.loops.ranges import Ranges
 from rlx.backends.cuda.loops.structure import SharedLoop, is_free, largest_pack, shared_loops, split_reductions
 from rlx.backends.cuda.targets import CudaTarget
+from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import Arg, LoopKernel, Place, Ref
 

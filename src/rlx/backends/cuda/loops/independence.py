@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from rlx.backends.cuda.loops.ranges import Ranges, Span
 from rlx.backends.cuda.loops.structure import SharedLoop, each_in, is_condition, shared_loops_in, values
 from rlx.dtypes import I64
+from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import (
     Apply,
     Arg,

@@ -7,10 +7,10 @@ values. Other 64-bit integers (loaded ones, variables, sums) are always computed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx.backends.cuda.loops.structure import values
 from rlx.dtypes import BOOL, I8, I16, I64, U8
+from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import (
     Apply,
     Arg,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from rlx.dtypes import BOOL
+from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import (
     Apply,
     Arg,

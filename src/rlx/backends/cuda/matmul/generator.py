@@ -9,7 +9,7 @@ have ended; d, blocks have twice the usual threads; k, n, the axis along which w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles
@@ -18,6 +18,7 @@ from rlx.backends.cuda.matmul.tiles import TILES, Tile
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.dtypes import F32
 from rlx.errors import LowerError
+from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import Kernel, MatmulKernel, weight_name
 
 FEW_ROWS = 8  # rows of A up to which the `rows` variants run

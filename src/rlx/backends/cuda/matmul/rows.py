@@ -10,11 +10,10 @@ launches have ended. The sums of chunks meet in shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import flag, preamble
 from rlx.backends.cuda.matmul.fragments import FRAGMENTS
+from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import MatmulKernel
 
 ALL = "\n  const Words& w = all.product;"

@@ -11,11 +11,11 @@ block of a tile adds them in order. For grouped rows a block multiplies its rows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import CHUNKS, flag, preamble
 from rlx.backends.cuda.matmul.fragments import FRAGMENTS
+from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import MatmulKernel
 
 COUNTERS = 1 << 16  # bytes of scratch for counters of tiles, if blocks split k
