@@ -376,3 +376,35 @@ def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(stream())
     texts = [data for data in sent if data and data != b": ping\n\n"]
     assert texts == [b'data: "a"\n\n', b'data: "b"\n\ndata: "c"\n\n', b"data: [DONE]\n\n"]
+
+
+def test_long_work_between_steps_does_not_stop_the_others() -> None:
+    """Such as the log-probabilities of a long prompt: the engine steps after every part, and stops if nobody waits."""
+    order: list[str] = []
+    loop = asyncio.new_event_loop()
+    engine = engine_thread.EngineThread({})
+    scheduler: Any = SimpleNamespace(step=lambda: order.append("step") or len(order) < 12, close=lambda: None)
+    model: Any = SimpleNamespace(close=lambda: None)
+    engine.served["tiny"] = engine_thread.Served("tiny", model, scheduler=scheduler)
+
+    def parts(count: int) -> Any:
+        for _ in range(count):
+            order.append("part")
+            yield
+
+    async def main() -> None:
+        engine.start(loop)
+        await engine.run(parts(3))
+        endless = asyncio.create_task(engine.run(parts(10**9)))
+        await asyncio.sleep(0.05)
+        endless.cancel()
+
+    try:
+        loop.run_until_complete(main())
+        assert until(lambda: not engine._jobs)
+        assert " ".join(order).startswith("step part step part step part step")
+        ended = len([word for word in order if word == "part"])
+        assert ended < 10**6 and ended > 3
+    finally:
+        engine.stop()
+        loop.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,27 +52,43 @@ def text_after(
 def scores_of(model: LanguageModel, texts: Sequence[ScoredText], top: int) -> list[Score]:
     """The scores of texts, with the `top` likeliest tokens at each position."""
     scores = [Score([]) for _ in texts]
+    for _ in score_steps(model, texts, scores, top):
+        pass
+    return scores
+
+
+def score_steps(
+    model: LanguageModel, texts: Sequence[ScoredText], scores: Sequence[Score], top: int, *,
+    namespace: tuple[str, ...] = NAMESPACE, max_tokens: Callable[[], int] = lambda: call_sizes.CHUNK,
+) -> Iterator[None]:  # fmt: skip
+    """Fill in the scores of texts, one call of the model per step, of at most `max_tokens()` tokens."""
     scored = [i for i, text in enumerate(texts) if text.begin < len(text.tokens)]
     order = sorted(scored, key=lambda i: len(texts[i].tokens))
     rows = 1 if model.caches.spec.states else call_sizes.ROWS  # how the delta rule rounds depends on the longest text
     for first in range(0, len(order), rows):
         batch = order[first : first + rows]
-        _score_batch(model, [texts[i] for i in batch], [scores[i] for i in batch], top)
-    return scores
+        yield from _score_batch(
+            model, [texts[i] for i in batch], [scores[i] for i in batch], top, namespace, max_tokens
+        )
 
 
-def _score_batch(model: LanguageModel, texts: Sequence[ScoredText], scores: Sequence[Score], top: int) -> None:
+def _score_batch(
+    model: LanguageModel, texts: Sequence[ScoredText], scores: Sequence[Score], top: int, namespace: tuple[str, ...],
+    max_tokens: Callable[[], int],
+) -> Iterator[None]:  # fmt: skip
     cache = model.caches.new(len(texts))
     decoder = Decoder(model.compiled, cache)
     # the logits of a prompt are not needed, so its beginning may come from the prefix cache
-    places = [cache.restore(row, t.tokens[: t.begin], NAMESPACE, len(t.tokens)) for row, t in enumerate(texts)]
-    chunk = aligned(min(LOGIT_BYTES // (4 * model.facts.vocab), call_sizes.CHUNK) // len(texts), cache.spec)
+    places = [cache.restore(row, t.tokens[: t.begin], namespace, len(t.tokens)) for row, t in enumerate(texts)]
     while any(place < len(text.tokens) for place, text in zip(places, texts, strict=True)):
+        tokens = min(LOGIT_BYTES // (4 * model.facts.vocab), max_tokens(), call_sizes.CHUNK)
+        chunk = aligned(tokens // len(texts), cache.spec)
         pieces = [text.tokens[place : place + chunk] for place, text in zip(places, texts, strict=True)]
         _score_pieces(model, decoder, texts, scores, pieces, places, top)
         places = [place + len(piece) for place, piece in zip(places, pieces, strict=True)]
+        yield
     for row in range(len(texts)):
-        cache.release(row, NAMESPACE)
+        cache.release(row, namespace)
 
 
 def _score_pieces(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from rlx.engine.call_sizes import CHUNK
 from rlx.engine.language_model import LanguageModel
-from rlx.engine.logprobs import Logprob
+from rlx.engine.logprobs import Logprob, Score
 from rlx.engine.request import Request
+from rlx.engine.scheduler import SLICE
+from rlx.engine.scoring import ScoredText, score_steps
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import ApiError
-from rlx.server.engine_thread import Served
+from rlx.server.engine_thread import EngineThread, Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
 from rlx.server.generation import Generation, Row
@@ -117,7 +118,8 @@ async def _answer(
     scores: list[list[Logprob | None]] = [[] for _ in prepared.prompts]
     if request.echo and request.logprobs is not None:
         for i, tokens in enumerate(prepared.prompts):
-            scores[i] = await state.engine.call(functools.partial(_prompt_logprobs, model, tokens, request.logprobs))
+            namespace = prepared.requests[i * request.common.count].namespace
+            scores[i] = await _prompt_logprobs(state.engine, served, tokens, request.logprobs, namespace)
     await generation.start(prepared.requests)
     head = {
         "id": f"cmpl-{exchange.id}", "object": "text_completion", "created": int(time.time()), "model": served.name,
@@ -179,11 +181,16 @@ async def _chunks(
         yield [head | {"choices": [], "usage": generation.usage(len(prepared.prompts))}]
 
 
-def _prompt_logprobs(model: LanguageModel, tokens: list[int], top: int | None) -> list[Logprob | None]:
-    """Log-probabilities of a prompt's tokens; the first has none."""
-    if len(tokens) < 2:
-        return [None] * len(tokens)
-    scores = model.score(tokens[1:], prompt=tokens[:1], logprobs=max(top or 0, 0))
-    if len(scores.tokens) != len(tokens) - 1:
-        raise ApiError(500, "the scores of a prompt are incomplete")
-    return [None, *scores.tokens]
+async def _prompt_logprobs(
+    engine: EngineThread, served: Served, tokens: list[int], top: int, namespace: str
+) -> list[Logprob | None]:
+    """Log-probabilities of a prompt's tokens; the first has none. While others generate, it takes short steps."""
+    score, scheduler = Score([]), served.scheduler
+
+    def max_tokens() -> int:
+        return SLICE if scheduler is not None and scheduler.busy else CHUNK
+
+    text = ScoredText(tokens, 1)
+    steps = score_steps(served.language, [text], [score], top, namespace=("", namespace), max_tokens=max_tokens)
+    await engine.run(steps)
+    return [None, *score.tokens][: len(tokens)]

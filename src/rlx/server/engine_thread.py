@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -149,7 +149,7 @@ class EngineThread:
         self.active = 0  # requests, counted on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[tuple[Deliver, Any]] = []
-        self._jobs: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
+        self._jobs: deque[tuple[Iterator[None], asyncio.Future[None]]] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._step_began = 0.0  # clock; 0: no step runs
@@ -191,20 +191,12 @@ class EngineThread:
         served.embeddings.submit(job)
         self._wake.set()
 
-    async def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function between steps of the engine; awaits its result."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def done(result: Any) -> None:
-            if not future.done():
-                if isinstance(result, BaseException):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
-
-        self._jobs.append((function, done))
+    async def run(self, steps: Iterator[None]) -> None:
+        """Run an iterator to its end, one item between two steps of the engine, or until nobody awaits it."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._jobs.append((steps, future))
         self._wake.set()
-        return await future
+        await future
 
     # -- engine thread --
     def _post(self, deliver: Deliver, item: Any) -> None:
@@ -252,21 +244,35 @@ class EngineThread:
             except Exception as error:  # a defect: requests that it belongs to time out, the others go on
                 LOG.error("%s: a step failed: %s", served.name, type(error).__name__, exc_info=not_private(error))
         if self._jobs:
-            function, done = self._jobs.popleft()
-            try:
-                result = function()
-            except Exception as error:
-                result = error
-            self._post(done, result)
+            self._step_job(*self._jobs.popleft())
             busy = True
         self._step_began = 0.0
         self._flush()
         return busy
 
+    def _step_job(self, steps: Iterator[None], future: asyncio.Future[None]) -> None:
+        try:
+            if not future.cancelled():
+                next(steps)
+                self._jobs.append((steps, future))
+        except StopIteration:
+            self._post(_resolve, (future, None))
+        except Exception as error:
+            self._post(_resolve, (future, error))
+
     def _flush(self) -> None:
         if self._outbox and self._loop is not None and not self._loop.is_closed():
             items, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(_deliver, items)
+
+
+def _resolve(outcome: tuple[asyncio.Future[None], Exception | None]) -> None:
+    future, error = outcome
+    if not future.done():
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
 
 def _deliver(items: Sequence[tuple[Deliver, Any]]) -> None:

@@ -24,6 +24,7 @@ from rlx.backends.cpu.packing.panels import Panels
 from rlx.backends.cpu.routine import HEADER_BYTES, Routine
 from rlx.dtypes import BF16, F16, F32, F64, I32, DType
 from rlx.errors import LowerError
+from rlx.host_memory import LINE
 from rlx.lir.kernels import Epilogue, EpilogueOperand, MatmulKernel
 from rlx.lir.loops import Expr, Ref
 from rlx.target import Target
@@ -228,6 +229,18 @@ def test_narrow_panels_give_the_bits_of_the_same_numbers_in_f32(target: Target, 
         product = multiply(plain(F32, True, target, stored=stored), a, b)
         assert np.array_equal(product, multiply(plain(F32, True, target), a, wide))
         assert_product(product, a, wide)
+
+
+@EVERY_TARGET
+@EVERY_NARROW_TYPE
+def test_a_single_row_takes_several_panels_together(target: Target, stored: DType) -> None:
+    """Any number of panels, the last one full or not, and k a multiple of the unrolled steps or not."""
+    for panels in range(1, 10):
+        for n, k in ((panels * target.panel(4), 50), (panels * target.panel(4) - 3, 7), (panels * target.panel(4), 1)):
+            a, b = random((1, k), F32), random((k, n), F32, 1).astype(stored.numpy)
+            product = multiply(plain(F32, True, target, stored=stored), a, b)
+            assert np.array_equal(product, multiply(plain(F32, True, target), a, b.astype(np.float32)))
+            assert_product(product, a, b.astype(np.float32))
 
 
 @EVERY_TARGET
@@ -600,6 +613,7 @@ def test_narrow_panels_have_tiles_that_widen_and_tiles_that_do_not(target: Targe
     assert [r.symbol for r in entry.tables["tiles"]] == [
         *(f"tile.f32.{stored}.{h}x{vectors}" for h in heights), *(f"tile.f32.{h}x{vectors}" for h in heights),
         f"widen_panel.f32.{stored}.{vectors}",
+        *([f"tile.f32.{stored}.1x{vectors}.panels"] if target.panel(4) * 2 < LINE else []),
     ]  # fmt: skip
     object_file = toolchain.compile_text(text({r.symbol: r for r in entry.routines()}.values()), target)
     assert set(toolchain.undefined_symbols(object_file)) <= toolchain.LIBC

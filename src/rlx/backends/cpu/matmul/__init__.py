@@ -17,7 +17,7 @@ from rlx.backends.cpu.matmul.nest import nest
 from rlx.backends.cpu.matmul.packing import packing, widening
 from rlx.backends.cpu.matmul.plan import Plan as Plan
 from rlx.backends.cpu.matmul.tiles import micro_kernel as micro_kernel
-from rlx.backends.cpu.matmul.tiles import tile
+from rlx.backends.cpu.matmul.tiles import panels_tile, tile
 from rlx.backends.cpu.routine import Call, Entry
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import MatmulKernel
@@ -29,7 +29,7 @@ def entry(kernel: MatmulKernel, target: CpuTarget) -> Entry:
 
     `tiles` are the micro-kernels by height, starting at one row; if B is not packed, its packing routine follows them.
     With narrow panels, the tiles that widen them come first, then those that do not, then the routine that widens a
-    panel.
+    panel, then the one for a single row and several panels.
     """
     plan = Plan(kernel, target)
     heights = range(0) if plan.integers else range(1, target.tile_rows + 1)  # integer matmuls have their own tiles
@@ -38,6 +38,7 @@ def entry(kernel: MatmulKernel, target: CpuTarget) -> Entry:
     if kernel.stored is not None:
         narrow = (replace(plan.form, rows=height) for height in heights)
         tiles = (*(tile(each, target, transposed=transposed) for each in narrow), *tiles, widening(plan.form, target))
+        tiles += (panels_tile(plan.form, target),) if plan.side_by_side else ()
     tables = {"tiles": tiles if plan.packed else (*tiles, packing(plan.form))}
     if plan.blocks is not None:
         tables["blocks"] = tuple(loops.routine(reader, target) for reader in plan.blocks.kernels)

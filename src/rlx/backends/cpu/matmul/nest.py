@@ -14,7 +14,7 @@ from rlx.backends.cpu.matmul.packing import masked_store
 from rlx.backends.cpu.matmul.plan import SLAB, Geometry, Plan
 from rlx.backends.cpu.matmul.quantised import Quantised
 from rlx.backends.cpu.matmul.stripes import Right, RowBlock, Stripe
-from rlx.backends.cpu.matmul.tiles import lines_of_a_step
+from rlx.backends.cpu.matmul.tiles import SIDE_BY_SIDE, lines_of_a_step
 from rlx.backends.cpu.routine import HEADER_BYTES, NOALIAS_ENTRY_ARGUMENTS, Routine
 from rlx.host_memory import LINE
 
@@ -145,7 +145,33 @@ class Nest:
         def slab_of_panels(first: Value, end: Value, slab: Value) -> None:
             b.loop(first, end, 1, lambda panel: self.stripe(rows, first, panel, slab, slabs, step))
 
-        b.loop(low, high, group, panels)
+        def single() -> None:
+            b.loop(low, high, group, panels)
+
+        if self.plan.side_by_side:
+            b.when(b.icmp("eq", self.m, 1), lambda: self.groups_of(rows, low, high, step), single)
+        else:
+            single()
+
+    def groups_of(self, rows: RowBlock, low: Value, high: Value, step: Value) -> None:
+        """Groups of neighbouring panels times a single row; those that are left over run one by one."""
+        b = self.b
+        full = b.add(low, b.mul(b.sdiv(b.sub(high, low), SIDE_BY_SIDE), SIDE_BY_SIDE))
+        b.loop(low, full, SIDE_BY_SIDE, lambda panel: self.group(rows, panel, step))
+        b.loop(full, high, 1, lambda panel: self.stripe(rows, panel, panel, i64(0), i64(1), step))
+
+    def group(self, rows: RowBlock, first: Value, step: Value) -> None:
+        """One group of panels."""
+        b, form, word = self.b, self.form, self.word
+        stripes = [self._stripe(rows, first, b.add(first, i), i64(0), i64(1), step) for i in range(SIDE_BY_SIDE)]
+        near = b.icmp("sle", b.mul(self.panels, b.mul(self.k, form.right_bytes)), CACHED)
+        ahead = b.select(near, i64(0), i64(STREAM_AHEAD))
+        multiply = b.load("ptr", b.offset(word["tiles"], 8 * (2 * form.rows + 1)), align=8)
+        places = [*(stripe.b for stripe in stripes), *(stripe.sums for stripe in stripes)]
+        b.call_pointer(multiply, rows.a, self.k, ahead, *places)
+        for stripe in stripes:
+            self._set_columns(stripe)
+            self.finish(stripe, rows.first_row, i64(1), stripe.sums)
 
     def _cut(self, rows: RowBlock, panels: Value) -> tuple[Value, Value]:
         """How many panels alternate over a slab, and the maximum k steps per slab.
@@ -171,6 +197,20 @@ class Nest:
 
     def stripe(self, rows: RowBlock, first: Value, panel: Value, slab: Value, slabs: Value, step: Value) -> None:
         """All tiles of the row block, over one slab of one panel."""
+        stripe = self._stripe(rows, first, panel, slab, slabs, step)
+        self._set_columns(stripe)
+        if self.quantised is not None:
+            self.quantised.multiply(rows, stripe)
+        else:
+            right = self._narrow_panel if self.kernel.stored else self._panel if self.plan.packed else self._rows
+            self.each_tile(rows, stripe, right(rows, stripe))
+
+    def _set_columns(self, stripe: Stripe) -> None:
+        """Tells the epilogue how many columns there are."""
+        if self.kernel.epilogue is not None:
+            self._store_arg(1 + len(self.kernel.epilogue_operands), stripe.columns)
+
+    def _stripe(self, rows: RowBlock, first: Value, panel: Value, slab: Value, slabs: Value, step: Value) -> Stripe:
         b, word, form = self.b, self.word, self.form
         column = b.mul(panel, self.columns)
         before = b.mul(panel, b.mul(word["k"], form.panel)) if self.plan.packed else b.mul(column, word["b_n"])
@@ -178,7 +218,7 @@ class Nest:
         if self.quantised is not None:
             here = b.offset(rows.b, b.mul(panel, self.quantised.bytes(word["k"])))
         start = b.mul(slab, step)
-        stripe = Stripe(
+        return Stripe(
             columns=b.min(b.sub(word["n"], column), self.columns),
             b=here,
             operands=tuple(
@@ -193,13 +233,6 @@ class Nest:
             whole_k=b.icmp("eq", slabs, 1),
             last=b.icmp("eq", b.add(slab, 1), slabs),
         )
-        if self.kernel.epilogue is not None:
-            self._store_arg(1 + len(self.kernel.epilogue_operands), stripe.columns)
-        if self.quantised is not None:
-            self.quantised.multiply(rows, stripe)
-        else:
-            right = self._narrow_panel if self.kernel.stored else self._panel if self.plan.packed else self._rows
-            self.each_tile(rows, stripe, right(rows, stripe))
 
     def _panel(self, rows: RowBlock, stripe: Stripe) -> Right:
         """B in panels: the next slab, of this panel or the next one, follows in memory; tiles prefetch shares of it."""

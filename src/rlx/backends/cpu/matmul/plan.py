@@ -15,6 +15,7 @@ from rlx.dtypes import BF16, F16, F32, I64, DType
 from rlx.errors import LowerError
 from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import cached_property
+from rlx.host_memory import LINE
 from rlx.lir.kernels import MatmulKernel, sum_name
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Store, substitute
 
@@ -111,6 +112,11 @@ class Plan:
     def integers(self) -> bool:
         """Whether 8-bit activations are multiplied by integer codes."""
         return self.blocks is not None and bool(self.blocks.tiles)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether a single row is multiplied by several panels together. Wide panels have chains enough."""
+        return self.kernel.stored is not None and not self.kernel.transposed and self.form.right_bytes < LINE
 
     @cached_property
     def form(self) -> Geometry:

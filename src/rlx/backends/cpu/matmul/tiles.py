@@ -13,6 +13,7 @@ from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BF16, F16, DType
 from rlx.host_memory import LINE
 
+SIDE_BY_SIDE = 4  # panels that a single row of A is multiplied by together
 WIDEN = {F16: half_to_float, BF16: bfloat_to_float}
 _ARGUMENTS = (
     ("ptr noalias", "a"), ("i64", "lda"), ("ptr noalias", "b"), ("i64", "ldb"), ("i64", "k"),
@@ -39,6 +40,57 @@ def tile(form: Geometry, target: CpuTarget, *, transposed: bool) -> Routine:
         module.define(symbol, _ARGUMENTS, lambda b, *arguments: _emit_tile(b, form, target, left, *arguments))
 
     return Routine(symbol, emit)
+
+
+_PANELS_ARGUMENTS = (
+    ("ptr noalias", "a"), ("i64", "k"), ("i64", "ahead"),
+    *(("ptr noalias", f"b{i}") for i in range(SIDE_BY_SIDE)), *(("ptr noalias", f"c{i}") for i in range(SIDE_BY_SIDE)),
+)  # fmt: skip
+
+
+def panels_tile(form: Geometry, target: CpuTarget) -> Routine:
+    """One row of A times neighbouring panels of narrow B: a single panel has too few chains to keep up with memory.
+
+    `tile(a, k, ahead, b0, b1, ..., c0, c1, ...)`: each k step prefetches `ahead` bytes after what it reads.
+    """
+    symbol = f"tile.{form.dtype}.{form.stored}.1x{form.vectors}.panels"
+
+    def emit(module: Module) -> None:
+        module.define(symbol, _PANELS_ARGUMENTS, lambda b, *arguments: _emit_panels(b, form, target, *arguments))
+
+    return Routine(symbol, emit)
+
+
+def _emit_panels(
+    b: Builder, form: Geometry, target: CpuTarget, a: Value, k: Value, ahead: Value, *places: Value
+) -> None:
+    panels, results = places[:SIDE_BY_SIDE], places[SIDE_BY_SIDE:]
+    unroll, vectors = _unroll(form, target), range(form.vectors)
+
+    def steps(count: int) -> Body:
+        def body(at: Value, *state: Value) -> list[Value]:
+            rows, total = list(state[:SIDE_BY_SIDE]), list(state[SIDE_BY_SIDE:])
+            for u in range(count):
+                place = b.offset(b.offset(a, at, form.scalar), u, form.scalar)
+                left = b.splat(b.load(form.scalar, place, align=form.dtype.size), form.lanes)
+                for i in range(SIDE_BY_SIDE):
+                    row = b.offset(rows[i], u * form.right_bytes)
+                    if u * form.right_bytes % LINE == 0:
+                        b.prefetch(b.offset(row, ahead), locality=2)
+                    for j in vectors:
+                        cell = i * form.vectors + j
+                        total[cell] = _multiply_add(b, target, left, load_right(b, form, target, row, j), total[cell])
+            return [*(b.offset(row, count * form.right_bytes) for row in rows), *total]
+
+        return body
+
+    unrolled = b.op("and", k, i64(-unroll))
+    sums = [const(form.vector, 0.0)] * (SIDE_BY_SIDE * form.vectors)
+    state = b.loop(0, unrolled, unroll, steps(unroll), [*panels, *sums])
+    state = b.loop(unrolled, k, 1, steps(1), state)
+    for i, total in enumerate(state[SIDE_BY_SIDE:]):
+        cell = b.offset(results[i // form.vectors], i % form.vectors * form.lanes, form.scalar)
+        b.store(total, cell, align=form.dtype.size)
 
 
 # (k step, position in the unrolled loop, row) -> address of that element of A
