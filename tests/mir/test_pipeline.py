@@ -319,3 +319,14 @@ def test_reports_do_not_dump_a_second_time(tmp_path: Path, monkeypatch: pytest.M
 def test_the_columns_of_the_pass_table_are_aligned() -> None:
     columns = {re.search(r"\S+\s+\S+\s+\S+\s+", line).end() for line in str(PIPELINE).splitlines()}  # type: ignore[union-attr]
     assert len(columns) == 1
+
+
+def test_a_matmul_that_takes_in_a_residual_stays_in_its_own_stage() -> None:
+    flow = rlx.ModelFlow("stages").input("x", ("rows", 16)).layer(
+        "layer",
+        lambda stack: stack.residual_save().swiglu("gate", "up", "down", intermediate_size=24).residual_add(),
+    )  # fmt: skip
+    done = optimise(flow.build(flow.init(rlx.random.key(0))).into_graph(), AVX512)
+    matmuls = [node for node in done.main.nodes if node.op == "fused_matmul"]
+    assert [node.origin.stage for node in matmuls] == ["layer.ffn", "layer.ffn"]
+    assert "layer" in {origin.stage for origin in matmuls[-1].origin.merged}  # the residual

@@ -131,4 +131,5 @@ def _fuse(rewriter: Rewriter, regions: list[Node], value: Value, report: FusionR
     if report is not None:
         report.add("matmul epilogue", [matmul, *(n for n in body.nodes if n.op not in ("input", "const"))])
     operands = [rewriter[o] for o in (*head, *others)]
-    return rewriter.make(regions[0], fused, *operands, body=after_matmul(body, position, inner), **attrs)
+    # the matmul comes first: its stage is that of the fused node
+    return rewriter.make([matmul, *regions], fused, *operands, body=after_matmul(body, position, inner), **attrs)

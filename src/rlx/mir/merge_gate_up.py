@@ -51,7 +51,7 @@ def merge_gate_up(graph: Graph, *, report: FusionReport | None = None, certain: 
         if report is not None:
             report.add("gated matmul pair", [*gate.matmuls, *gate.nodes])
         return rewriter.make(
-            node,
+            [*gate.matmuls, node],
             "fused_grouped" if index else "fused_matmul",
             rewriter[x],
             rewriter[first],
