@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,3 +218,19 @@ def test_the_rate_of_a_step_is_a_number() -> None:
     assert step.lr == step.schedule == 0.25
     with pytest.raises(RequestError, match="lr is -1"):
         step.lr = -1
+
+
+def test_optimisers_and_schedules_are_printed_as_they_were_made() -> None:
+    schedule = rlx.train.cosine(0.003, steps=300, warmup=20)
+    assert repr(schedule) == "cosine(0.003, steps=300, warmup=20)"
+    assert repr(rlx.train.linear(1.0, 10, end=0.1)) == "linear(1.0, steps=10, end=0.1)"
+    assert repr(rlx.train.constant(0.1, warmup=3)) == "constant(0.1, warmup=3)"
+    shown = repr(rlx.train.adamw(schedule, weight_decay={"*bias": 0.0, "*": 0.1}))
+    assert shown.startswith(f"adamw({schedule!r}, ") and "weight_decay={'*bias': 0.0, '*': 0.1})" in shown
+
+
+def test_weight_decay_is_no_function() -> None:
+    decay: Any = lambda name: 0.1
+    with pytest.raises(RequestError, match="weight_decay is a function") as caught:
+        rlx.train.adamw(weight_decay=decay)
+    assert '"*norm*": 0' in str(caught.value.hint)

@@ -307,6 +307,10 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     train = step(regression(), sgd(0.1))
     trained(train, [])
     train.save(tmp_path / "sgd.safetensors")
+    np.savez(tmp_path / "params.npz", **train.params)
+    with pytest.raises(FormatError) as caught:
+        train.load(tmp_path / "params.npz")
+    assert any("file that save wrote" in note for note in caught.value.notes)
     with pytest.raises(FormatError, match="is no checkpoint of adamw, its optimiser is 'sgd'"):
         step(regression(), adamw()).load(tmp_path / "sgd.safetensors")
     with pytest.raises(FormatError, match="'b' is not a state of this step"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from typing import Any
 
 from rlx.errors import RequestError
@@ -37,6 +38,10 @@ class Optimiser:
     numbers: Numbers
     update: Update
     patterns: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)  # for `repr`
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.lr!r}{''.join(f', {name}={value!r}' for name, value in self.settings.items())})"
 
 
 def adamw(
@@ -69,7 +74,8 @@ def adamw(
         operands = (p, moments["m"], moments["v"], grad, n["rate"], decay, n["root"], scale)
         return p.graph.build("adamw_update", operands, {"beta1": beta1, "beta2": beta2, "eps": eps}).results
 
-    return Optimiser("adamw", lr, ("m", "v"), numbers, update, decays.patterns)
+    settings = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return Optimiser("adamw", lr, ("m", "v"), numbers, update, decays.patterns, settings)
 
 
 def sgd(
@@ -90,7 +96,8 @@ def sgd(
         return p.graph.build("sgd_update", (p, grad, n["rate"], moments.get("velocity"), scale), attrs).results
 
     moments = ("velocity",) if momentum else ()
-    return Optimiser("sgd", lr, moments, lambda t, rate: {"rate": rate}, update, decays.patterns)
+    settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return Optimiser("sgd", lr, moments, lambda t, rate: {"rate": rate}, update, decays.patterns, settings)
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,9 @@ class Decays:
     def of(cls, where: str, weight_decay: float | Mapping[str, float]) -> Decays:
         """Check a number for all params, or numbers by pattern."""
         rules = weight_decay if isinstance(weight_decay, Mapping) else {"*": weight_decay}
+        if callable(weight_decay):
+            hint = 'numbers by pattern of names: {"*norm*": 0, "*bias": 0, "*": 0.1}'
+            raise RequestError(f"{where}: weight_decay is a function, expected a number or a mapping", hint=hint)
         for pattern, decay in rules.items():
             _check_non_negative(where, **{"weight_decay" if len(rules) == 1 else f"weight_decay of {pattern!r}": decay})
         return cls(tuple((str(pattern), decay) for pattern, decay in rules.items()))

@@ -210,7 +210,8 @@ class TrainStep:
         known = {**self._spec.params, **self.compiled.param_types}
         for name in values:
             if name not in known:
-                raise BindError(f"param: nothing is called {name!r}", hint=nearest(str(name), known))
+                hint = nearest(str(name), known) or f"params have names such as {next(iter(known))!r}"
+                raise BindError(f"param: nothing is called {name!r}", hint=hint)
         with self._lock:
             for name, value in values.items():
                 if name not in self._spec.params:
@@ -302,7 +303,11 @@ class TrainStep:
         """Restore params, moments and the number of steps from a file of `save`."""
         from rlx.formats import open_safetensors
 
-        file = open_safetensors(path)
+        try:
+            file = open_safetensors(path)
+        except FormatError as error:
+            error.add_note("  hint: load reads the safetensors file that save wrote; set_params takes arrays by name")
+            raise
         name, steps = (str(file.metadata.get(k, "")) for k in ("optimiser", "steps"))
         if name != self.optimiser.name or not steps.isdecimal():
             raise FormatError(f"{path}: is no checkpoint of {self.optimiser.name}, its optimiser is {name or 'none'!r}")
