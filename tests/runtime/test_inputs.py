@@ -359,3 +359,10 @@ def _read_only(array: Any) -> Any:
     copy = array.copy()
     copy.flags.writeable = False
     return copy
+
+
+def test_integers_of_another_width_are_taken_if_they_fit(f: rlx.CompiledGraph) -> None:
+    for kind in ("i8", "u1", ">i4", "u8"):
+        assert f.run({"hidden": X, "ids": np.array([3, 7], kind)})[1].tolist() == [4, 8]
+    assert "1099511627776 does not fit into i32" in str(refusal(f, {"hidden": X, "ids": np.array([1, 2**40])}))
+    assert "element type is bool" in str(refusal(f, {"hidden": X, "ids": np.array([True, False])}))

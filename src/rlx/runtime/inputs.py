@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.backends.base import Allocator
-from rlx.dtypes import dtype
+from rlx.dtypes import DType, dtype
 from rlx.errors import BindError, DTypeError, nearest
 from rlx.free_memory import require
 from rlx.types import Dim, TensorType, evaluate, symbols_of
@@ -54,12 +54,15 @@ def not_set(missing: Sequence[str], hint: str) -> BindError:
 def as_array(kind: str, name: str, value: Any, type_: TensorType) -> Array:
     """Convert to a contiguous array of the declared element type and rank.
 
-    Arrays are never cast; Python numbers and lists are, if the declared type can hold them.
+    Integers of another width, Python numbers and lists are cast if the declared type can hold their values; other
+    arrays never are.
     """
     if type(value) is not np.ndarray:  # subclasses may redefine operators
         value = np.asarray(value) if isinstance(value, np.ndarray) else _convert(f"{kind} {name!r}", value, type_)
     if type_.dtype.is_packed and value.dtype == np.uint8:
         value = _as_blocks(kind, name, value, type_)
+    if value.dtype.kind in "iu" and type_.dtype.is_integer and value.dtype != type_.dtype.numpy:
+        value = _as_integers(f"{kind} {name!r}", value, type_.dtype)
     if value.dtype != type_.dtype.numpy:
         try:
             actual = str(dtype(value.dtype))
@@ -123,9 +126,16 @@ def _convert(label: str, value: Any, type_: TensorType) -> Array:
     if source.size and source.dtype.kind not in _HOLDS[wanted.kind]:
         kind = _PYTHON_TYPES.get(source.dtype.kind, "object")
         raise BindError(f"{label}: Python values of type {kind} cannot be converted to {wanted}")
+    if wanted.is_integer:
+        return _as_integers(label, source, wanted)
     with np.errstate(over="ignore"):  # floats out of range become infinity, as in NumPy
-        array = source.astype(wanted.numpy)
-    if wanted.is_integer and (array != source).any():
+        return source.astype(wanted.numpy)
+
+
+def _as_integers(label: str, source: Array, wanted: DType) -> Array:
+    """Cast numbers to an integer type that can hold each of them."""
+    array: Array = source.astype(wanted.numpy)
+    if (array != source).any():
         outside = source[array != source].flat[0]
         raise BindError(f"{label}: {outside} does not fit into {wanted}")
     return array
@@ -137,7 +147,7 @@ def check_fixed(kind: str, name: str, value: Array, type_: TensorType) -> None:
         if isinstance(want, int) and have != want:
             hint = None
             if type_.rank == 2 and value.shape == tuple(reversed(type_.shape)):
-                hint = "it is the transpose: weights are [in, out]; pass array.T"
+                hint = "it is the transpose: pass array.T"
             raise BindError(f"{kind} {name!r}: shape is {_shape(value)}, expected {type_}", hint=hint)
 
 
