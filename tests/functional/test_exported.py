@@ -87,6 +87,7 @@ def test_wrong_arguments_are_named(args: Any, kwargs: Any, message: str, tmp_pat
         {"parameters": [], "result": {"dict": ["leaf"], "keys": [[]]}},
         {"parameters": [], "result": {"list": ["leaf", "leaf"]}},
         {"parameters": [], "result": {"list": 1, "dict": 2}},
+        {"parameters": [], "result": "leaf", "keywords": 1},
     ],
 )
 def test_a_bad_record_of_a_file_is_refused(record: Any) -> None:
@@ -97,3 +98,16 @@ def test_a_bad_record_of_a_file_is_refused(record: Any) -> None:
         nested = {"list": [nested]}
     with pytest.raises(FormatError, match="more than 64 levels"):
         ExportedCall.from_json({"parameters": [], "result": nested}, "f.rlxp", 1)
+
+
+def test_a_loaded_function_takes_any_arguments_that_the_function_takes(tmp_path: Path) -> None:
+    def f(a: Any, *rest: Any, c: Any, **named: Any) -> Any:
+        return a * named["b"] + rest[0] - rest[1] * c
+
+    step = rlx.jit(f)
+    arguments, named = (X, 2 * X, X + 1), {"b": X, "c": X - 1}
+    expected = step(*arguments, **named)
+    program: Any = rlx.load_exported(step.export(tmp_path / "f.rlxp"))
+    assert np.array_equal(program(*arguments, **named), expected)
+    with pytest.raises(BindError, match=r"nothing is called 'named\.d'"):
+        program(*arguments, **named, d=X)

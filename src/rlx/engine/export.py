@@ -73,7 +73,12 @@ def export(what: CompiledGraph | Jitted | Model, path: PathLike, *, weights: boo
         return export_model(what, path, embed=weights)
     if isinstance(what, Jitted):
         return what.export(Path(path))
-    raise RequestError(f"export: takes a compiled graph, a jitted function or a model, found {type(what).__name__}")
+    hint = None
+    if isinstance(what, (Graph, BuiltModel, ModelFlow)):
+        built = "flow.build(params)" if isinstance(what, ModelFlow) else "it"
+        hint = f"compile it first: rlx.export(rlx.compile({built}), path)"
+    found = type(what).__name__
+    raise RequestError(f"export: takes a compiled graph, a jitted function or a model, found {found}", hint=hint)
 
 
 def load_exported(

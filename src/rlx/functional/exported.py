@@ -21,18 +21,28 @@ class ExportedCall:
 
     parameters: tuple[str, ...]
     structure: Structure
+    keywords: tuple[str, ...] = ()  # parameters that are given by name only
+    rest: str = ""  # of `*rest`, if there is one
+    named: str = ""  # of `**named`, if there is one
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of the arguments by the names of the program's inputs, such as `params.w`."""
         names = ", ".join(self.parameters)
-        if len(args) > len(self.parameters):
+        if len(args) > len(self.parameters) and not self.rest:
             raise BindError(f"arguments: {len(args)} given by position, the function takes ({names})")
         by_position = dict(zip(self.parameters, args, strict=False))
         twice = by_position.keys() & kwargs.keys()
         if twice:
             raise BindError(f"arguments: {min(twice)!r} is given twice", hint=f"the function takes ({names})")
+        arguments = {**by_position, **kwargs}
+        if self.named:
+            declared = {*self.parameters, *self.keywords}
+            arguments = {name: value for name, value in arguments.items() if name in declared}
+            arguments[self.named] = {name: value for name, value in kwargs.items() if name not in declared}
+        if self.rest:
+            arguments[self.rest] = tuple(args[len(self.parameters) :])
         arrays: dict[str, Any] = {}
-        for name, value in {**by_position, **kwargs}.items():
+        for name, value in arguments.items():
             leaves, structure = tree.flatten(value)
             arrays |= zip(structure.paths(name), map(contiguous, leaves), strict=True)
         return arrays
@@ -43,18 +53,22 @@ class ExportedCall:
 
     def to_json(self) -> dict[str, Any]:
         """A record for the manifest of an export."""
-        return {"parameters": list(self.parameters), "result": _to_json(self.structure)}
+        others = {"keywords": list(self.keywords), "rest": self.rest, "named": self.named}
+        return {"parameters": list(self.parameters), "result": _to_json(self.structure), **others}
 
     @classmethod
     def from_json(cls, record: Any, where: str, outputs: int) -> ExportedCall:
         """Read a record of a file; raises FormatError if it is not valid or does not fit the program."""
         try:
-            parameters, structure = tuple(map(str, record["parameters"])), _from_json(record["result"], MAX_DEPTH)
+            full = {"keywords": (), "rest": "", "named": "", **record}
+            parameters, keywords = (tuple(map(str, full[key])) for key in ("parameters", "keywords"))
+            rest, named = str(full["rest"]), str(full["named"])
+            structure = _from_json(full["result"], MAX_DEPTH)
         except (LookupError, TypeError, ValueError) as error:
             raise FormatError(f"{where}: function: not a record of a function: {error}") from error
         if structure.leaves > outputs:
             raise FormatError(f"{where}: function: its result has {structure.leaves} arrays, its program {outputs}")
-        return cls(parameters, structure)
+        return cls(parameters, structure, keywords, rest, named)
 
 
 def _to_json(structure: Structure) -> Any:

@@ -257,9 +257,15 @@ class Jitted:
 
         program = self.program(*args, **kwargs)
         call, _ = self._looked_at("export", args, kwargs)
-        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        names = (n for n, p in self.signature.parameters.items() if p.kind in kinds and n not in self.static)
-        convention = ExportedCall(tuple(names), call.function.structure)
+        kind = inspect.Parameter
+        by_kind: dict[Any, list[str]] = {}
+        for name, parameter in self.signature.parameters.items():
+            if name not in self.static:
+                by_kind.setdefault(parameter.kind, []).append(name)
+        positional = (*by_kind.get(kind.POSITIONAL_ONLY, ()), *by_kind.get(kind.POSITIONAL_OR_KEYWORD, ()))
+        (rest,), (named,) = (by_kind.get(k, [""]) for k in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD))
+        keywords = tuple(by_kind.get(kind.KEYWORD_ONLY, ()))
+        convention = ExportedCall(positional, call.function.structure, keywords, rest, named)
         return export_graph(program, path, extras=Extras(about={"function": convention.to_json()}))
 
     def __repr__(self) -> str:
