@@ -79,14 +79,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--target", help="target of the code, such as avx512, also of other machines (the best of this machine)"
     )
-    command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
+    command.add_argument("--built", action="store_true", help="with --level mir: as lowered, before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
     command.add_argument("--all", action="store_true", help="also show repeated layers")
     command.add_argument("--find", metavar="TEXT", help="only lines that contain this")
     command.add_argument("--links", action="store_true", help="annotate each line with its ops and launches")
     command.add_argument("--time", action="store_true", help="run it on this machine, and show the time of each launch")
     command.add_argument("--html", "--page", type=Path, metavar="FILE", help="write all levels to a web page")
-    command.add_argument("--fusion", action="store_true", help="what was fused, what was missed and why")
+    command.add_argument("--fusion", action="store_true", help="first, what was fused, what was missed and why")
     command.set_defaults(run=run)
 
 
@@ -286,13 +286,16 @@ def show(
         return
     if level == "mir":
         result = optimise(lower(graph), machine, profile)
+        if fusion:
+            yield f"{result.report}\n"
         yield from _graph_lines(result.bind if bind else result.main, shown)
-        fusion_report = str(result.report)
     else:
         plan = cached_plan(graph, machine, profile)
         program = plan.bind if bind else plan.main
         lines = launch_lines(program, [stage_of(x.where) for x in program.launches])
         chosen = shown.of(lines)
+        if fusion:
+            yield f"{plan.fusion}\n"
         if level == "lir":
             times = report if not bind else None
             yield from _program_lines(program, {x.launch for x in chosen}, sizes or {}, shown, times)
@@ -300,9 +303,6 @@ def show(
             kernels = {x.kernel: program.launches[x.launch].kernel for x in chosen if x.launch >= 0}
             text = backend_of(machine).kernel_text(kernels.values(), machine, assembly=level == "asm")
             yield from text.splitlines()
-        fusion_report = str(plan.fusion)
-    if fusion:
-        yield f"\n{fusion_report}"
 
 
 def _graph_lines(graph: Graph, shown: Selection) -> Iterator[str]:

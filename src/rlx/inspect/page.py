@@ -64,7 +64,7 @@ def graph_page(
     launches, kernels = _count(len(program.launches), "launch"), _count(len(program.kernels()), "kernel")
     about = f"{_count(len(graph), 'node')}, {launches} of {kernels}, {target.name}"
     if report is not None and report.seconds:
-        about += f", {report.threads} threads, a run takes {report.seconds * 1e6:.0f} µs"
+        about += f", {report.threads} thread{'s' * (report.threads != 1)}, a run takes {report.seconds * 1e6:.0f} µs"
     writer = _Writer()
     *other_columns, passes = (writer.column(column) for column in columns)
     empty: dict[str, Any] = {name: type(value)() for name, value in passes.items()}

@@ -87,8 +87,9 @@ class Report:
 
     @property
     def _title(self) -> str:
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
         return (
-            f"{self.name} on {self.device} {self.target}, {self.threads} threads: {len(self.launches)} launches of "
+            f"{self.name} on {self.device} {self.target}, {threads}: {len(self.launches)} launches of "
             f"{self.kernels} kernels, arena {show_bytes(self.arena_bytes)}, weights {show_bytes(self.weight_bytes)}"
         )
 
