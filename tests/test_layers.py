@@ -34,6 +34,8 @@ RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 ALLOWED = {
     ("ir/graph.py", "rlx.module.GraphModule"),
     ("ir/numpy_functions.py", "rlx.functional.graph_values.on_values"),
+    ("ir/numpy_functions.py", "rlx.functional.graph_values.method_on_values"),
+    ("ir/numpy_functions.py", "rlx.functional.graph_values.property_on_values"),
     ("ir/graph.py", "rlx.inspect.notebook.graph_html"),
     ("module.py", "rlx.backends.base.backend"),
     ("module.py", "rlx.backends.base.known_target"),

@@ -369,3 +369,10 @@ def test_the_gradient_of_a_function_without_a_return_says_so() -> None:
     with pytest.raises(ShapeError, match="returns no array, expected one float") as error:
         rlx.grad(lambda x: None)(1.0)
     assert error.value.hint == "does it end in a return?"
+
+
+def test_vmap_over_the_params_of_a_model_says_how_to_share_them() -> None:
+    params, x, y = example()
+    with pytest.raises(ShapeError, match="batch sizes differ") as caught:
+        rlx.vmap(loss)(params, x, y)
+    assert "in_axes=(None, 0)" in str(caught.value.hint)

@@ -36,6 +36,22 @@ def on_values(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def method_on_values(name: str) -> Callable[..., Any] | None:
+    """Return a method of traced arrays as a function that takes graph values too; None if there is none."""
+    from rlx.functional import arrays  # imports this module
+
+    return on_values(getattr(arrays, arrays.METHODS[name])) if name in arrays.METHODS else None
+
+
+def property_on_values(name: str) -> Callable[[Any], Any] | None:
+    """Return a property of traced arrays as a function that takes graph values too; None if there is none."""
+    from rlx.functional import arrays  # imports this module
+
+    if name == "at":  # holds the value: its updates are functions of arrays themselves
+        return arrays.At
+    return on_values(arrays.PROPERTIES[name]) if name in arrays.PROPERTIES else None
+
+
 def _has_value(x: Any) -> bool:
     """Whether x is a value of a graph, wraps one, or is a tree with one among its leaves."""
     if isinstance(x, (np.ndarray, np.generic, Traced)):

@@ -34,10 +34,11 @@ def ravel(x: Any) -> Any:
 
 
 @eager
-def transpose(x: Any, axes: Sequence[int] | None = None) -> Any:
-    """Permute axes; the default reverses them."""
+def transpose(x: Any, axes: Sequence[int] | int | None = None, *more: int) -> Any:
+    """Permute axes, given as a sequence or, as for NumPy's method, one by one; the default reverses them."""
     rank = type_of(x).rank
-    order = tuple(reversed(range(rank))) if axes is None else tuple(a % rank for a in axes)
+    given = (axes, *more) if isinstance(axes, int) else axes
+    order = tuple(reversed(range(rank))) if given is None else axes_of(tuple(given), rank, "transpose")
     return apply("transpose", x, axes=order)
 
 

@@ -22,6 +22,7 @@ from rlx.errors import DTypeError, GraphError, nearest
 from rlx.fast_dataclass import dataclass
 from rlx.functional import tree
 from rlx.ir.graph import Graph, Value
+from rlx.ir.numpy_functions import TORCH_METHODS
 from rlx.ir.operators import Operators
 from rlx.ir.provenance import here
 from rlx.transforms.build import declare
@@ -277,7 +278,11 @@ class Traced(Operators):
         if function is not None:
             return functools.partial(function, self)
         hint = _NEEDS_DATA if name in ("numpy", "tolist", "tobytes", "block_until_ready") else None
-        hint = hint or nearest(name, [*arrays.METHODS, *arrays.PROPERTIES, "shape", "dtype", "ndim", "size"])
+        hint = (
+            hint
+            or TORCH_METHODS.get(name)
+            or nearest(name, [*arrays.METHODS, *arrays.PROPERTIES, "shape", "dtype", "ndim", "size"])
+        )
         raise AttributeError(f"a traced array has no {name!r}. {hint or ''}".strip())
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:

@@ -377,8 +377,9 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         if not sizes:
             raise GraphError(f"vmap: in_axes is {in_axes!r}, no argument is batched", hint="0 is the first axis")
         if len(set(sizes.values())) > 1:
-            shown = ", ".join(f"{n}: {s}" for n, s in sizes.items())
-            raise ShapeError(f"vmap: batch sizes differ, {shown}")
+            shown = ", ".join(f"{n}: {s}" for n, s in [*sizes.items()][:6]) + (", ..." if len(sizes) > 6 else "")
+            hint = "None is for an argument that is shared, such as the params of a model: in_axes=(None, 0)"
+            raise ShapeError(f"vmap: batch sizes differ, {shown}", hint=hint)
         traced = trace_leaves(function, shape, types, names, weak=[is_weak(x) for x in leaves], prints=True)
         graph = traced.graph
         where = {_name(graph, i): axis for i, axis in enumerate(axes)}

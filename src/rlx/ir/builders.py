@@ -54,6 +54,13 @@ class Builder:
         self.__module__ = definition.rule.__module__
 
     def __call__(self, graph: Any, /, *operands: Any, **attrs: Any) -> Any:
+        schema = self.definition.schema
+        if len(operands) > len(schema.operands) and not schema.variadic:  # x.mean(1), as arrays have it
+            from rlx.ir.numpy_functions import array_method  # rare
+
+            method = array_method(self.__name__)
+            if method is not None:
+                return method(*operands, **attrs)
         return graph.apply(self.__name__, *operands, **attrs)
 
     @property

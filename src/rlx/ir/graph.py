@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from rlx.module import GraphModule
 
 
+_TORCH_ATTRIBUTES = {"dim": "axis", "keepdim": "keepdims"}
+
+
 class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
     """A graph, possibly under construction. Append-only; `level` is hir or mir."""
 
@@ -124,7 +127,9 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         values = self._operands(definition, operands, attrs)
         unknown = [k for k in attrs if k not in schema.attrs]
         if unknown:
-            raise GraphError(f"{op}: has no attribute {unknown[0]!r}", hint=nearest(unknown[0], schema.attrs))
+            name = _TORCH_ATTRIBUTES.get(unknown[0], unknown[0])
+            hint = f"did you mean {name!r}?" if name in schema.attrs else nearest(name, schema.attrs)
+            raise GraphError(f"{op}: has no attribute {unknown[0]!r}", hint=hint)
         full: dict[str, Any] = {}
         for key, default in schema.attrs.items():
             value = attrs.get(key, default)
@@ -160,7 +165,10 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
             minimum, maximum = len(schema.operands) - schema.optional, len(schema.operands)
             if not minimum <= len(operands) <= maximum:
                 wanted = str(maximum) if minimum == maximum else f"{minimum} to {maximum}"
-                raise GraphError(f"{name}: takes {wanted} operands ({', '.join(schema.operands)}), got {len(operands)}")
+                takes = f"takes {wanted} operand{'s' * (wanted != '1')} ({', '.join(schema.operands)})"
+                given_attrs = len(operands) > maximum and not isinstance(operands[maximum], Value) and schema.attrs
+                hint = f"attributes are given by name: {next(iter(schema.attrs))}=..." if given_attrs else None
+                raise GraphError(f"{name}: {takes}, got {len(operands)}", hint=hint)
             operands += [None] * (maximum - len(operands))
             for key, operand in zip(schema.operands[:minimum], operands, strict=False):
                 if operand is None:

@@ -21,6 +21,30 @@ UFUNCS = {name: name for name in f"{_SAME} logical_and logical_or logical_not".s
     "negative": "neg", "absolute": "abs", "arctan": "atan", "rint": "round",
 }  # fmt: skip
 
+_NO_DATA = "It has no data while the graph is built."
+# Methods of torch's tensors -> what to write instead.
+TORCH_METHODS = {
+    "view": "Use reshape(...).", "permute": "Use transpose(0, 2, 1).", "unsqueeze": "Use rlx.expand_dims(x, axis).",
+    "float": 'Use astype("f32").', "half": 'Use astype("f16").', "long": 'Use astype("i64").', "dim": "Use ndim.",
+    "masked_fill": "Use rlx.where(mask, number, x).", "chunk": "Use rlx.split(x, parts, axis).",
+    "contiguous": "Leave it out: layouts are chosen by the compiler.", "detach": "Use rlx.stop_gradient(x).",
+    "numpy": _NO_DATA, "item": _NO_DATA, "tolist": _NO_DATA,
+}  # fmt: skip
+
+
+def array_method(name: str) -> Callable[..., Any] | None:
+    """Return a method of traced arrays as a function that also takes graph values; None if there is none."""
+    from rlx.functional.graph_values import method_on_values  # an upward import: few graphs call NumPy
+
+    return method_on_values(name)
+
+
+def array_property(name: str) -> Callable[[Any], Any] | None:
+    """Return a property of traced arrays, such as `T`, as a function that also takes graph values, or None."""
+    from rlx.functional.graph_values import property_on_values  # an upward import, as above
+
+    return property_on_values(name)
+
 
 def _alternative(name: str) -> str:
     return f"rlx.{name}(...), if rlx has it, takes graph values"

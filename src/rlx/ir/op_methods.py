@@ -48,7 +48,15 @@ class ValueOps(ListsOps):
         op = registry.current_name(name)
         if is_op(op):
             return MethodType(getattr(self.graph, op), self)
-        raise AttributeError(f"Value has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
+        from rlx.ir.numpy_functions import TORCH_METHODS, array_method, array_property  # rare
+
+        read, method = array_property(name), array_method(name)
+        if read is not None:
+            return read(self)
+        if method is not None:
+            return MethodType(method, self)
+        hint = TORCH_METHODS.get(name) or nearest(name, registry.OPS)
+        raise AttributeError(f"Value has no op {name!r}. {hint or ''}".strip())
 
 
 class ModuleOps(ListsOps):

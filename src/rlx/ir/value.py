@@ -94,6 +94,11 @@ class Value(ValueOps, NumpyFunctions, Operators):
         return self.type.rank
 
     @property
+    def ndim(self) -> int:
+        """The same as `rank`, as NumPy calls it."""
+        return self.type.rank
+
+    @property
     def graph(self) -> Graph:
         """The graph that the value belongs to."""
         return self.node.graph
@@ -116,7 +121,7 @@ class Value(ValueOps, NumpyFunctions, Operators):
         raise GraphError(f"value {self!r}: cannot be iterated", hint="slice it, or use split along an axis")
 
     def _no_number(self, kind: str) -> NoReturn:
-        hint = "it has a value only when the graph runs; use g.where(...) to choose, g.equal(a, b) to compare"
+        hint = "it has a value only when the graph runs; rlx.where(...) chooses, rlx.equal(a, b) compares"
         raise GraphError(f"value {self!r}: has no {kind} while the graph is built", hint=hint)
 
     # -- ops ----------------------------------------------------------------------------------------------------------
@@ -126,6 +131,10 @@ class Value(ValueOps, NumpyFunctions, Operators):
 
     def __getitem__(self, key: Any) -> Value:
         return _index(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        hint = "x = x.at[key].set(y), or .add(y)"
+        raise GraphError(f"value {self!r}: cannot be changed in place", hint=hint)
 
     @property
     def mT(self) -> Value:

@@ -11,6 +11,7 @@ from rlx.errors import BindError, DTypeError, GraphError, ShapeError
 from rlx.ir.graph import Value
 from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_SIZES, COMPOSED, f32, op, sample
+from rlx.ops.recurrent import check_floats
 from rlx.types import Size, TensorType, require_equal
 
 Pair = tuple[int, int]
@@ -80,9 +81,7 @@ def conv2d(
     """
     if x.rank != 4 or weight.rank != 4:
         raise ShapeError(f"conv2d: x is [batch, channels, height, width], weight [out, in, y, x], found {x}, {weight}")
-    tensors = [t for t in (x, weight, bias) if t is not None]
-    if any(not t.dtype.is_float or t.dtype is not x.dtype for t in tensors):
-        raise DTypeError(f"conv2d: takes floats of one type, found {', '.join(str(t.dtype) for t in tensors)}")
+    check_floats("conv2d", x, weight, bias)
     out, inside, *kernel = weight.shape
     fixed = [k for k in (out, inside, *kernel) if isinstance(k, int)]
     if len(fixed) < 4 or groups < 1 or fixed[0] % groups:

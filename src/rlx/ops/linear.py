@@ -35,7 +35,7 @@ def matmul(a: TensorType, b: TensorType) -> TensorType:
         a.shape[-1],
         b.shape[-2],
         f"matmul: inner sizes differ, {a.shape[-1]} and {b.shape[-2]}",
-        hint="transpose one operand? weights are [in, out]",
+        hint="transpose one operand? matmul takes weights as [in, out], files and flows store [out, in]",
     )
     common = promote(a.dtype, b.dtype)
     if common.is_bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.dtypes import F32, F64
 from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.graph import Value
 from rlx.types import Size, TensorType, require_equal
@@ -28,7 +29,9 @@ def check_floats(where: str, *operands: TensorType | None) -> None:
     """Check for floats of one type: mixed precision in sums would be a surprise."""
     present = [t for t in operands if t is not None]
     if any(t.dtype is not present[0].dtype or not t.dtype.is_float for t in present):
-        raise DTypeError(f"{where}: takes floats of one type, found {', '.join(str(t.dtype) for t in present)}")
+        kinds = [t.dtype for t in present]
+        hint = "f64 comes from a NumPy array: array.astype(np.float32)" if F64 in kinds and F32 in kinds else None
+        raise DTypeError(f"{where}: takes floats of one type, found {', '.join(map(str, kinds))}", hint=hint)
 
 
 def check_shape(where: str, name: str, operand: TensorType | None, *shape: Size) -> None:
