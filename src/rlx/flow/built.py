@@ -53,11 +53,18 @@ class Params(Mapping[str, Array]):
         return len(self._types)
 
     def __repr__(self) -> str:
-        return f"<params: {len(self._types)} weights>"
+        return f"<params: {self.counts}>"
+
+    @property
+    def counts(self) -> str:
+        """How many weights there are, and how many tables that stages computed, such as those of RoPE."""
+        computed = sum(name in self.computed for name in self._types)
+        loaded = len(self._types) - computed
+        return f"{loaded} weight{'s' * (loaded != 1)}" + (f", {computed} computed" if computed else "")
 
     def _repr_html_(self) -> str:
         rows = [(name, str(type_)) for name, type_ in self._types.items()]
-        return box(f"{len(rows)} weights", table(("name", "type"), rows))
+        return box(self.counts, table(("name", "type"), rows))
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class BuiltModel:
         inputs = ", ".join(node.attrs["name"] for node in self.module.inputs)
         named = zip(self.output_names, self.module.outputs, strict=True)
         outputs = ", ".join(f"{name}: {value.type}" for name, value in named)
-        return f"<built {self.module.name!r}: {inputs} -> {shortened(outputs, 120)}, {len(self.params)} weights>"
+        return f"<built {self.module.name!r}: {inputs} -> {shortened(outputs, 120)}, {self.params.counts}>"
 
     @classmethod
     def from_hir(

@@ -6,6 +6,7 @@ ModelFlow("llama").input("tokens", (BATCH, SEQ), "i32").token_embed().repeat_lay
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -30,7 +31,7 @@ from rlx.flow.state import CacheBindings, FlowState, FlowValue
 from rlx.flow.tree import stage_lines
 from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source, unchecked
 from rlx.ir.graph import Graph, Value
-from rlx.ir.provenance import Origin, here
+from rlx.ir.provenance import Origin, added_at, here
 from rlx.ir.registry import HIR
 from rlx.kv_layout import KvLayout
 from rlx.notebook import box, preformatted
@@ -64,6 +65,7 @@ class ModelFlow(StageList):
     init_patterns: tuple[str, ...] = ()  # of initialisers that must match a weight
     compile_profile: CompileProfile = field(default_factory=CompileProfile)
     places: tuple[Origin, ...] = field(default=(), compare=False, repr=False)
+    input_places: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
 
     def __repr__(self) -> str:
         inputs = ", ".join(name for name, _, _ in self.inputs)
@@ -94,7 +96,8 @@ class ModelFlow(StageList):
         except GraphError as error:
             error.add_note(f"  of input {name!r} of flow {self.name!r}")
             raise
-        return replace(self, inputs=(*self.inputs, (name, type_.shape, type_.dtype.name)))
+        inputs = (*self.inputs, (name, type_.shape, type_.dtype.name))
+        return replace(self, inputs=inputs, input_places={**self.input_places, name: here()})
 
     def lm_head(self, vocab: int, hidden: int, *, tied: bool) -> Self:
         """Append the language model head and name the output `logits`."""
@@ -209,7 +212,8 @@ class ModelFlow(StageList):
         graph = Graph(self.name, level=HIR)
         ctx = Emit(graph, weights=source, profile=self.compile_profile, state=FlowState(training=training))
         for name, shape, kind in self.inputs:
-            ctx.input(name, shape, kind)
+            with added_at(self.input_places.get(name, here()), sys._getframe()):
+                ctx.input(name, shape, kind)
         if self.cache is not None:
             layout = self.layout or Session().target.kv_layout
             rows = ctx.flow_input("rows").id if self.is_ragged else None

@@ -19,6 +19,9 @@ from rlx.errors import BindError, GraphError, nearest
 from rlx.flow.patterns import matches_name
 from rlx.types import TensorType, dim
 
+__all__ = ["constant", "lecun_normal", "normal", "ones", "truncated_normal", "uniform", "usual", "vectors_of_norms",
+           "xavier_uniform", "zeros"]  # fmt: skip
+
 Initialiser = Callable[[Any, Sequence[int]], Array]
 Rules = tuple[tuple[str, Initialiser], ...]
 UNKNOWN = "unknown"  # begins the names of sizes that no stage has told
@@ -133,7 +136,9 @@ class WantedWeights:
         """Raise if the shape of a weight is not known; the error names all such weights."""
         if not self.unknown:
             return
-        shown = {key: [size if isinstance(size, int) else "?" for size in sizes] for key, sizes in self.unknown.items()}
+        # sizes that are symbols follow from those of other weights
+        asked = {key: sizes for key, sizes in self.unknown.items() if not sizes or None in sizes}
+        shown = {key: [size if isinstance(size, int) else "?" for size in sizes] for key, sizes in asked.items()}
         listed = ", ".join(
             f"{key!r}" + (f" [{', '.join(map(str, sizes))}]" if sizes else "") for key, sizes in shown.items()
         )
@@ -186,3 +191,7 @@ def make(
             )
         arrays[name] = np.asarray(array, np.float32, order="C")
     return arrays
+
+
+def __dir__() -> list[str]:
+    return __all__

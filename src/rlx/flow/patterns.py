@@ -33,10 +33,10 @@ def check_names_matched(where: str, patterns: Iterable[str], names: Iterable[str
     known = list(names)
     for pattern in patterns:
         if not any(matches_name(name, pattern) for name in known):
-            raise BindError(
-                f"{where}: no weight matches {pattern!r}", hint=nearest(pattern.replace("*", ""), known)
-                or f"weights have names such as {known[0]!r}" if known else None,
-            )  # fmt: skip
+            parts = {part: None for name in known for part in (name, *name.split("."))}
+            hint = nearest(pattern.replace("*", "").strip("."), parts) if known else None
+            hint = hint or (f"weights have names such as {known[0]!r}" if known else None)
+            raise BindError(f"{where}: no weight matches {pattern!r}", hint=hint)
 
 
 def check_not_shadowed(where: str, patterns: Iterable[str], names: Iterable[str]) -> None:

@@ -70,7 +70,7 @@ class FlowValue(FlowValueOps, Operators):
 
     # NumPy dispatches `np.tanh(value)` and `array + value` here
     __array_ufunc__, __array_function__ = _by_value("__array_ufunc__"), _by_value("__array_function__")
-    __getitem__ = _by_value("__getitem__")
+    __getitem__, __setitem__ = _by_value("__getitem__"), _by_value("__setitem__")
     # raise: there is no number while the graph is built
     __bool__, __int__, __float__ = _by_value("__bool__"), _by_value("__int__"), _by_value("__float__")
     __iter__ = _by_value("__iter__")

@@ -113,9 +113,8 @@ def as_source(weights: Any) -> WeightSource:
     hint = "pass a dict of arrays, or an object with has, type, array and keys"
     if isinstance(weights, str | PathLike):
         path = os.fspath(weights)
-        hint = (
-            f"read the file first: file = rlx.formats.open_tensors({path!r}); {{n: file.array(n) for n in file.names}}"
-        )
+        read = f"file = rlx.formats.open_tensors({path!r}); {{n: file.array(n) for n in file.names}}"
+        hint = f"read the file first: {f'dict(np.load({path!r}))' if str(path).endswith('.npz') else read}"
     raise GraphError(f"weights: a {type(weights).__name__} is not a weight source", hint=hint)
 
 

@@ -85,6 +85,9 @@ def plugin_stage(plugin: str | FlowStage, settings: dict[str, Any]) -> FlowStage
             names = ", ".join(settings)
             raise GraphError(f"plugin {type(plugin).__name__}: is an instance and takes no settings, found {names}")
         return plugin
+    if isinstance(plugin, type):
+        name = plugin.__name__
+        raise GraphError(f"plugin: {name} is a class, expected an instance or a name", hint=f"plugin({name}(...))")
     if plugin not in PLUGINS:
         hint = nearest(str(plugin), PLUGINS) or "declare it with rlx.flow.register_stage"
         raise GraphError(f"plugin: no stage is registered as {plugin!r}", hint=hint)

@@ -39,6 +39,11 @@ class Linear(FlowStage):
         x = ctx.need(value, "Linear")
         return ctx.wrap(linear(ctx, x, self.weight_key, self.bias_key, out=self.out, transpose=self.transpose))
 
+    @property
+    def path(self) -> str:
+        """The last part of the weight's name: `o_proj` for `layers.0.attn.o_proj.weight`."""
+        return self.weight_key.removesuffix(".weight").rpartition(".")[2]
+
 
 @dataclass(frozen=True)
 class EmbedScale(FlowStage):

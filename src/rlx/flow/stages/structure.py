@@ -15,6 +15,7 @@ from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
 from rlx.ir.provenance import Origin, added_at, here
 from rlx.ir.provenance import stage as provenance
+from rlx.types import known_equal
 
 
 def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: str = "") -> FlowValue | None:
@@ -28,21 +29,25 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
         try:
             if is_named:
                 ctx.state.claim(here().stage)
-            result = stage.emit(ctx, value)
+            result = _checked(stage, stage.emit(ctx, value))
             if name and isinstance(result, FlowValue) and result is not value:
                 ctx.hir().stages[here().stage] = result.id
         except Exception as error:  # including errors of custom functions
             note_stage(error, type(stage).__name__)
             raise
-    if result is not None and not isinstance(result, FlowValue):
-        from rlx.flow.emit import not_a_value  # only errors need it
-
-        if isinstance(result, Value):
-            raise GraphError(
-                f"stage {type(stage).__name__}: returned a Value, expected a FlowValue", hint="ctx.wrap(x)"
-            )
-        raise not_a_value(f"stage {type(stage).__name__}", "returned", result)
     return value if result is None else result
+
+
+def _checked(stage: FlowStage, result: FlowValue | None) -> FlowValue | None:
+    """Return what a stage returned; raises if it is neither a flow value nor None."""
+    if result is None or isinstance(result, FlowValue):
+        return result
+    from rlx.flow.emit import not_a_value  # only errors need it
+
+    where = f"stage {type(stage).__name__}"
+    if isinstance(result, Value):
+        raise GraphError(f"{where}: returned a Value, expected a FlowValue", hint="ctx.wrap(x)")
+    raise not_a_value(where, "returned", result)
 
 
 def emit_all(
@@ -77,7 +82,14 @@ class Repeat(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         for i in range(self.count):
-            value = emit_stage(ctx, self.at(i), value, f"{self.name}.{i}")
+            path = f"{self.name}.{i}"
+            with provenance(path):
+                try:
+                    stage = self.at(i)
+                except Exception as error:
+                    note_stage(error)
+                    raise
+            value = emit_stage(ctx, stage, value, path)
         return value
 
     def at(self, i: int) -> FlowStage:
@@ -143,7 +155,9 @@ class ResidualAdd(FlowStage):
             raise GraphError("stage ResidualAdd: nothing was saved", hint="put ResidualSave before it")
         saved = ctx.state.residuals[-1]
         if x.shape != saved.shape:  # broadcasting would add a row of one sequence to another
-            hint = "if both are equal whenever this runs, say so: x.assume_equal(shape=...)"
+            pairs = zip(x.shape, saved.shape, strict=False)
+            may_be_equal = x.rank == len(saved.shape) and all(known_equal(a, b) is not False for a, b in pairs)
+            hint = "if both are equal whenever this runs, say so: x.assume_equal(shape=...)" if may_be_equal else None
             raise ShapeError(f"stage ResidualAdd: the value is {x.type}, the saved one is {saved.id.type}", hint=hint)
         return ctx.wrap(x + ctx.state.residuals.pop().id)
 
