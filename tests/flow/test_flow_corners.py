@@ -265,7 +265,7 @@ def test_nodes_come_from_the_line_that_added_their_stage() -> None:
     module = third.build({"n": np.ones(6, np.float32), "w": np.eye(6, dtype=np.float32)}).module
     nodes = [n for n in lower(module).nodes if n.op in ("rms_norm", "matmul", "mul")]
     assert [(n.op, n.origin.stage, n.origin.line) for n in nodes] == [
-        ("rms_norm", "norm", at), ("rms_norm", "block.norm", at + 1), ("matmul", "block", at + 1), ("mul", "", at + 2)
+        ("rms_norm", "norm", at), ("rms_norm", "block.norm", at + 1), ("matmul", "block.w", at + 1), ("mul", "", at + 2)
     ]  # fmt: skip
     assert {n.origin.file for n in nodes} == {__file__}
 
@@ -279,7 +279,7 @@ def test_an_edit_leaves_stages_where_they_were_added() -> None:
     fourth = third.edit("norm", lambda s: RmsNorm("n", 1e-3))
     nodes = [n for n in fourth.build(weights).module.nodes if n.op in ("norm", "linear_stored")]
     assert [(n.origin.stage, n.origin.line) for n in nodes] == [
-        ("block.norm", at), ("block", at), ("layers.0", at + 1), ("layers.1", at + 1), ("norm", at + 3)
+        ("block.norm", at), ("block.w", at), ("layers.0", at + 1), ("layers.1", at + 1), ("norm", at + 3)
     ]  # fmt: skip
 
 

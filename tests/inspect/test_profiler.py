@@ -126,7 +126,7 @@ def test_masks_of_a_report_hide_nothing(report: rlx.Report, encoder: rlx.Compile
 
 def test_a_report_is_a_table(report: rlx.Report) -> None:
     head, machine, columns, *rows = str(report).splitlines()
-    assert "7 launches of 5 kernels" in head and "1 threads" in head and host().name in head
+    assert "7 launches of 5 kernels" in head and "1 thread:" in head and host().name in head
     assert "GFLOPS" in machine and "GB/s" in machine
     assert columns.split() == ["kernel", "kind", "µs", "GB/s", "GFLOPS", "ceiling", "where"]
     assert len(rows) == 7 and all("layers.py:" in row and "%" in row for row in rows)

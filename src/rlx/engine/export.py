@@ -77,8 +77,8 @@ def export(what: CompiledGraph | Jitted | Model, path: PathLike, *, weights: boo
     if isinstance(what, (Graph, BuiltModel, ModelFlow)):
         built = "flow.build(params)" if isinstance(what, ModelFlow) else "it"
         hint = f"compile it first: rlx.export(rlx.compile({built}), path)"
-    found = type(what).__name__
-    raise RequestError(f"export: takes a compiled graph, a jitted function or a model, found {found}", hint=hint)
+    kind = type(what).__name__
+    raise RequestError(f"export: takes a compiled graph, a jitted function or a model, found {kind}", hint=hint)
 
 
 def load_exported(

@@ -37,8 +37,8 @@ def ravel(x: Any) -> Any:
 def transpose(x: Any, axes: Sequence[int] | int | None = None, *more: int) -> Any:
     """Permute axes, given as a sequence or, as for NumPy's method, one by one; the default reverses them."""
     rank = type_of(x).rank
-    given = (axes, *more) if isinstance(axes, int) else axes
-    order = tuple(reversed(range(rank))) if given is None else axes_of(tuple(given), rank, "transpose")
+    order = (axes, *more) if isinstance(axes, int) else axes
+    order = tuple(reversed(range(rank))) if order is None else axes_of(tuple(order), rank, "transpose")
     return apply("transpose", x, axes=order)
 
 

@@ -2074,6 +2074,9 @@ class FlowValueOps(ValueOps):
     def mT(self) -> Self:
         """Swaps the last two axes."""
     @property
+    def ndim(self) -> int:
+        """The same as `rank`, as NumPy calls it."""
+    @property
     def rank(self) -> int:
         """The number of axes."""
     def reshape(self, *shape: Any) -> Self:
