@@ -36,7 +36,6 @@ DEFAULT = "minilm-l6"
 MAX_BYTES = 256 << 20  # of all text files and stdin together
 MAX_NAME, MAX_ENTRIES = 255, 1000  # a word longer than that is no path; entries of this folder that it may resemble
 MANY = 256  # texts that need a progress bar
-DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # models' names of the prompt for documents
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".npy")
 TEXTS = (".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".log")
 # Starts like a path, ends in a slash, or has a slash and a file suffix; not a URL.
@@ -300,7 +299,7 @@ def _document_prompt(model: EmbeddingModel, arguments: argparse.Namespace) -> st
     if arguments.prompt is not None or arguments.query is None:
         prompt: str | None = arguments.prompt
         return prompt
-    return next((name for name in DOCUMENT_PROMPTS if name in model.settings.prompts), None)
+    return model.settings.document_prompt
 
 
 def rank(
@@ -310,8 +309,7 @@ def rank(
     if isinstance(model, VisionModel):
         scores = vectors / np.linalg.norm(vectors, axis=1, keepdims=True) @ model.encode_image(query, normalize=True)
     else:
-        prompt = "query" if "query" in model.settings.prompts else None
-        scores = model.similarity(vectors, model.embed(query, prompt=prompt))
+        scores = model.similarity(vectors, model.embed(query, prompt=model.settings.query_prompt))
     first = {place.text: i for i, place in reversed(list(enumerate(places))) if place.text.strip()}
     order = sorted(first.values(), key=lambda i: (-scores[i], i))
     results: list[dict[str, Any]] = []

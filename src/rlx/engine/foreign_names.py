@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlx.errors import nearest
+from rlx.errors import UnknownAttribute, nearest
 
 # settings of generate, chat and stream that have another name here
 SETTINGS = {
@@ -104,6 +104,54 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "eval": {"": "models are always ready to run"}, "train": {"": "rlx.grad of model.apply, see docs/research.md"},
     "max_seq_length": {"encoder": "model.limit"}, "similarity_fn": {"encoder": "model.similarity(a, b)"},
 }  # fmt: skip
+
+# attributes of other things in other libraries: class -> name -> what there is here
+_APPEND = "index.append(vectors, ids=[...]) adds rows"
+_REPLACE = "index.delete([id]), then index.append(vectors, ids=[id])"
+_SEARCH = "index.search(text or vector, k=5)"
+_TEXT = "completion.text, or str(completion)"
+_RATE = "timings.answer_per_second; prompt_per_second is that of the prompt"
+RECORD_ATTRIBUTES: dict[str, dict[str, str]] = {
+    "Index": {
+        **dict.fromkeys(("add", "insert", "add_texts", "add_documents", "add_items", "add_with_ids"), _APPEND),
+        **dict.fromkeys(("update", "upsert", "replace"), _REPLACE),
+        **dict.fromkeys(("remove", "remove_ids", "drop"), "index.delete([id, ...])"),
+        **dict.fromkeys(("query", "similarity_search", "knn_query", "find"), _SEARCH),
+        **dict.fromkeys(("count", "size", "ntotal"), "len(index)"),
+        **dict.fromkeys(("get", "get_by_id"), "index.texts() and index.metadata() are in the order of index.ids()"),
+        **dict.fromkeys(("keys", "list_ids", "list"), "index.ids()"),
+        **dict.fromkeys(("save", "commit", "flush", "persist", "write"), "an append is on disk when it returns"),
+        "load": "rlx.Index.open(path)",
+    },
+    "Completion": {
+        **dict.fromkeys(("choices", "content", "message", "response", "output", "answer"), _TEXT),
+        "token_ids": "completion.tokens", "stop_reason": "completion.finish_reason",
+    },
+    "Timings": dict.fromkeys(("tokens_per_second", "per_second", "speed", "tokens_per_sec", "rate"), _RATE)
+    | {"total_seconds": "timings.prompt_seconds + timings.answer_seconds",
+       "time_to_first_token": "timings.prompt_seconds", "ttft": "timings.prompt_seconds"},
+    "Score": {
+        **dict.fromkeys(("logprobs", "token_logprobs"), "score.tokens: each has token, text, logprob and top"),
+        **dict.fromkeys(("score", "total", "loglikelihood"), "score.logprob is the sum over tokens"),
+        "mean": "score.logprob / len(score.tokens); score.perplexity is exp of minus that", "ppl": "score.perplexity",
+    },
+}  # fmt: skip
+# settings of the search of an index
+SEARCH_SETTINGS = dict.fromkeys(("top_k", "topk", "n", "top", "limit", "n_results", "num_results"), "k")
+
+
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that a thing does not have: with a hint if other libraries have it."""
+    kind = type(owner).__name__
+    hint = RECORD_ATTRIBUTES.get(kind, {}).get(name)
+    if hint is not None:
+        return UnknownAttribute(f"{name}: {kind} has no such attribute", hint=hint)
+    return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+
+
+def search_hint(name: str) -> str:
+    """What an unknown setting of `Index.search` is called here."""
+    return f"here it is called {SEARCH_SETTINGS[name]}" if name in SEARCH_SETTINGS else "known: k, rescore"
 
 
 def setting_hint(name: str, known: Iterable[str]) -> str:

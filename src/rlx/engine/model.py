@@ -17,7 +17,7 @@ from rlx.engine.load_settings import auto_cache, checked_context, choose, profil
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import short_repr
-from rlx.errors import CapabilityError, ContextError, RequestError
+from rlx.errors import CapabilityError, ContextError, RequestError, UnknownAttribute
 from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
@@ -55,10 +55,6 @@ VERBS = {
 
 class WrongVerb(CapabilityError, AttributeError):
     """A method of another kind of model. Also an AttributeError, so that `hasattr` returns False."""
-
-
-class UnknownAttribute(RequestError, AttributeError):
-    """An attribute that models of other libraries have. Also an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True)
