@@ -15,7 +15,7 @@ SETTINGS = {
     "sequence_bias": "logit_bias", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
     "num_predict": "max_tokens", "n_predict": "max_tokens", "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens", "stop_strings": "stop", "stop_sequences": "stop", "until": "stop",
-    "top_logprobs": "logprobs", "n_probs": "logprobs", "return_logprobs": "logprobs", "output_scores": "logprobs",
+    "n_probs": "logprobs", "return_logprobs": "logprobs", "output_scores": "logprobs",
     "system_prompt": "system", "hooks": "edit", "steering": "edit", "interventions": "edit",
     "output_hidden_states": "capture", "output_attentions": "capture", "return_hidden_states": "capture",
     "prefix_allowed_tokens_fn": "allowed", "profile": "trace", "profiler": "trace",
@@ -49,12 +49,35 @@ ADVICE = {
     "eos_token_id": "the model's files say which tokens end a text; stop= takes texts",
     "timeout": "close a stream from another thread: threading.Timer(seconds, stream.close).start()",
     "cache_prompt": "the prefix cache is always used; usage.cached_tokens says how much came from it",
+    "top_logprobs": "logprobs=2 returns the log-probability of each token and of the 2 likeliest ones",
     "use_cache": "the KV cache is always used",
     "verbose": "model.report(prompt) says where the time goes",
     "params": _PARAMS, "weights": _PARAMS, "state_dict": _PARAMS,
     "tfs_z": "there is no tail-free sampling", "mirostat": "there is no Mirostat",
     "typical_p": "there is no typical sampling",
 }  # fmt: skip
+
+# settings of generate and chat besides those of Sampling
+REQUEST_SETTINGS = (
+    "max_tokens", "stop", "logprobs", "schema", "regex", "choice", "grammar", "edit", "capture", "trace", "system",
+    "tools", "tool_choice",
+)  # fmt: skip
+
+# settings of score
+_SCORE_CHAT = "score(answer, prompt=model.chat_tokens(messages)) scores the answer of a conversation"
+SCORE_SETTINGS = {
+    **dict.fromkeys(("chat", "messages", "system"), _SCORE_CHAT),
+    **dict.fromkeys(("edit", "capture"), 'model.run(tokens, edit=..., capture="logits")["logits"] has edited logits'),
+    **dict.fromkeys(("context", "prefix"), "here it is called prompt"),
+    **dict.fromkeys(("top_logprobs", "top_k", "top"), "here it is called logprobs"),
+}
+
+# several prompts for a verb that takes one
+ONE_PROMPT = {
+    "stream": "one stream per prompt; generate([text, text]) runs a batch",
+    "report": 'one prompt per report; generate([text, text], trace="t.json") writes the timeline of a batch',
+    **dict.fromkeys(("run", "logits", "apply"), "one call per text: [model.VERB(text) for text in texts]"),
+}
 
 # settings of embed
 EMBED_SETTINGS = {
@@ -159,6 +182,19 @@ def setting_hint(name: str, known: Iterable[str]) -> str:
     if name in SETTINGS:
         return f"here it is called {SETTINGS[name]}"
     return ADVICE.get(name) or nearest(name, known) or f"known: {', '.join(known)}"
+
+
+def score_hint(name: str) -> str:
+    """What an unknown setting of `score` is called here, or what to do instead."""
+    return SCORE_SETTINGS.get(name) or nearest(name, ("prompt", "logprobs")) or "known: prompt, logprobs"
+
+
+def one_prompt_hint(verb: str, prompts: object) -> str | None:
+    """What to do with several prompts; None if the value is something else."""
+    if not isinstance(prompts, (list, tuple)) or not all(isinstance(p, (str, list, tuple)) for p in prompts):
+        return None
+    hint = ONE_PROMPT.get(verb)
+    return hint and hint.replace("VERB", verb)
 
 
 def embed_hint(name: str) -> str:

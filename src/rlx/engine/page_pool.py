@@ -87,6 +87,12 @@ class PagePool:
         self._calls: set[tuple[int, int]] = set()  # process and thread of each call that runs
         self._moving = 0  # the process in which pools move, or 0; a forked child ignores its parent's calls and moves
 
+    def __repr__(self) -> str:
+        limit = "no limit" if self.limit is None else f"limit {self.limit / 2**20:.1f} MiB"
+        return (
+            f"<page pool: {self.used_bytes / 2**20:.1f} MiB in use, {self.nbytes / 2**20:.1f} MiB allocated, {limit}>"
+        )
+
     # -- sizes --
     def _page_bytes(self, window: int) -> int:
         """Bytes of one page of keys and values in all layers of a window."""
