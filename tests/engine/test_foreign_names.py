@@ -140,7 +140,6 @@ def test_several_prompts_for_one(talker: Any) -> None:
         (lambda: talker.report(["a", "b"]), 'trace="t.json"'),
         (lambda: talker.run([[1], [2]]), "[model.run(text) for text in texts]"),
         (lambda: talker.chat([hello, hello]), "generate([model.chat_tokens(a), model.chat_tokens(b)])"),
-        (lambda: talker.chat(["a", "b"]), "generate([model.chat_tokens(a), model.chat_tokens(b)])"),
         (lambda: talker.run("a", capture=1), 'capture="layers.1"'),
         (lambda: talker.generate("a", capture=[1]), 'capture="layers.1"'),
     ):

@@ -637,10 +637,10 @@ def _structure(settings: Mapping[str, Any]) -> tuple[Structure | None, Mapping[s
 def _conversation(messages: str | Messages, system: str | None) -> Messages:
     """A text as a user's message; with a system message before the others."""
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    if isinstance(messages, (list, tuple)) and any(isinstance(m, (str, list, tuple)) for m in messages):
+    if isinstance(messages, (list, tuple)) and any(isinstance(m, (list, tuple)) for m in messages):
         raise RequestError(
-            f"chat: found a list with {short_repr(messages[0])}, expected one conversation, a list of messages",
-            hint="several: generate([model.chat_tokens(a), model.chat_tokens(b)])",
+            f"chat: found a list of {len(messages)} lists, expected one conversation, a list of messages",
+            hint="several conversations: generate([model.chat_tokens(a), model.chat_tokens(b)])",
         )
     if system is None:
         return conversation
