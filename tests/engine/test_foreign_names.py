@@ -162,7 +162,11 @@ def test_an_answered_conversation_gets_another_answer_and_a_warning(
 
 def test_the_cache_shows_its_size(talker: Any) -> None:
     talker.generate("Hello", max_tokens=2)
-    assert re.fullmatch(r"<page pool: [\d.]+ MiB in use, [\d.]+ MiB allocated, no limit>", repr(talker.caches))
+    assert re.fullmatch(
+        r"<page pool: [\d.]+ MiB in use, [\d.]+ MiB allocated, prefix cache up to 512 MiB>", repr(talker.caches)
+    )
+    talker.caches.limit = 3 << 20
+    assert repr(talker.caches).endswith(" allocated, limit 3.0 MiB>")
 
 
 def test_settings_of_embed(tmp_path: Path) -> None:
