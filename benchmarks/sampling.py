@@ -6,8 +6,8 @@ The op gets the operands that the engine gives it, and logits of the model itsel
 gets noise. The program first writes the logits on all threads, as the vocabulary's matmul does; a setting's time is
 that of the launches after it, the best of many runs. A step is that of short answers of eight rows, greedy sampling
 included; of one thread it is processor time, which other programs disturb little. Two threads are timed by the clock,
-which needs a quiet machine. `--cases` draws that many tokens by random settings from peaked and flat logits, with many equals, and
-counts those that the NumPy sampler, the op's reference, picks otherwise: none may be.
+which needs a quiet machine. `--cases` draws that many tokens by random settings from peaked and flat logits, with many
+equals, and counts those that the NumPy sampler, the op's reference, picks otherwise: none may be.
 """
 
 from __future__ import annotations
