@@ -1,18 +1,18 @@
 """Search text files by meaning: embed their paragraphs and show those closest to a question.
 
     python examples/search.py "how do I undo a commit?" ~/notes docs/*.md
-    python examples/search.py "gradients of loops" docs --top 5 --index docs.npz
+    python examples/search.py "gradients of loops" docs --top 5 --index docs-index
 
-Folders are searched for .md, .txt and .rst files. `--index` keeps the vectors in a file, so that only new and changed
-paragraphs are embedded the next time.
+Folders are searched for .md, .txt and .rst files. `--index` keeps the index, so that only new and changed paragraphs
+are embedded the next time.
 """
 
 import argparse
 import re
+import tempfile
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
-
-import numpy as np
 
 import rlx
 
@@ -32,15 +32,13 @@ def paragraphs(path):
         yield text.count("\n", 0, match.start()) + 1, match[0]
 
 
-def embedded(model, texts, index):
-    """Vectors [texts, dim]; those that the index file has are not computed again."""
-    known = dict(zip(*np.load(index).values(), strict=True)) if index and index.exists() else {}
-    new = [text for text in dict.fromkeys(texts) if text not in known]
-    known |= zip(new, model.embed(new), strict=True)
-    vectors = np.stack([known[text] for text in texts])
-    if index:
-        np.savez(index, texts=np.array(texts), vectors=vectors)
-    return vectors
+def update(index, texts):
+    """Embed the texts, by place, that the index does not have, and delete those that are gone or changed."""
+    before = dict(zip(index.ids(), index.texts(), strict=True))
+    index.delete([place for place, text in before.items() if texts.get(place) != text])
+    new = {place: text for place, text in texts.items() if before.get(place) != text}
+    if new:
+        index.append(ids=list(new), texts=list(new.values()))
 
 
 def main(argv=None):
@@ -49,18 +47,20 @@ def main(argv=None):
     parser.add_argument("paths", nargs="+", type=Path, help="text files and folders")
     parser.add_argument("--model", default="minilm-l6", help="an embedding model (default: %(default)s)")
     parser.add_argument("--top", type=int, default=3, help="paragraphs to show (default: %(default)s)")
-    parser.add_argument("--index", type=Path, help=".npz file to keep vectors in")
+    parser.add_argument("--index", type=Path, help="folder to keep the index in")
     args = parser.parse_args(argv)
 
-    places = [(path, line, text) for path in text_files(args.paths) for line, text in paragraphs(path)]
-    if not places:
+    texts = {f"{path}:{line}": text for path in text_files(args.paths) for line, text in paragraphs(path)}
+    if not texts:
         parser.error("no text in these paths")
-    model = rlx.load(args.model)
-    vectors = embedded(model, [text for _, _, text in places], args.index)
-    scores = model.similarity(args.question, vectors)
-    best = [(*places[i], scores[i]) for i in np.argsort(-scores)[: args.top]]
-    for path, line, text, score in best:
-        print(f"{score:.2f}  {path}:{line}\n      {shorten(text, 100, placeholder=' ...')}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.index or Path(temporary) / "index"
+        open_index = partial(rlx.Index.open, write=True) if folder.exists() else rlx.Index.create
+        with open_index(folder, model=args.model) as index:
+            update(index, texts)
+            best = index.search(args.question, k=args.top)
+    for hit in best:
+        print(f"{hit.score:.2f}  {hit.id}\n      {shorten(hit.text, 100, placeholder=' ...')}")
     return best
 
 

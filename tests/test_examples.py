@@ -166,9 +166,9 @@ def test_search_ranks_paragraphs_as_numpy_does(
     texts = {"bal bam ban": ("a.txt", 1), "kos kus kas\nkal kem": ("a.txt", 4)}
     texts |= {"dal del dil": ("b.md", 1), "fam fem fim fom fum": ("b.md", 3)}
     wanted = sorted(texts, key=lambda text: -vector(text) @ vector(question))
-    assert [text for _, _, text, _ in best] == wanted
-    assert [(path.name, line) for path, line, _, _ in best] == [texts[text] for text in wanted]
-    np.testing.assert_allclose([row[-1] for row in best], [vector(t) @ vector(question) for t in wanted], atol=1e-5)
+    assert [hit.text for hit in best] == wanted
+    assert [hit.id for hit in best] == [f"{folder / name}:{line}" for name, line in (texts[text] for text in wanted)]
+    np.testing.assert_allclose([hit.score for hit in best], [vector(t) @ vector(question) for t in wanted], atol=1e-5)
     assert f"{folder / 'a.txt'}:4\n      kos kus kas kal kem\n" in capsys.readouterr().out
 
 
@@ -176,17 +176,19 @@ def test_an_index_saves_embedding_paragraphs_again(
     library: tuple[Path, dict[str, Array]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = library
-    words = ["dal del dil", str(folder), "--model", str(folder.parent / "bert"), "--index", str(folder / "i.npz")]
+    words = ["dal del dil", str(folder), "--model", str(folder.parent / "bert"), "--index", str(folder / "index")]
     first = search.main(words)
-    assert first[0][2] == "dal del dil" and first[0][3] == pytest.approx(1, abs=1e-6)
+    assert first[0].text == "dal del dil" and first[0].score == pytest.approx(1, abs=1e-6)
     (folder / "b.md").write_text("dal del dil\n\nbis bes\n")
     embedded: list[str] = []
     embed = rlx.EmbeddingModel.embed
     monkeypatch.setattr(
-        rlx.EmbeddingModel, "embed", lambda self, texts: (embedded.append(texts), embed(self, texts))[1]
+        rlx.EmbeddingModel, "embed", lambda self, texts, **more: (embedded.append(texts), embed(self, texts, **more))[1]
     )
     assert search.main(words)[0] == first[0]
-    assert embedded == [["bis bes"], "dal del dil"]  # the new paragraph, and the question
+    assert embedded == [["bis bes"], ["dal del dil"]]  # the new paragraph, and the question
+    with rlx.Index.open(folder / "index") as index:
+        assert index.texts() == ["bal bam ban", "kos kus kas\nkal kem", "dal del dil", "bis bes"]
 
 
 # -- steer.py ---------------------------------------------------------------------------------------------------------

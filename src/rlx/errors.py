@@ -20,6 +20,7 @@
     └── RequestError          an invalid request to a model: a setting, a prompt, a number out of range
         ├── ContextError      a prompt that is longer than the context
         ├── NotEndedError     the completion of a stream that is still running (also an AttributeError)
+        ├── UnknownAttribute  an attribute that other libraries have (also an AttributeError)
         ├── OverloadedError   too many requests wait already; `retry_after` says for how long
         └── UsageError        an invalid command line (rlx.cli.console)
 
@@ -129,6 +130,10 @@ class ContextError(RequestError):
 
 class NotEndedError(RequestError, AttributeError):
     """The completion of a stream that is still running. An AttributeError, so `hasattr` says whether it has ended."""
+
+
+class UnknownAttribute(RequestError, AttributeError):
+    """An attribute that things of other libraries have. Also an AttributeError, so that `hasattr` returns False."""
 
 
 class OverloadedError(RequestError):

@@ -239,10 +239,35 @@ def test_vectors_become_an_index(encoder: Path, tmp_path: Path) -> None:
         ]
         assert index.texts([11]) == [listed[11]]
     rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, **options)
-    with pytest.raises(BatchError, match="has 30 rows of f32, the job 30 of int8"):
+    with pytest.raises(BatchError, match="its dtype is f32, that of the job int8"):
         rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, index_dtype="int8", **options)
     with pytest.raises(RequestError, match="made of vectors in NumPy files"):
         rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, format="jsonl", **options)
+
+
+def test_an_index_of_another_job_is_refused_whatever_its_size(encoder: Path, tmp_path: Path) -> None:
+    library, path = tmp_path / "library", tmp_path / "a.txt"
+    write_texts(path, 10)
+    options: dict[str, Any] = {"runner": Inline(), "shard_records": 4, "index": library}
+    rlx.batch.embed(path, tmp_path / "out", encoder, **options)
+    before = [file.read_bytes() for file in sorted(library.iterdir())]
+    text = path.read_text()
+    path.write_text(("x" if text[0] != "x" else "y") + text[1:])  # as many rows and bytes as before
+    with pytest.raises(BatchError, match="has changed since it was embedded"):
+        rlx.batch.embed(path, tmp_path / "out", encoder, **options)
+    with pytest.raises(BatchError, match=r"library is of another job: row 0 is") as caught:
+        rlx.batch.embed(path, tmp_path / "other", encoder, **options)
+    assert caught.value.hint == "another name for the index, or delete it"
+    path.write_text(text)
+    assert [file.read_bytes() for file in sorted(library.iterdir())] == before
+    with rlx.Index.open(library) as old, rlx.Index.create(tmp_path / "turned", dim=old.dim, model=old.model) as index:
+        index.append(-old.vectors, old.ids(range(10)), old.texts(range(10)))
+    with pytest.raises(BatchError, match="the vectors of rows 0 to 3 are not those of the job"):
+        rlx.batch.embed(path, tmp_path / "out", encoder, **options | {"index": tmp_path / "turned"})
+    with rlx.Index.open(library, write=True) as index:
+        index.delete([f"{path}:3"])
+    with pytest.raises(BatchError, match="it has 9 rows, the job 10"):
+        rlx.batch.embed(path, tmp_path / "out", encoder, **options)
 
 
 # -- the whole command -----------------------------------------------------------------------------------------------

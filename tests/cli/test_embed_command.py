@@ -204,6 +204,28 @@ def test_the_folder_of_a_model_is_no_folder_of_texts(model: Path, capsys: pytest
     assert f"rlx embed -m {model}" in capsys.readouterr().err
 
 
+def test_whole_files_are_one_text_each_and_rows_are_listed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "b.txt").write_text("bal\nfom\n")
+    (notes / "a.txt").write_text("dam " * 50 + "\r\n")
+    one, two = str(notes / "a.txt"), str(notes / "b.txt")
+    out = ["--out", str(tmp_path / "v.npy")]
+    assert main(["embed", "-m", str(model), "kum", str(notes), "--whole-files", "--json", *out]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == [{"line": 1}, {"file": one}, {"file": two}]
+    with load(model) as encoder:
+        expected = encoder.embed(["kum", "dam " * 50, "bal\nfom"])
+    np.testing.assert_array_equal(np.load(out[1]), expected)
+    assert main(["embed", "-m", str(model), str(notes), "--whole-files", "--query", "bal fom"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2 and shown[0].endswith(f"  {two}  bal fom") and shown[1].endswith("dam dam ...")
+    assert main(["embed", "-m", str(model), str(notes), "--json", *out]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows == [{"file": one, "line": 1}, {"file": two, "line": 1}, {"file": two, "line": 2}]
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "message"),

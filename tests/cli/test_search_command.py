@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,18 @@ def test_problems_have_their_exit_codes(index: Path, capsys: pytest.CaptureFixtu
     assert main(["search", str(index), "--verify"]) == 4
     said = capsys.readouterr().err
     assert "expected a query or --vector" in said and "does not say which model" in said and "not an index" in said
+
+
+def test_what_is_not_an_index_says_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my notes").mkdir()
+    np.save(tmp_path / "v.npy", np.ones((2, 3)))
+    assert main(["search", str(tmp_path / "my notes"), "a text"]) == 4
+    notes = shlex.quote(str(tmp_path / "my notes"))
+    said = capsys.readouterr().err
+    assert f"rlx embed {notes} --query" in said and f"rlx batch embed {notes} -o OUT --index INDEX" in said
+    assert main(["search", str(tmp_path / "v.npy"), "a text"]) == 4
+    assert main(["search", str(tmp_path / "nothing"), "a text"]) == 2
+    assert capsys.readouterr().err.count("rlx batch embed TEXTS -o OUT --index INDEX") == 2
 
 
 @pytest.mark.weights

@@ -361,7 +361,7 @@ def test_a_batch_size_is_a_number_from_one(model: EmbeddingModel, size: Any) -> 
 def test_an_encoder_says_what_it_is_for(model: EmbeddingModel, verb: str) -> None:
     with pytest.raises(CapabilityError, match="is an encoder") as caught:
         getattr(model, verb)("bal")
-    assert caught.value.hint == "use .embed()"
+    assert caught.value.hint == f"use .embed(), or load a decoder such as smollm2-135m for .{verb}()"
     assert not hasattr(model, verb)
 
 

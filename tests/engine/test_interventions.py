@@ -139,6 +139,12 @@ def test_what_cannot_be_an_edit_says_why(tiny: LanguageModel) -> None:
     with pytest.raises(ShapeError, match=r"gave f64\[batch\*seq, 48\], expected f32\[batch\*seq, 48\]") as wide:
         tiny.generate(PROMPT, edit={"layers.0": lambda x: x + VECTOR.astype(float)})
     assert wide.value.hint == "cast what it adds: vector.astype(np.float32)"
+    with pytest.raises(ShapeError, match=r"sizes batch\*seq and 13 do not broadcast") as several:
+        tiny.generate(PROMPT, edit={"layers.0": lambda x: x + np.ones((13, 48), np.float32)})
+    assert several.value.hint and "captured[-1] or captured.mean(0)" in several.value.hint
+    assert "assume_equal" not in "".join(several.value.notes) and "in the edit of stage 'layers.0'" in str(
+        several.value.notes
+    )
     with pytest.raises(RequestError, match="its function gave None, expected an array"):
         tiny.generate(PROMPT, edit={"layers.0": lambda x: None})
     with pytest.raises(GraphError, match="truth value") as traced:

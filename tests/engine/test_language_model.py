@@ -433,7 +433,7 @@ def test_words_of_other_programs_are_told_ours_by_load(tiny_folder: Path) -> Non
 def test_the_verbs_of_other_models_say_where_they_belong(stories: LanguageModel) -> None:
     with pytest.raises(CapabilityError, match="is a decoder") as caught:
         stories.embed("a")  # type: ignore[attr-defined]
-    assert caught.value.hint == "use .generate()"
+    assert caught.value.hint == "use .generate(), or load an encoder such as minilm-l6 for .embed()"
     with pytest.raises(CapabilityError, match=r"^embed_tokens: .* is a decoder"):
         stories.embed_tokens([[1]])  # type: ignore[attr-defined]
     assert not hasattr(stories, "embed") and not hasattr(stories, "nonsense") and hasattr(stories, "generate")

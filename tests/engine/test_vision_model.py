@@ -123,7 +123,7 @@ def test_verbs_of_other_models_say_where_they_belong(model: VisionModel) -> None
     assert not hasattr(model, "embed") and not hasattr(model, "generate")
     with pytest.raises(CapabilityError, match=r"embed: .* is a vision model") as caught:
         model.embed("a text")
-    assert caught.value.hint == "use .encode_image()"
+    assert caught.value.hint == "use .encode_image(), or load an encoder such as minilm-l6 for .embed()"
 
 
 def test_a_processor_that_does_not_fit_the_model_says_so(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stand_ins
 
 import rlx
-from rlx.errors import FormatError, RequestError, RlxError, ShapeError
+from rlx.errors import FormatError, RequestError, RlxError, ShapeError, UnknownAttribute
 
 Array = np.ndarray[Any, Any]
 
@@ -93,7 +94,7 @@ def test_ids_without_names_are_row_numbers_and_integers_are_kept(tmp_path: Path)
     with rlx.Index.create(tmp_path / "numbers", dim=2) as index:
         index.append(np.eye(2), ids=[2**40, -7])
         assert [h.id for h in index.search([0, 1])] == [-7, 2**40]
-        with pytest.raises(RequestError, match="ids of kind 'str', the 2 rows before have kind 'int'"):
+        with pytest.raises(RequestError, match="ids are strings, those of the 2 rows before integers"):
             index.append(np.eye(2), ids=["a", "b"])
 
 
@@ -148,7 +149,11 @@ def test_errors_name_both_values(tmp_path: Path) -> None:
         (lambda: rlx.Index.create(tmp_path / "index", dim=4), RequestError, "exists already"),
         (lambda: rlx.Index.create(tmp_path / "other", dim=0), RequestError, "dim is 0"),
         (lambda: rlx.Index.create(tmp_path / "other", dim=1, dtype="f8"), RequestError, "'f8'.*f32, f16, int8"),
-        (lambda: rlx.Index.open(tmp_path / "index", write=True), RequestError, "another process writes"),
+        (
+            lambda: rlx.Index.open(tmp_path / "index", write=True),
+            RequestError,
+            "open for writing already, in this process or",
+        ),
         (lambda: rlx.Index.open(tmp_path / "index").append([[1, 2, 3, 4]]), RequestError, "open for reading"),
         (lambda: rlx.Index.open(tmp_path), FormatError, "not an index"),
     ]
@@ -156,6 +161,86 @@ def test_errors_name_both_values(tmp_path: Path) -> None:
         with pytest.raises(kind, match=message):
             call()
     assert len(index) == 0
+
+
+def test_ids_are_listed_and_deleted_rows_are_refused(tmp_path: Path) -> None:
+    with rlx.Index.create(tmp_path / "index", dim=2) as index:
+        index.append(np.eye(2), ids=["a", "b"], texts=["one", None])
+        index.append(np.ones((1, 2)), ids=["c"], metadata=[{"n": 1}])
+        index.delete("b")
+        assert index.ids() == list(index) == ["a", "c"] and index.rows.tolist() == [0, 2]
+        assert index.texts() == ["one", None] and index.metadata() == [None, {"n": 1}]
+        assert "a" in index and "b" not in index and 0 not in index and None not in index
+        assert [index.ids([hit.row]) for hit in index.search([1.0, 0.0])] == [["a"], ["c"]]
+        for read in (index.ids, index.texts, index.metadata):
+            with pytest.raises(RequestError, match=r"row 1 is deleted") as caught:
+                read(range(len(index)))
+            assert "index.rows" in (caught.value.hint or "")
+        for outside in (3, -1):
+            with pytest.raises(RequestError, match=f"row {outside} is outside the 3 rows"):
+                index.ids([outside])
+        index.compact()
+        assert index.rows.tolist() == [0, 1] and list(index) == ["a", "c"]
+    with rlx.Index.create(tmp_path / "numbers", dim=2) as index:
+        index.append(np.eye(2), ids=[7, 2**40])
+        assert 7 in index and np.int64(2**40) in index and "7" not in index and list(index) == [7, 2**40]
+        assert index.delete(7) == 1 and len(index) == 1
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_model_embeds_what_is_appended_and_searched(tmp_path: Path, loaded: bool) -> None:
+    folder = stand_ins.write_encoder(tmp_path)
+    model = rlx.load(folder)
+    encoder: Any = model if loaded else str(folder)
+    with rlx.Index.create(tmp_path / "index", model=encoder) as index:
+        index.append(texts=["bal dem", "kun gos"], ids=["x", "y"])
+        assert index.dim == model.dim and index.model == str(folder)
+        vectors = model.embed(["bal dem", "kun gos"])
+        np.testing.assert_allclose(index.vectors, vectors / np.linalg.norm(vectors, axis=1, keepdims=True), rtol=1e-6)
+        with pytest.raises(RequestError, match="these are texts, expected vectors") as caught:
+            index.append(["bal"], ids=["z"])
+        assert caught.value.hint == "append(texts=[...], ids=[...]) embeds them"
+        for wrong in ({}, {"texts": "bal"}, {"texts": ["bal", None]}):
+            with pytest.raises(RequestError, match="append: "):
+                index.append(ids=["z"], **wrong)
+        assert index.ids() == ["x", "y"]
+    for other in (None, encoder):
+        assert rlx.Index.open(tmp_path / "index", model=other).search("kun gos", k=1)[0].id == "y"
+    with rlx.Index.create(tmp_path / "small", dim=3) as small:
+        small.append(np.eye(3))
+    for call in (rlx.Index.open(tmp_path / "small", model=encoder).search, lambda t: small.append(texts=[t])):
+        with pytest.raises(RequestError, match=f"makes vectors of {model.dim}, the index has 3|does not say which"):
+            call("bal")
+    if loaded:
+        with pytest.raises(RequestError, match=f"dim is 3, .* makes vectors of {model.dim}"):
+            rlx.Index.create(tmp_path / "other", dim=3, model=encoder)
+
+
+def test_names_of_other_libraries_are_explained(tmp_path: Path) -> None:
+    index: Any = rlx.Index.create(tmp_path / "index", dim=2)
+    index.append(np.eye(2), ids=["a", "b"])
+    for name, hint in (("add", "append"), ("remove", "delete"), ("update", "delete"), ("query", "search")):
+        with pytest.raises(UnknownAttribute) as caught:
+            getattr(index, name)
+        assert f"index.{hint}(" in (caught.value.hint or "")
+    assert not hasattr(index, "upsert") and not hasattr(index, "nothing_like_it")
+    kind: Any = rlx.Index
+    cases: list[tuple[Any, str, str]] = [
+        (lambda: index.search([1, 0], top_k=1), "no setting is called 'top_k'", "here it is called k"),
+        (lambda: index.search([1, 0], filter=1), "no setting is called 'filter'", "known: k, rescore"),
+        (lambda: kind("index"), "opened or created", "rlx.Index.open('index')"),
+        (lambda: kind("index", dim=3), "opened or created", "rlx.Index.create('index', dim=...)"),
+        (lambda: kind.create(tmp_path / "new"), "neither dim nor model", "dim=384"),
+        (lambda: index.append(np.eye(2)), "ids are row numbers, those of the 2 rows before strings", "pass ids=[...]"),
+        (lambda: index.append(np.eye(2), ids=[1, 2]), "ids are integers", "strings"),
+        (lambda: index.append(["a"]), "these are texts", "Index.create(..., model=NAME)"),
+        (lambda: kind.open(tmp_path / "index", write=True), "open for writing already", "index.close()"),
+        (lambda: kind.open(tmp_path / "index", model=3), "3 does not embed texts", "minilm-l6"),
+    ]
+    for call, message, hint in cases:
+        with pytest.raises(RlxError, match=message) as error:
+            call()
+        assert hint in (error.value.hint or "")
 
 
 # -- crashes and hostile files -----------------------------------------------------------------------------------------

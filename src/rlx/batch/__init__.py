@@ -78,13 +78,14 @@ def run(
     `workers` are processes with `threads` threads each ("auto": what suits the model and the machine). `runner` is
     "local", "ray" (a cluster that `ray.init` has connected) or one of your own. `input_format` overrides what suffixes
     say: text, jsonl, csv, tsv or parquet. `shard_records` is the size of a shard, which rows do not depend on. `index`
-    is a new folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8.
+    is a folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8. An index that
+    is there already must be the one of this job.
     """
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
     if index is not None:
         from rlx.batch.indexing import build_index, check_index
 
-        check_index(job, Path(index))
+        check_index(job, Path(index), index_dtype)
     chosen, fingerprint = prepare(task, workers, threads, runner)
     results = job.run(out, chosen, fingerprint, on_progress)
     if index is not None:

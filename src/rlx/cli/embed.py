@@ -1,4 +1,4 @@
-"""`rlx embed [TEXT or FILE ...]`: vectors of texts and of the lines of files, or a ranked search over them.
+"""`rlx embed [TEXT or FILE ...]`: vectors of texts, of the lines of files or of whole files, or a search over them.
 
 Arguments that are existing files or folders are read; image files are passed to vision models by name. Results go to
 stdout, everything else to stderr.
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ from rlx.fast_dataclass import dataclass
 DEFAULT = "minilm-l6"
 MAX_BYTES = 256 << 20  # of all text files and stdin together
 MAX_NAME, MAX_ENTRIES = 255, 1000  # a word longer than that is no path; entries of this folder that it may resemble
+SHOWN = 100  # characters of a whole file in a list of results
 MANY = 256  # texts that need a progress bar
-DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # models' names of the prompt for documents
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".npy")
 TEXTS = (".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".log")
 # Starts like a path, ends in a slash, or has a slash and a file suffix; not a URL.
@@ -50,14 +51,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "texts",
         nargs="*",
         metavar="TEXT",
-        help="texts, or files and folders to read; images; without any, lines of stdin",
+        help="texts, or files and folders of which every line is a text; images; without any, lines of stdin",
     )
     command.add_argument("-m", "--model", default=DEFAULT, help=f"catalogue name, file, folder, org/name ({DEFAULT})")
     command.add_argument(
         "--file", metavar="FILE", action="append",
         help=f"one text per line, or a folder of such files, up to {MAX_BYTES >> 20} MiB in all; - is stdin",
     )  # fmt: skip
-    command.add_argument("--out", type=Path, metavar="FILE.npy", help="write the vectors here, one row per text")
+    command.add_argument("--whole-files", action="store_true", help="a file is one text, not one per line")
+    command.add_argument(
+        "--out", type=Path, metavar="FILE.npy",
+        help="write the vectors here: a row per text as they are read, folders sorted by name (--json lists them)",
+    )  # fmt: skip
     command.add_argument("--query", metavar="TEXT", help="rank the texts by similarity to this one")
     command.add_argument("--top", type=int, default=10, metavar="N", help="with --query: how many to show (10)")
     command.add_argument("--prompt", metavar="NAME", help="prepend this prompt of the model to each text")
@@ -79,7 +84,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    places = read_texts(arguments.texts, arguments.file)
+    places = read_texts(arguments.texts, arguments.file, whole_files=arguments.whole_files)
     texts = [place.text for place in places]
     if arguments.query is not None and not texts:
         raise UsageError("embed: there are no texts to rank", hint="rlx embed FOLDER --query 'a question'")
@@ -90,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             save(arguments.out, vectors)
             report["out"] = str(arguments.out)
+            report["rows"] = [place.members for place in places]
         if arguments.query is not None:
             report["results"] = rank(model, arguments.query, places, vectors, arguments.top)
         elif arguments.out is None:
@@ -122,20 +128,23 @@ def _check(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A text and its line in a file, or its number among the texts of the command line."""
+    """A text and its line in a file, or its number among the texts of the command line. A whole file has no line."""
 
     text: str
-    line: int
+    line: int | None
     file: str | None = None
 
-    def __str__(self) -> str:
-        return "" if self.file is None else f"{self.file}:{self.line}"
+    @property
+    def members(self) -> dict[str, Any]:
+        """File and line, as far as there are some."""
+        named = {"file": self.file, "line": self.line}
+        return {name: value for name, value in named.items() if value is not None}
 
 
-def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]:
+def read_texts(texts: Sequence[str], files: Sequence[str] | None, *, whole_files: bool = False) -> list[Place]:
     """Texts of the command line, with paths replaced by the lines of the files, then the lines of `files` or stdin."""
     places: list[Place] = []
-    reader = _Reader()
+    reader = _Reader(whole_files)
     for text in texts:
         if _is_path(text):
             places += reader.lines_of(text)
@@ -201,9 +210,10 @@ def _as_text(word: str) -> str:
 
 
 class _Reader:
-    """Reads lines of files and stdin, up to `MAX_BYTES` in total."""
+    """Reads lines of files and stdin, or whole files, up to `MAX_BYTES` in total."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole_files: bool = False) -> None:
+        self.whole_files = whole_files
         self.size = 0  # of the texts so far
 
     def lines_of(self, name: str) -> list[Place]:
@@ -231,7 +241,10 @@ class _Reader:
         return [Place(text, before + i + 1) for i, text in enumerate(self._lines("-"))]
 
     def _lines_of_file(self, name: str) -> list[Place]:
-        return [Place(text, i + 1, name) for i, text in enumerate(self._lines(name))]
+        texts = self._lines(name)
+        if self.whole_files:
+            return [Place("\n".join(texts), None, name)]
+        return [Place(text, i + 1, name) for i, text in enumerate(texts)]
 
     def _lines(self, name: str) -> list[str]:
         where = "stdin" if name == "-" else name
@@ -300,7 +313,7 @@ def _document_prompt(model: EmbeddingModel, arguments: argparse.Namespace) -> st
     if arguments.prompt is not None or arguments.query is None:
         prompt: str | None = arguments.prompt
         return prompt
-    return next((name for name in DOCUMENT_PROMPTS if name in model.settings.prompts), None)
+    return model.settings.document_prompt
 
 
 def rank(
@@ -310,15 +323,13 @@ def rank(
     if isinstance(model, VisionModel):
         scores = vectors / np.linalg.norm(vectors, axis=1, keepdims=True) @ model.encode_image(query, normalize=True)
     else:
-        prompt = "query" if "query" in model.settings.prompts else None
-        scores = model.similarity(vectors, model.embed(query, prompt=prompt))
+        scores = model.similarity(vectors, model.embed(query, prompt=model.settings.query_prompt))
     first = {place.text: i for i, place in reversed(list(enumerate(places))) if place.text.strip()}
     order = sorted(first.values(), key=lambda i: (-scores[i], i))
     results: list[dict[str, Any]] = []
     for i in order[:top]:
         place = places[i]
-        named = {} if place.file is None else {"file": place.file}
-        results.append({"score": round(float(scores[i]), 6), **named, "line": place.line, "text": place.text})
+        results.append({"score": round(float(scores[i]), 6), **place.members, "text": place.text})
     return results
 
 
@@ -347,8 +358,9 @@ def show(report: dict[str, Any], count: int, *, as_json: bool) -> None:
         console.write(json.dumps(data, ensure_ascii=False) + "\n")
     elif "results" in report:
         for result in report["results"]:
-            place = f"{result['file']}:{result['line']}  " if "file" in result else ""
-            console.write(f"{result['score']:.4f}  {place}{result['text']}\n")
+            place = ":".join(str(result[name]) for name in ("file", "line") if name in result) + "  "
+            text = result["text"] if "line" in result else shorten(result["text"], SHOWN, placeholder=" ...")
+            console.write(f"{result['score']:.4f}  {place if 'file' in result else ''}{text}\n")
     elif vectors is not None:
         for row in vectors:
             console.write(json.dumps(_numbers(row)) + "\n")

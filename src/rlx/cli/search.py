@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,17 @@ import numpy as np
 
 from rlx.cli import console
 from rlx.cli.console import UsageError
+from rlx.errors import FormatError
 from rlx.index.head import DTYPES
+from rlx.index.head import NAME as HEAD
 from rlx.index.index import Hit, Index
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("search", help="search an index of vectors for a text")
-    command.add_argument("index", type=Path, metavar="INDEX", help="folder of an index, as rlx.Index writes it")
+    command.add_argument(
+        "index", type=Path, metavar="INDEX", help="index, as rlx batch embed --index or rlx.Index makes it"
+    )
     command.add_argument("query", nargs="?", metavar="QUERY", help="text to search for")
     command.add_argument("-k", type=int, default=10, metavar="N", help="how many rows to show (10)")
     command.add_argument("--vector", type=Path, metavar="FILE.npy", help="search for this vector instead of a text")
@@ -36,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in (("-k", arguments.k), ("--threads", arguments.threads), ("--rescore", arguments.rescore)):
         if value is not None and value < 1:
             raise UsageError(f"search: {name} is {value}, expected a number from 1")
+    _check_place(arguments.index)
     with Index.open(arguments.index, threads=arguments.threads) as index:
         if arguments.verify:
             index.verify()
@@ -48,6 +54,24 @@ def run(arguments: argparse.Namespace) -> int:
         _show(index, arguments, hits)
         console.dim_note(console.join([f"{seconds * 1e3:.1f} ms", _facts(index)]))
     return 0
+
+
+def _check_place(path: Path) -> None:
+    """Say what makes an index, or searches without one, if there is none at this place."""
+    if (path / HEAD).is_file():
+        return
+    if not path.exists():
+        raise UsageError(
+            f"search: there is no {path}", hint="rlx batch embed TEXTS -o OUT --index INDEX makes an index"
+        )
+    text = shlex.quote(str(path))
+    if path.suffix == ".npy":
+        hint = "rlx batch embed TEXTS -o OUT --index INDEX makes an index of texts, rlx.Index.create one of vectors"
+    else:
+        hint = (
+            f"rlx embed {text} --query '...' searches texts, rlx batch embed {text} -o OUT --index INDEX makes an index"
+        )
+    raise FormatError(f"search: {path} is not an index: there is no {HEAD} in it", hint=hint)
 
 
 def _query(index: Index, arguments: argparse.Namespace) -> Any:

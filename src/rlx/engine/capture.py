@@ -39,7 +39,10 @@ def checked_patterns(capture: Iterable[str] | str | None, where: str) -> list[st
     capture = () if capture is None else capture
     patterns = list(capture) if isinstance(capture, Iterable) and not isinstance(capture, str) else [capture]
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise RequestError(f"{where}: capture is {short_repr(capture)}, expected patterns of stage paths")
+        number = next((p for p in patterns if isinstance(p, int)), None)
+        hint = 'capture=["layers.*.attn"]; model.stages lists the paths'
+        hint = hint if number is None else f'the residual stream after a layer is capture="layers.{number}"'
+        raise RequestError(f"{where}: capture is {short_repr(capture)}, expected patterns of stage paths", hint=hint)
     return patterns
 
 

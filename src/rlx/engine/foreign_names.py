@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlx.errors import nearest
+from rlx.errors import UnknownAttribute, nearest
 
 # settings of generate, chat and stream that have another name here
 SETTINGS = {
@@ -15,7 +15,7 @@ SETTINGS = {
     "sequence_bias": "logit_bias", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
     "num_predict": "max_tokens", "n_predict": "max_tokens", "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens", "stop_strings": "stop", "stop_sequences": "stop", "until": "stop",
-    "top_logprobs": "logprobs", "n_probs": "logprobs", "return_logprobs": "logprobs", "output_scores": "logprobs",
+    "n_probs": "logprobs", "return_logprobs": "logprobs", "output_scores": "logprobs",
     "system_prompt": "system", "hooks": "edit", "steering": "edit", "interventions": "edit",
     "output_hidden_states": "capture", "output_attentions": "capture", "return_hidden_states": "capture",
     "prefix_allowed_tokens_fn": "allowed", "profile": "trace", "profiler": "trace",
@@ -49,12 +49,35 @@ ADVICE = {
     "eos_token_id": "the model's files say which tokens end a text; stop= takes texts",
     "timeout": "close a stream from another thread: threading.Timer(seconds, stream.close).start()",
     "cache_prompt": "the prefix cache is always used; usage.cached_tokens says how much came from it",
+    "top_logprobs": "logprobs=2 returns the log-probability of each token and of the 2 likeliest ones",
     "use_cache": "the KV cache is always used",
     "verbose": "model.report(prompt) says where the time goes",
     "params": _PARAMS, "weights": _PARAMS, "state_dict": _PARAMS,
     "tfs_z": "there is no tail-free sampling", "mirostat": "there is no Mirostat",
     "typical_p": "there is no typical sampling",
 }  # fmt: skip
+
+# settings of generate and chat besides those of Sampling
+REQUEST_SETTINGS = (
+    "max_tokens", "stop", "logprobs", "schema", "regex", "choice", "grammar", "edit", "capture", "trace", "system",
+    "tools", "tool_choice",
+)  # fmt: skip
+
+# settings of score
+_SCORE_CHAT = "score(answer, prompt=model.chat_tokens(messages)) scores the answer of a conversation"
+SCORE_SETTINGS = {
+    **dict.fromkeys(("chat", "messages", "system"), _SCORE_CHAT),
+    **dict.fromkeys(("edit", "capture"), 'model.run(tokens, edit=..., capture="logits")["logits"] has edited logits'),
+    **dict.fromkeys(("context", "prefix"), "here it is called prompt"),
+    **dict.fromkeys(("top_logprobs", "top_k", "top"), "here it is called logprobs"),
+}
+
+# several prompts for a verb that takes one
+ONE_PROMPT = {
+    "stream": "one stream per prompt; generate([text, text]) runs a batch",
+    "report": 'one prompt per report; generate([text, text], trace="t.json") writes the timeline of a batch',
+    **dict.fromkeys(("run", "logits", "apply"), "one call per text: [model.VERB(text) for text in texts]"),
+}
 
 # settings of embed
 EMBED_SETTINGS = {
@@ -105,12 +128,73 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "max_seq_length": {"encoder": "model.limit"}, "similarity_fn": {"encoder": "model.similarity(a, b)"},
 }  # fmt: skip
 
+# attributes of other things in other libraries: class -> name -> what there is here
+_APPEND = "index.append(vectors, ids=[...]) adds rows"
+_REPLACE = "index.delete([id]), then index.append(vectors, ids=[id])"
+_SEARCH = "index.search(text or vector, k=5)"
+_TEXT = "completion.text, or str(completion)"
+_RATE = "timings.answer_per_second; prompt_per_second is that of the prompt"
+RECORD_ATTRIBUTES: dict[str, dict[str, str]] = {
+    "Index": {
+        **dict.fromkeys(("add", "insert", "add_texts", "add_documents", "add_items", "add_with_ids"), _APPEND),
+        **dict.fromkeys(("update", "upsert", "replace"), _REPLACE),
+        **dict.fromkeys(("remove", "remove_ids", "drop"), "index.delete([id, ...])"),
+        **dict.fromkeys(("query", "similarity_search", "knn_query", "find"), _SEARCH),
+        **dict.fromkeys(("count", "size", "ntotal"), "len(index)"),
+        **dict.fromkeys(("get", "get_by_id"), "index.texts() and index.metadata() are in the order of index.ids()"),
+        **dict.fromkeys(("keys", "list_ids", "list"), "index.ids()"),
+        **dict.fromkeys(("save", "commit", "flush", "persist", "write"), "an append is on disk when it returns"),
+        "load": "rlx.Index.open(path)",
+    },
+    "Completion": {
+        **dict.fromkeys(("choices", "content", "message", "response", "output", "answer"), _TEXT),
+        "token_ids": "completion.tokens", "stop_reason": "completion.finish_reason",
+    },
+    "Timings": dict.fromkeys(("tokens_per_second", "per_second", "speed", "tokens_per_sec", "rate"), _RATE)
+    | {"total_seconds": "timings.prompt_seconds + timings.answer_seconds",
+       "time_to_first_token": "timings.prompt_seconds", "ttft": "timings.prompt_seconds"},
+    "Score": {
+        **dict.fromkeys(("logprobs", "token_logprobs"), "score.tokens: each has token, text, logprob and top"),
+        **dict.fromkeys(("score", "total", "loglikelihood"), "score.logprob is the sum over tokens"),
+        "mean": "score.logprob / len(score.tokens); score.perplexity is exp of minus that", "ppl": "score.perplexity",
+    },
+}  # fmt: skip
+# settings of the search of an index
+SEARCH_SETTINGS = dict.fromkeys(("top_k", "topk", "n", "top", "limit", "n_results", "num_results"), "k")
+
+
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that a thing does not have: with a hint if other libraries have it."""
+    kind = type(owner).__name__
+    hint = RECORD_ATTRIBUTES.get(kind, {}).get(name)
+    if hint is not None:
+        return UnknownAttribute(f"{name}: {kind} has no such attribute", hint=hint)
+    return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+
+
+def search_hint(name: str) -> str:
+    """What an unknown setting of `Index.search` is called here."""
+    return f"here it is called {SEARCH_SETTINGS[name]}" if name in SEARCH_SETTINGS else "known: k, rescore"
+
 
 def setting_hint(name: str, known: Iterable[str]) -> str:
     """What an unknown setting of a request is called here, or what to do instead."""
     if name in SETTINGS:
         return f"here it is called {SETTINGS[name]}"
     return ADVICE.get(name) or nearest(name, known) or f"known: {', '.join(known)}"
+
+
+def score_hint(name: str) -> str:
+    """What an unknown setting of `score` is called here, or what to do instead."""
+    return SCORE_SETTINGS.get(name) or nearest(name, ("prompt", "logprobs")) or "known: prompt, logprobs"
+
+
+def one_prompt_hint(verb: str, prompts: object) -> str | None:
+    """What to do with several prompts; None if the value is something else."""
+    if not isinstance(prompts, (list, tuple)) or not all(isinstance(p, (str, list, tuple)) for p in prompts):
+        return None
+    hint = ONE_PROMPT.get(verb)
+    return hint and hint.replace("VERB", verb)
 
 
 def embed_hint(name: str) -> str:

@@ -131,7 +131,14 @@ def checked_result(path: str, function: Edit, value: Any) -> Any:
     try:
         result = function(value)
     except RlxError as error:
-        error.add_note(f"  in the edit of stage {path!r}, whose function is traced: it gets {type_of(value)}")
+        place = f"in the edit of stage {path!r}, whose function is traced: it gets {type_of(value)}"
+        if isinstance(error, ShapeError) and "assume_equal" in (error.hint or ""):  # a number of tokens is never fixed
+            notes = [note.strip() for note in error.notes if not note.strip().startswith("hint: ")]
+            vector = (
+                "tokens come in pieces of any size: use one vector for all, such as captured[-1] or captured.mean(0)"
+            )
+            raise ShapeError(str(error), hint=vector, notes=[*notes, place]) from error
+        error.add_note(f"  {place}")
         raise
     try:
         actual = type_of(result)

@@ -18,6 +18,7 @@ from rlx.engine.decoder import Decoder
 from rlx.engine.interventions import Captures, EditedGraph, Execution, execution
 from rlx.engine.kv_cache import aligned
 from rlx.engine.load_settings import as_int
+from rlx.engine.logs import warn
 from rlx.engine.model import NOTHING, Model, Recent
 from rlx.engine.page_pool import PagePool
 from rlx.engine.request import Request, Ticket
@@ -81,6 +82,14 @@ class Completion:
         )
         speed = f"; {times.answer_per_second:.1f} tokens/s" if times.answer_per_second else ""
         return box("completion", prose(self.text), note(f"{counts}{speed}; seed {self.seed}"))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for missing attributes: names of other libraries raise an explanation."""
+            from rlx.engine.foreign_names import missing_attribute  # only errors need it
+
+            raise missing_attribute(self, name)
 
 
 class TextStream(Iterator[str]):
@@ -305,7 +314,7 @@ class LanguageModel(Model):
 
         `max_tokens` limits the length (None: as long as the context allows). If the context has less room than that,
         the text is cut there and a warning is logged. The text ends before the first `stop` string. `logprobs=n`
-        returns the log-probability of each token and of the n likeliest ones. The other keywords are those of
+        returns the log-probability of each token and of the n likeliest ones (True: 1). The other keywords are those of
         `Sampling`: temperature (default 0: the likeliest token), top_k, top_p, min_p, repetition_penalty,
         frequency_penalty, presence_penalty, logit_bias, allowed, logits_processor, seed.
 
@@ -345,7 +354,8 @@ class LanguageModel(Model):
         """Answer a message or a conversation through the model's chat template; the keywords are those of `generate`.
 
         A conversation is a list of messages such as `{"role": "user", "content": "Hello"}`; append each answer with the
-        role `assistant` to continue it. Earlier turns come from the prefix cache. `system` is the system message.
+        role `assistant` and the next question to continue it. Earlier turns come from the
+        prefix cache. `system` is the system message.
 
         `tools` are Python functions with typed arguments: the model may call them, `chat` runs them and gives it the
         results until it answers with text. Tools in OpenAI's form are not run: the calls are in
@@ -354,6 +364,7 @@ class LanguageModel(Model):
         """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
+        _warn_of_answer(messages, "chat")
         if tools is not None and not (isinstance(tools, Sequence) and len(tools) == 0):  # `tools=[]`: no tools
             from rlx.engine.tool_loop import answer_with_tools
 
@@ -404,6 +415,8 @@ class LanguageModel(Model):
         is_chat = _is_conversation(prompt) or (chat and isinstance(prompt, str))
         if system is not None and not is_chat:
             raise RequestError("stream: a system message is for a conversation", hint="stream(text, chat=True)")
+        if is_chat:
+            _warn_of_answer(prompt, "stream")
         start = execution(self, edit, capture)
         tokens = (
             self.chat_tokens(prompt, system=system) if is_chat else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
@@ -421,15 +434,26 @@ class LanguageModel(Model):
         logprobs: int = 0,
     ) -> list[Score]: ...  # fmt: skip
 
-    def score(self, text: Any, *, prompt: str | Sequence[int] | None = None, logprobs: int = 0) -> Score | list[Score]:
+    def score(
+        self, text: Any, *more: Any, prompt: str | Sequence[int] | None = None, logprobs: int = 0, **unknown: Any
+    ) -> Score | list[Score]:
         """Log-probabilities of a given text, token by token; a list of texts returns a list of scores.
 
-        With a `prompt`, those of the text after it, as for choosing the likeliest of several answers. `logprobs=n`
-        also returns the n likeliest tokens at each position.
+        With a `prompt`, those of the text after it, as for choosing the likeliest of several answers; after a
+        conversation it is `prompt=model.chat_tokens(messages)`. `logprobs=n` also returns the n likeliest
+        tokens at each position.
         """
         from rlx.engine.scoring import scores_of, text_after  # a warm start generates
 
         self._check_usable()
+        if more:
+            raise RequestError(
+                "score: takes one text, or a list", hint="score(text, prompt=...) is the text after a prompt"
+            )
+        for name in unknown:
+            from rlx.engine.foreign_names import score_hint  # only errors need it
+
+            raise RequestError(f"score: no setting is called {name!r}", hint=score_hint(name))
         many, top = _is_batch(text, "score"), _count("logprobs", logprobs)
         rows = [text_after(self, t, prompt, f"score: text {i}") for i, t in enumerate(text if many else [text])]
         scores = scores_of(self, rows, top)
@@ -613,6 +637,11 @@ def _structure(settings: Mapping[str, Any]) -> tuple[Structure | None, Mapping[s
 def _conversation(messages: str | Messages, system: str | None) -> Messages:
     """A text as a user's message; with a system message before the others."""
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if isinstance(messages, (list, tuple)) and any(isinstance(m, (list, tuple)) for m in messages):
+        raise RequestError(
+            f"chat: found a list of {len(messages)} lists, expected one conversation, a list of messages",
+            hint="several conversations: generate([model.chat_tokens(a), model.chat_tokens(b)])",
+        )
     if system is None:
         return conversation
     if not isinstance(system, str):
@@ -620,6 +649,16 @@ def _conversation(messages: str | Messages, system: str | None) -> Messages:
     if _is_conversation(conversation) and conversation[0].get("role") == "system":
         raise RequestError("chat: the messages begin with a system message, and system= is another")
     return [{"role": "system", "content": system}, *conversation]
+
+
+def _warn_of_answer(messages: Any, where: str) -> None:
+    """Log a warning if the last message of a conversation is an answer already."""
+    if _is_conversation(messages) and messages[-1].get("role") == "assistant":
+        warn(
+            "rlx.generate",
+            "%s: the last message is the assistant's: it stays, and the model writes another; append a user's message",
+            where,
+        )
 
 
 def _tokenizing(recorder: CallRecorder | None) -> AbstractContextManager[None]:

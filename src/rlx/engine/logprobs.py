@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -72,6 +73,14 @@ class Score:
             for t in self.tokens
         ]
         return box(repr(self)[1:-1], table(("token", "text", "log-probability", "likeliest"), rows))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for missing attributes: names of other libraries raise an explanation."""
+            from rlx.engine.foreign_names import missing_attribute  # only errors need it
+
+            raise missing_attribute(self, name)
 
 
 def logprob_of(logits: Array, token: int, logprob: float, top: int, token_bytes: TokenBytes | None) -> Logprob:

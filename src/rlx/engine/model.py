@@ -17,7 +17,7 @@ from rlx.engine.load_settings import auto_cache, checked_context, choose, profil
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import PagePool
 from rlx.engine.sampler import short_repr
-from rlx.errors import CapabilityError, ContextError, RequestError
+from rlx.errors import CapabilityError, ContextError, RequestError, UnknownAttribute
 from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
@@ -51,14 +51,14 @@ VERBS = {
     "an encoder": ("embed", "embed_tokens", "similarity"),
     "a vision model": ("encode_image",),
 }  # fmt: skip
+EXAMPLES = {
+    "a decoder": "a decoder such as smollm2-135m", "an encoder": "an encoder such as minilm-l6",
+    "a vision model": "a vision model",
+}  # fmt: skip
 
 
 class WrongVerb(CapabilityError, AttributeError):
     """A method of another kind of model. Also an AttributeError, so that `hasattr` returns False."""
-
-
-class UnknownAttribute(RequestError, AttributeError):
-    """An attribute that models of other libraries have. Also an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,10 @@ class Model:
             ids = [operator.index(token) for token in listed]
         except TypeError as error:
             is_chat = isinstance(tokens, Sequence) and len(tokens) > 0 and isinstance(tokens[0], Mapping)
-            hint = "model.chat_tokens(messages) are the token ids of a conversation" if is_chat else None
+            from rlx.engine.foreign_names import one_prompt_hint  # only errors need it
+
+            chat_hint = "model.chat_tokens(messages) are the token ids of a conversation"
+            hint = chat_hint if is_chat else one_prompt_hint(where, tokens)
             message = f"{where}: expected a text or token ids, found {short_repr(tokens)}"
             raise RequestError(message, hint=hint) from error
         vocab = self.facts.vocab
@@ -540,7 +543,9 @@ class Model:
                 return object.__getattribute__(self, name)
             if any(name in verbs for verbs in VERBS.values()):
                 (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.facts.kind}"))
-                raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")
+                example = next(EXAMPLES[other] for other, verbs in VERBS.items() if name in verbs)
+                hint = f"use .{VERBS[kind][0]}(), or load {example} for .{name}()"
+                raise WrongVerb(f"{name}: {self.name} is {kind}", hint=hint)
             if not name.startswith("_"):
                 from rlx.engine.foreign_names import attribute_hint  # only errors need it
 

@@ -87,6 +87,11 @@ class PagePool:
         self._calls: set[tuple[int, int]] = set()  # process and thread of each call that runs
         self._moving = 0  # the process in which pools move, or 0; a forked child ignores its parent's calls and moves
 
+    def __repr__(self) -> str:
+        limit = f"prefix cache up to {MAX_BYTES >> 20}" if self.limit is None else f"limit {self.limit / 2**20:.1f}"
+        used, allocated = self.used_bytes / 2**20, self.nbytes / 2**20
+        return f"<page pool: {used:.1f} MiB in use, {allocated:.1f} MiB allocated, {limit} MiB>"
+
     # -- sizes --
     def _page_bytes(self, window: int) -> int:
         """Bytes of one page of keys and values in all layers of a window."""

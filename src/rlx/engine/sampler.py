@@ -114,9 +114,9 @@ class Sampling:
         """From keywords; the error for another program's name of a setting says the name here."""
         for name in settings:
             if name not in cls.__dataclass_fields__:
-                from rlx.engine.foreign_names import setting_hint  # only errors need it
+                from rlx.engine.foreign_names import REQUEST_SETTINGS, setting_hint  # only errors need it
 
-                known = (*cls.__dataclass_fields__, "max_tokens", "stop", "logprobs", "edit", "capture", "trace")
+                known = (*cls.__dataclass_fields__, *REQUEST_SETTINGS)
                 raise RequestError(f"sampling: no setting is called {name!r}", hint=setting_hint(name, known))
         return cls(**settings)
 

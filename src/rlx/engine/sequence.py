@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rlx.engine.decoder import Pick
 from rlx.engine.logs import warn
@@ -38,7 +38,15 @@ class Timings:
     prompt_seconds: float
     answer_seconds: float
     prompt_per_second: float  # of tokens that were prefilled; cached ones cost nothing
-    answer_per_second: float  # of tokens after the first
+    answer_per_second: float  # of tokens after the first; 0 if there is only one
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for missing attributes: names of other libraries raise an explanation."""
+            from rlx.engine.foreign_names import missing_attribute  # only errors need it
+
+            raise missing_attribute(self, name)
 
 
 class Sequence:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.engine.foreign_names import missing_attribute, search_hint
 from rlx.errors import CapabilityError, FormatError, RequestError, ShapeError
 from rlx.fast_dataclass import dataclass
-from rlx.fork_safe_locks import cached_property
 from rlx.index.head import DTYPES, METRICS, Head
 from rlx.index.store import Store, quantise, row_bytes
 from rlx.ir.graph import Graph, Value
@@ -33,6 +33,7 @@ Id = int | str
 QUERIES = 64  # searched in one pass over the rows
 RESCORED = 16  # times k: rows of an int8 index that are scored again
 LEAST_RESCORED = 128
+NO_MODEL = "pass vectors, or name a model: Index.create(..., model=NAME), Index.open(..., model=NAME)"
 COMPACTED = 8192  # rows that compaction copies at a time
 
 
@@ -50,7 +51,12 @@ class Hit:
 class Index:
     """An index in a folder. One process may write while others read; a reader sees new rows after `refresh()`."""
 
-    def __init__(self, store: Store, threads: int | None, model: EmbeddingModel | None) -> None:
+    def __init__(
+        self, store: Store, threads: int | None = None, model: str | EmbeddingModel | None = None, **_: Any
+    ) -> None:
+        if not isinstance(store, Store):
+            hint = f"rlx.Index.open({store!r}), or rlx.Index.create({store!r}, dim=...) for a new one"
+            raise RequestError("Index: an index is opened or created", hint=hint)
         self._store = store
         self._threads = threads
         self._model = model
@@ -59,29 +65,40 @@ class Index:
     # -- opening -------------------------------------------------------------------------------------------------------
     @classmethod
     def create(
-        cls, path: str | os.PathLike[str], *, dim: int, dtype: str = "f32", metric: str = "cosine",
-        model: str | None = None, threads: int | None = None,
+        cls, path: str | os.PathLike[str], *, dim: int | None = None, dtype: str = "f32", metric: str = "cosine",
+        model: str | EmbeddingModel | None = None, threads: int | None = None,
     ) -> Index:  # fmt: skip
         """Makes an index without rows in a new folder, open for writing.
 
         dtype: f32, f16 (half the memory), or int8 (a quarter is read, and the best are scored again in f32, which
-        stays on disk). metric: cosine (vectors are normalised), dot or l2. model: embeds texts that are searched for.
+        stays on disk). metric: cosine (vectors are normalised), dot or l2. model: the name of a model, or a loaded one,
+        that embeds texts which are appended and searched for. dim: numbers per vector, by default those of the model.
         """
+        if model is not None and not isinstance(model, str):
+            _check_embeds(model, "Index.create")
+        if dim is None:
+            if model is None:
+                raise RequestError("Index.create: there is neither dim nor model", hint="dim=384, or the model's name")
+            model = _load(model, threads, "Index.create")
+            dim = model.dim
         if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_INT8:
             raise RequestError(f"Index.create: dim is {dim!r}, expected an integer from 1 to {MAX_INT8}")
         for name, value, known in (("dtype", dtype, DTYPES), ("metric", metric, METRICS)):
             if value not in known:
                 raise RequestError(f"Index.create: {name} is {value!r}, expected one of {', '.join(known)}")
-        if model is not None and not isinstance(model, str):
-            raise RequestError(f"Index.create: model is {model!r}, expected the name of a model")
-        return cls(Store.create(Path(path), Head(dim, dtype, metric, model)), threads, None)
+        if model is not None and not isinstance(model, str) and model.dim != dim:
+            raise RequestError(f"Index.create: dim is {dim}, {model.name} makes vectors of {model.dim}")
+        stored = model if model is None or isinstance(model, str) else _stored_name(model)
+        return cls(Store.create(Path(path), Head(dim, dtype, metric, stored)), threads, model)
 
     @classmethod
     def open(
         cls, path: str | os.PathLike[str], *, write: bool = False, threads: int | None = None,
-        model: EmbeddingModel | None = None,
+        model: str | EmbeddingModel | None = None,
     ) -> Index:  # fmt: skip
-        """Opens an index. `model` is a loaded model for texts, instead of the one that the index names."""
+        """Opens an index. `model` embeds texts instead of the one that the index names: a name, or a loaded model."""
+        if model is not None and not isinstance(model, str):
+            _check_embeds(model, "Index.open")
         return cls(Store(Path(path), write=write), threads, model)
 
     def close(self) -> None:
@@ -124,8 +141,13 @@ class Index:
 
     @property
     def vectors(self) -> Array:
-        """All rows, mapped and read-only, including deleted ones."""
+        """All rows, mapped and read-only, including deleted ones: `index.vectors[index.rows]` are the others."""
         return self._store.fixed["vectors"]
+
+    @property
+    def rows(self) -> Array:
+        """The numbers of the rows that are not deleted, in rising order. A row keeps its number until `compact`."""
+        return np.setdiff1d(np.arange(self._store.head.rows), self.deleted)
 
     @property
     def deleted(self) -> Array:
@@ -134,6 +156,14 @@ class Index:
 
     def __len__(self) -> int:
         return self._store.head.rows - self._store.head.deleted
+
+    def __contains__(self, id: object) -> bool:
+        """Whether a row has this id; reads the ids of all rows."""
+        return len(self._rows_with([id])) > 0
+
+    def __iter__(self) -> Iterator[Id]:
+        """The ids of all rows that are not deleted, in order."""
+        return iter(self.ids())
 
     def __repr__(self) -> str:
         shape = f"{len(self)} x {self.dim} {self.dtype}"
@@ -145,13 +175,19 @@ class Index:
 
     # -- writing -------------------------------------------------------------------------------------------------------
     def append(
-        self, vectors: Any, ids: Sequence[Id] | None = None, texts: Sequence[str | None] | None = None,
+        self, vectors: Any = None, ids: Sequence[Id] | None = None, texts: Sequence[str | None] | None = None,
         metadata: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> None:  # fmt: skip
         """Adds rows [count, dim]: all of them, on disk when it returns, or none.
 
-        ids are all integers or all strings, and need not be unique; without any, the number of the row is its id.
+        Without vectors, the model of the index embeds the texts. ids are all integers or all strings, and need not be
+        unique; without any, the number of the row is its id.
         """
+        if vectors is None:
+            vectors = self._document_vectors(texts)
+        elif _are_texts(vectors):
+            how = "append(texts=[...], ids=[...]) embeds them" if self._model or self.model else NO_MODEL
+            raise RequestError("append: these are texts, expected vectors", hint=how)
         rows = self._checked(vectors, "append")
         kind = self._kind_of_ids(ids, len(rows))
         for name, values in (("texts", texts), ("metadata", metadata)):
@@ -190,32 +226,39 @@ class Index:
             kind = kinds.pop() if kinds else self._store.head.ids
         head = self._store.head
         if head.rows and kind != head.ids:
-            raise RequestError(f"append: ids of kind {kind!r}, the {head.rows} rows before have kind {head.ids!r}")
+            names = {"row": "row numbers", "int": "integers", "str": "strings"}
+            hint = f"pass ids=[...] that are {names[head.ids]}" if head.ids != "row" else "append without ids"
+            raise RequestError(
+                f"append: ids are {names[kind]}, those of the {head.rows} rows before {names[head.ids]}", hint=hint
+            )
         return kind
 
     def delete(self, ids: Iterable[Id]) -> int:
         """Deletes all rows with these ids; returns how many that were. `compact` gives their room back."""
-        wanted = [ids] if isinstance(ids, str) else list(ids)
-        alive = np.setdiff1d(np.arange(self._store.head.rows), self.deleted)
+        rows = self._rows_with([ids] if isinstance(ids, str) or _is_int(ids) else list(ids))
+        self._store.delete(rows)
+        return len(rows)
+
+    def _rows_with(self, wanted: Sequence[Any]) -> Array:
+        """The rows that have one of these ids."""
+        alive = self.rows
         match self._store.head.ids:
             case "row":
-                rows = np.intersect1d(alive, np.array([i for i in wanted if _is_int(i)], np.int64))
+                return np.intersect1d(alive, np.array([i for i in wanted if _is_int(i)], np.int64))
             case "int":
                 numbers = np.array([i for i in wanted if _is_int(i)], np.int64)
-                rows = alive[np.isin(self._store.fixed["numbers"][alive, 0], numbers)]
+                return alive[np.isin(self._store.fixed["numbers"][alive, 0], numbers)]
             case _:
                 names = {i.encode() for i in wanted if isinstance(i, str)}
                 values = self._store.values("ids", alive.tolist())
-                rows = alive[[value in names for value in values]] if len(alive) else alive
-        self._store.delete(rows)
-        return len(rows)
+                return alive[[value in names for value in values]] if len(alive) else alive
 
     def compact(self) -> None:
         """Rewrites the files without deleted rows. Ids stay; ids that were row numbers become integers."""
         head = self._store.head
         kind = "int" if head.ids == "row" else head.ids
         fresh = self._store.start_epoch(Head(head.dim, head.dtype, head.metric, head.model, ids=kind))
-        alive = np.setdiff1d(np.arange(head.rows), self.deleted)
+        alive = self.rows
         for at in range(0, len(alive), COMPACTED):
             rows = alive[at : at + COMPACTED]
             fixed = {name: np.array(column[rows]) for name, column in self._store.fixed.items()}
@@ -225,14 +268,15 @@ class Index:
         self._store.finish_epoch(fresh)
 
     # -- searching -----------------------------------------------------------------------------------------------------
-    def search(self, queries: Any, k: int = 10, *, rescore: int | None = None) -> Any:
+    def search(self, queries: Any, k: int = 10, *, rescore: int | None = None, **unknown: Any) -> Any:
         """The k best rows for each query, best first: a list of `Hit`, or one list per query for several.
 
         Queries are texts or vectors, one or a list. `rescore` is how many rows of an int8 index are scored again.
         """
-        texts = [queries] if isinstance(queries, str) else queries
-        if isinstance(texts, (list, tuple)) and texts and all(isinstance(t, str) for t in texts):
-            vectors = self.embed(texts)
+        for name in unknown:
+            raise RequestError(f"search: no setting is called {name!r}", hint=search_hint(name))
+        if _are_texts(queries):
+            vectors = self.embed([queries] if isinstance(queries, str) else queries)
             single = isinstance(queries, str)
         else:
             vectors = np.asarray(queries, np.float32)
@@ -296,27 +340,28 @@ class Index:
 
     def embed(self, texts: Sequence[str]) -> Array:
         """Vectors of texts by the model of the index, as queries if the model knows a prompt for these."""
-        prompt = "query" if "query" in self._loaded.settings.prompts else None
-        vectors = self._loaded.embed(list(texts), prompt=prompt)
-        if vectors.shape[1] != self.dim:
+        model = self._loaded("search")
+        return model.embed(list(texts), prompt=model.settings.query_prompt)
+
+    def _document_vectors(self, texts: Sequence[str | None] | None) -> Array:
+        """Vectors of texts that are appended without any."""
+        if texts is None:
             raise RequestError(
-                f"search: {self._loaded.name} makes vectors of {vectors.shape[1]}, the index has {self.dim}"
+                "append: there are neither vectors nor texts", hint="append(vectors), append(texts=[...])"
             )
-        return vectors
+        listed = [text for text in texts if isinstance(text, str)]
+        if isinstance(texts, str) or len(listed) != len(texts):
+            raise RequestError("append: without vectors, texts are a list of str", hint="append(texts=[...])")
+        model = self._loaded("append")
+        return model.embed(listed, prompt=model.settings.document_prompt)
 
-    @cached_property
-    def _loaded(self) -> EmbeddingModel:
-        from rlx.engine.embedding_model import EmbeddingModel
-        from rlx.engine.load import load
-
-        if self._model is not None:
-            return self._model
-        if self.model is None:
-            hint = "search for a vector, or Index.create(..., model=NAME)"
-            raise RequestError(f"search: {self.path} does not say which model embeds texts", hint=hint)
-        model = load(self.model, threads=self._threads)
-        if not isinstance(model, EmbeddingModel):
-            raise CapabilityError(f"search: {self.model} does not embed texts")
+    def _loaded(self, where: str) -> EmbeddingModel:
+        """The model that embeds texts, loaded when the first text comes."""
+        if self._model is None and self.model is None:
+            raise RequestError(f"{where}: {self.path} does not say which model embeds texts", hint=NO_MODEL)
+        self._model = model = _load(self._model or self.model or "", self._threads, where)
+        if model.dim != self.dim:
+            raise RequestError(f"{where}: {model.name} makes vectors of {model.dim}, the index has {self.dim}")
         return model
 
     # -- results -------------------------------------------------------------------------------------------------------
@@ -328,24 +373,38 @@ class Index:
             for of_query in zip(scores, rows, strict=True)
         ]
 
-    def ids(self, rows: Sequence[int]) -> list[Id]:
-        """The ids of rows."""
+    def ids(self, rows: Sequence[int] | None = None) -> list[Id]:
+        """The ids of rows, by default of all that are not deleted."""
+        numbers = self._live(rows, "ids")
         match self._store.head.ids:
             case "row":
-                return [int(row) for row in rows]
+                return list(numbers)
             case "int":
-                return [int(i) for i in self._store.fixed["numbers"][list(rows), 0]] if len(rows) else []
+                return [int(i) for i in self._store.fixed["numbers"][numbers, 0]] if numbers else []
             case _:
-                return [self._text(name, "ids") or "" for name in self._store.values("ids", rows)]
+                return [self._text(name, "ids") or "" for name in self._store.values("ids", numbers)]
 
-    def texts(self, rows: Sequence[int]) -> list[str | None]:
-        """The texts of rows; None where there is none."""
-        return [self._text(value, "texts") for value in self._store.values("texts", rows)]
+    def texts(self, rows: Sequence[int] | None = None) -> list[str | None]:
+        """The texts of rows, by default of all that are not deleted; None where there is none."""
+        return [self._text(value, "texts") for value in self._store.values("texts", self._live(rows, "texts"))]
 
-    def metadata(self, rows: Sequence[int]) -> list[dict[str, Any] | None]:
-        """The metadata of rows; None where there is none."""
-        values = [self._text(value, "metadata") for value in self._store.values("metadata", rows)]
+    def metadata(self, rows: Sequence[int] | None = None) -> list[dict[str, Any] | None]:
+        """The metadata of rows, by default of all that are not deleted; None where there is none."""
+        stored = self._store.values("metadata", self._live(rows, "metadata"))
+        values = [self._text(value, "metadata") for value in stored]
         return [None if value is None else self._object(value) for value in values]
+
+    def _live(self, rows: Sequence[int] | None, where: str) -> list[int]:
+        """Numbers of rows, which must not be deleted; None stands for all."""
+        numbers = self.rows if rows is None else np.array(list(rows), np.int64)
+        outside = (numbers < 0) | (numbers >= self._store.head.rows)
+        wrong = outside | np.isin(numbers, self.deleted)
+        if wrong.any():
+            row = int(numbers[wrong][0])
+            what = "is deleted" if not outside[wrong][0] else f"is outside the {self._store.head.rows} rows"
+            hint = "rows are numbered in the order of appending, index.rows are those that are not deleted"
+            raise RequestError(f"{where}: row {row} {what}", hint=hint)
+        return [int(row) for row in numbers]
 
     def _text(self, value: bytes | None, column: str) -> str | None:
         try:
@@ -373,7 +432,7 @@ class Index:
             raise CapabilityError("to_faiss: faiss is not installed", hint="pip install faiss-cpu") from None
         flat = faiss.IndexFlatL2(self.dim) if self.metric == "l2" else faiss.IndexFlatIP(self.dim)
         index = faiss.IndexIDMap(flat)
-        alive = np.setdiff1d(np.arange(self._store.head.rows), self.deleted)
+        alive = self.rows
         for at in range(0, len(alive), COMPACTED):
             rows = alive[at : at + COMPACTED]
             index.add_with_ids(np.array(self.vectors[rows], np.float32), rows.astype(np.int64))
@@ -395,6 +454,12 @@ class Index:
             raise RequestError(f"{where}: vector {bad} has a number that is not finite")
         return array
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for missing attributes: names of other libraries raise an explanation."""
+            raise missing_attribute(self, name)
+
 
 def normalised(vectors: Array) -> Array:
     """Vectors of length 1; zeros stay zeros."""
@@ -413,6 +478,34 @@ def _graph(rows: Array, k: int, metric: str, more: Mapping[str, Array], width: i
     for name, shape in shapes.items():
         operands.append(g.input(name, shape, "i32" if name == "among" else "f32") if name in more else None)
     return g.set_outputs(list(g.apply("nearest_rows", *operands, k=k, metric=metric)))
+
+
+def _load(model: str | EmbeddingModel, threads: int | None, where: str) -> EmbeddingModel:
+    """A model, or the one with a name, if it embeds texts."""
+    from rlx.engine.load import load
+
+    loaded = load(model, threads=threads) if isinstance(model, str) else model
+    _check_embeds(loaded, where)
+    return loaded
+
+
+def _check_embeds(model: Any, where: str) -> None:
+    from rlx.engine.embedding_model import EmbeddingModel
+
+    if not isinstance(model, EmbeddingModel):
+        message = f"{where}: {getattr(model, 'name', repr(model))} does not embed texts"
+        raise CapabilityError(message, hint="a model such as minilm-l6, by its name or loaded")
+
+
+def _stored_name(model: EmbeddingModel) -> str:
+    """What `rlx.load` takes to load this model again."""
+    path = model.checkpoint.path
+    return str(path.resolve()) if model.name == path.name else model.name
+
+
+def _are_texts(values: Any) -> bool:
+    listed = [values] if isinstance(values, str) else values
+    return isinstance(listed, (list, tuple)) and len(listed) > 0 and all(isinstance(text, str) for text in listed)
 
 
 def _is_int(value: Any) -> bool:

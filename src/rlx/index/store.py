@@ -214,7 +214,10 @@ def _acquire(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise RequestError(f"{folder}: another process writes to this index", hint="open it for reading") from None
+        raise RequestError(
+            f"{folder}: the index is open for writing already, in this process or in another",
+            hint="index.close() or `with` ends writing; rlx.Index.open(path) reads meanwhile",
+        ) from None
     return descriptor
 
 

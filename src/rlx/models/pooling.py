@@ -31,6 +31,7 @@ from rlx.types import sym
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
 # Named as in sentence-transformers.
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # models' names of the prompt for texts that are searched in
 KINDS = ("mean", "mean_sqrt_len_tokens", "weightedmean", "cls", "lasttoken", "max")
 # Older configurations have one boolean per kind.
 _FLAGS = {
@@ -142,6 +143,16 @@ class EmbedSettings:
     source: str = ""  # the file with the pooling settings; empty if there is none
     # dense layers after pooling: the tensors' file (empty: the model's own), tensor name, activation, output size
     dense: tuple[tuple[str, str, str, int], ...] = ()
+
+    @property
+    def query_prompt(self) -> str | None:
+        """The name of the prompt for texts that are searched for; None if the model has none."""
+        return "query" if "query" in self.prompts else None
+
+    @property
+    def document_prompt(self) -> str | None:
+        """The name of the prompt for texts that are searched in; None if the model has none."""
+        return next((name for name in DOCUMENT_PROMPTS if name in self.prompts), None)
 
 
 def read_settings(checkpoint: Checkpoint) -> EmbedSettings:
