@@ -14,7 +14,7 @@ from rlx.backends.base import device as find_device
 from rlx.errors import GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.absent_keywords import without
-from rlx.functional.cache_keys import TypeReader, Unkeyable, typed
+from rlx.functional.cache_keys import ALL_NUMBERS, TypeReader, Unkeyable, typed
 from rlx.functional.graph_values import on_values
 from rlx.functional.tracers import current, is_weak
 from rlx.functional.tracing import (
@@ -83,7 +83,7 @@ class Jitted:
             return self._find_by_name(args, kwargs)
         reader = TypeReader()
         try:
-            key = reader.arguments(args, True), reader.arguments(kwargs, True) if kwargs else None
+            key = reader.arguments(args, ALL_NUMBERS), reader.arguments(kwargs, ALL_NUMBERS) if kwargs else None
         except Unkeyable:
             return self._find_by_name(args, kwargs)
         call = self._known.get(key)
