@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -152,6 +152,22 @@ def tangent_of_one(x: Any) -> Any:
 tangent_of_one.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0][:1]))
 
 
+class Box:
+    x = X
+
+
+@dataclass
+class Named:
+    x: Any
+    name: str
+
+
+@dataclass
+class Fixed:
+    x: Any
+    name: str = field(metadata={"static": True})
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "a string": (
         lambda: rlx.jit(lambda x, mode: x)(X, "a"),
@@ -202,6 +218,47 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "rlx.hvp(f, (x,), (tangent,))",
     ),
     "vjp without arguments": (lambda: rlx.vjp(np.sin)(X), GraphError, "vjp: takes a function", "rlx.vjp(f, x)"),
+    "einsum of lists": (
+        lambda: rlx.jit(lambda x: np.einsum(x, [0, 1], [1, 0]))(np.ones((2, 2))),
+        GraphError,
+        "einsum: the first argument is Traced, expected a string",
+        "ij->ji",
+    ),
+    "einsum that drops axes": (
+        lambda: rlx.jit(lambda x: np.einsum("...i->i", x))(np.ones((2, 2))),
+        GraphError,
+        "has no ... in its result",
+        "sum these axes",
+    ),
+    "np.asarray": (lambda: rlx.jit(lambda x: np.asarray(x))(X), GraphError, "no values", "rlx.numpy.asarray(x)"),
+    "np.vectorize": (lambda: rlx.jit(lambda x: np.vectorize(abs)(x))(X), GraphError, "no values", "rlx.vmap(f)(x)"),
+    "searchsorted": (lambda: rlx.jit(lambda x: X.searchsorted(x))(X), GraphError, "no values", "np.searchsorted(array"),
+    "np.sum": (lambda: rlx.jit(lambda x: np.sum([x[0], x[1]]))(X), GraphError, "no values", "np.sum(np.stack([x, y]))"),
+    "np.unique": (lambda: rlx.jit(np.unique)(X), GraphError, "unique: the number", "rlx.numpy.unique(x, size=8)"),
+    "np.argwhere": (
+        lambda: rlx.jit(np.argwhere)(X),
+        GraphError,
+        "argwhere: the number",
+        "rlx.numpy.argwhere(x, size=8)",
+    ),
+    "an object of a class": (
+        lambda: rlx.jit(lambda box: box.x)(Box()),
+        DTypeError,
+        "jit: box is a Box",
+        "rlx.tree.register(Box), or make it a dataclass",
+    ),
+    "a field in a dataclass": (
+        lambda: rlx.jit(lambda named: named.x)(Named(X, "a")),
+        DTypeError,
+        "jit: named.name is a str",
+        'field(metadata={"static": True})',
+    ),
+    "trees of different static data": (
+        lambda: rlx.tree.map(np.add, Fixed(X, "a"), Fixed(X, "b")),
+        GraphError,
+        "Fixed(x: array, name='a') and Fixed(x: array, name='b')",
+        "",
+    ),
     "a carry that grows": (
         lambda: rlx.scan(lambda c, x: (np.concatenate([c, x[None]]), None), np.zeros(1), np.ones(3)),
         ShapeError,

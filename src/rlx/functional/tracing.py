@@ -114,10 +114,15 @@ def leaf_type(where: str, leaf: Any, name: str) -> TensorType:
             hint = "a traced function returns arrays, numbers and trees of them"
         else:
             hint = "bind Python values first, with functools.partial or a lambda"
+        kind = type(leaf)
+        if isinstance(leaf, (str, bytes)) and "." in name and not name.startswith(RESULT):
+            hint = f'a field of a dataclass is static with field(metadata={{"static": True}}); {hint}'
+        elif kind.__module__ not in ("builtins", "types", "functools", "enum") and not callable(leaf):
+            hint = f"rlx.tree.register({kind.__name__}), or make it a dataclass, for the arrays in it; {hint}"
         if name == "self":
             hint = "rlx.tree.register its class, or make it a dataclass; static_argnames='self' if it never changes"
-        kind = type(leaf).__name__
-        description = f"self is an object of class {kind}" if name == "self" else f"{name} is a {kind}"
+        subject = "self is an object of class" if name == "self" else f"{name} is a"
+        description = f"{subject} {kind.__name__}"
         raise DTypeError(f"{where}: {description}, expected an array, a number or a tree of them", hint=hint) from None
 
 
