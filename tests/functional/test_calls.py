@@ -48,6 +48,20 @@ def test_each_python_value_has_its_own_program() -> None:
     assert [applied(x, f) for f in (lambda x: 2 * x, lambda x: 7 * x, np.sin)] == [2.0, 7.0, np.cos(2.0)]
 
 
+def test_drawing_from_numpy_while_tracing_warns() -> None:
+    noisy = rlx.jit(lambda x: x + np.random.normal())
+    with pytest.warns(UserWarning, match="draws from np.random while it is traced") as caught:
+        first = noisy(1.0)
+    assert caught[0].filename == __file__ and noisy(1.0) == first
+
+
+def test_names_of_other_libraries_are_answered() -> None:
+    jitted = rlx.jit(np.sin)
+    for name, hint in {"lower": "f.graph", "asm": "rlx inspect", "plan": "f.program", "raport": "report"}.items():
+        with pytest.raises(AttributeError, match=hint):
+            getattr(jitted, name)
+
+
 def test_python_values_inside_a_tree_stay_python_values() -> None:
     def scaled(x: Any, options: dict[str, Any]) -> Any:
         assert type(options["steps"]) is int
