@@ -295,8 +295,8 @@ def _numpy_draws() -> Any:
     """Return the state of NumPy's global generator, which changes with each draw."""
     if "numpy.random" not in sys.modules:
         return None
-    _, key, *rest = np.random.get_state()
-    return key.tobytes(), *rest  # type: ignore[union-attr]
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), *state[2:]
 
 
 def _warn_of_draws(function: Fun) -> None:

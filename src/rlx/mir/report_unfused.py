@@ -23,7 +23,7 @@ _ROWS = frozenset((
 _RULES = "docs/looking-inside.md: What fuses"
 _MANY_TIMES = "in an order of its own or more than once"
 _WHY_INPUTS = {op: "in several passes over each row" for op in ("softmax", "log_softmax", "layer_norm")}
-_WHY_INPUTS |= dict.fromkeys(("sum", "mean", "max", "min", "prod"), "with a loop over the reduced axis only")
+_WHY_INPUTS |= dict.fromkeys(("sum", "mean", "max", "min", "prod"), "and its loops only reduce")
 
 
 def report_unfused(graph: Graph, report: FusionReport) -> None:
