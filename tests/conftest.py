@@ -31,7 +31,7 @@ _states: dict[int, Any] = {}  # of generators that modules have, as they were be
 MOST_WORKERS = 8
 # marks that tests carry themselves
 BY_NEED = ("parity", "weights", "fuzz", "cuda", "large", "gpu", "serve", "ray", "kill", "search")
-IN_PARALLEL = ("targets", "parity", "weights", "fuzz")  # and plain `pytest`
+IN_PARALLEL = ("targets", "parity", "weights", "fuzz", "kill")  # and plain `pytest`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -176,7 +176,7 @@ def test_a_deployment_answers_and_streams_as_rlx_serve_does(ray: Any, decoder: P
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
         answer = json.loads(_post(f"{base}/v1/chat/completions", body))
         pieces = [
-            json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+            json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
             for line in _post(f"{base}/v1/chat/completions", body | {"stream": True}).decode().splitlines()
             if line.startswith("data: {")
         ]
