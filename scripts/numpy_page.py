@@ -53,9 +53,10 @@ print(rnp.linalg.det(matrix))
 
 All functions below have derivatives in both modes, where there is one, and a `vmap`. What differs from NumPy:
 - **Types.** A Python number takes the type of the array it meets; integers become f32 where NumPy would return f64.
-  Arrays are made as f32 unless a `dtype` is given.
-- **Sizes that depend on data** need a bound under a trace: `unique(x, size=8)`, `nonzero(x, size=8)`,
-  `bincount(x, length=8)`.
+  Arrays are made as f32 unless a `dtype` is given. Indices and counts are i32: `argmax`, `argsort`, `searchsorted`,
+  `nonzero`, the counts of `histogram` and `unique`.
+- **Sizes that depend on data** need a bound under a trace: `rnp.unique(x, size=8)`, `rnp.nonzero(x, size=8)`,
+  `rnp.bincount(x, length=8)`. These are functions of `rlx.numpy`: NumPy's own refuse `size=` before rlx sees it.
 - **No exceptions at run time.** A singular matrix gives infinities or NaN, and so does `cholesky` of one that is not
   positive definite.
 - **Symmetric matrices.** `cholesky`, `eigh` and `eigvalsh` average the matrix and its transpose, so that gradients are

@@ -155,6 +155,14 @@ def test_what_cannot_be_applied_says_why(tiny: LanguageModel) -> None:
         tiny.float_params("lm_hed*")
     with pytest.raises(RequestError, match=r"tokens have shape \[2, 6\], expected \[seq\]") as shape:
         rlx.jit(lambda t: tiny.apply({}, t))(TOKENS.reshape(2, 6))
-    assert shape.value.hint == "rlx.vmap batches"
+    assert "rlx.vmap(lambda ids" in (shape.value.hint or "")
+    with pytest.raises(RequestError, match=r"tokens have shape \[2, 6\], expected \[seq\]"):
+        tiny.apply({}, TOKENS.reshape(2, 6))
+    with pytest.raises(RequestError, match="tokens are a list of traced numbers") as numbers:
+        rlx.jit(lambda t: tiny.apply({}, t))(TOKENS.tolist())
+    assert "np.array(ids, np.int32)" in (numbers.value.hint or "")
+    with pytest.raises(BindError, match="no parameter is called 'foo'") as unknown:
+        tiny.apply({"foo": np.zeros(3)}, TOKENS)
+    assert "model.params lists them" in (unknown.value.hint or "")
     with pytest.raises(RequestError, match="outside the vocabulary"):
         traced(tiny.float_params("lm_head.weight"), [200])

@@ -371,12 +371,16 @@ def conv(g: Any, x: Any, w: Any, v: Any) -> Any:
 @pytest.mark.parametrize(
     ("build", "what", "why"),
     [
-        (lambda g, x, w, v: x.softmax(axis=-1) * 2.0 + v, "softmax -> mul + add", "softmax does not fuse elementwise"),
-        (lambda g, x, w, v: x.tanh().softmax(axis=-1), "tanh -> softmax", "softmax does not fuse elementwise"),
-        (lambda g, x, w, v: x.sum(axis=-1).tanh(), "sum -> tanh", "sum does not fuse elementwise"),
+        (lambda g, x, w, v: x.softmax(axis=-1) * 2.0 + v, "softmax -> mul + add", "softmax has no epilogue"),
+        (
+            lambda g, x, w, v: x.tanh().softmax(axis=-1),
+            "tanh -> softmax",
+            "softmax reads its input from memory, in several passes",
+        ),
+        (lambda g, x, w, v: x.sum(axis=-1).tanh(), "sum -> tanh", "sum has no epilogue"),
         (lambda g, x, w, v: (x @ w).mT.gelu(), "matmul -> gelu", "there is a transpose in between"),
-        (lambda g, x, w, v: x.tanh() @ w, "tanh -> matmul", "matmul does not fuse elementwise"),
-        (conv, "depthwise_conv1d_causal -> silu", "does not fuse elementwise"),
+        (lambda g, x, w, v: x.tanh() @ w, "tanh -> matmul", "matmul reads its input from memory"),
+        (conv, "depthwise_conv1d_causal -> silu", "has no epilogue"),
     ],
 )
 def test_what_did_not_fuse_is_named_with_its_reason(build: Any, what: str, why: str) -> None:

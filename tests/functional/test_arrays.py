@@ -103,10 +103,14 @@ def test_an_index_may_be_data() -> None:
     [("ij->ji", (Y,)), ("ij->", (Y,)), ("ij->j", (Y,)), ("abc,cd->abd", (X, Y)), ("abc,abd->cd", (X, X[:, :, :2])),
      ("bqd,bkd,bk->bq", (X, X, X[:, :, 0])), ("ii->i", (S,)), ("ii", (S,)), ("ij,jk", (S, S)),
      ("i,j->ij", (S[0], S[1])),
+     ("...ij,jk->...ik", (X, Y)), ("...,...->...", (X, X[:1])), ("i...->...", (X,)), ("...ij,...jk", (S, S[None])),
+     ("b...,b->...", (X, X[:, 0, 0])), ("ij...,j->i...", (S, S[0])), ("...a->a...", (X,)),
      ("abc,abc->", (X, X)), ("abc,dc->dba", (X, np.ones((2, 5)))), ("ij,ij->ij", (S, S))],
 )  # fmt: skip
 def test_einsum_is_numpys(letters: str, operands: tuple[Array, ...]) -> None:
     close(rlx.einsum(letters, *operands), np.einsum(letters, *operands))
+    jitted = rlx.jit(lambda *operands: np.einsum(letters, *operands, optimize=True))
+    close(jitted(*operands), np.einsum(letters, *operands))
 
 
 OTHERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,65 @@ import pytest
 
 import rlx
 from rlx.errors import BindError, DTypeError, GraphError, KernelError, RlxError, ShapeError
+
+
+# -- Python values of transforms -------------------------------------------------------------------------------------
+def powers(x: Any, count: int, mode: str = "sum") -> Any:
+    total = sum((x**i).sum() for i in range(count))
+    return total if mode == "sum" else -total
+
+
+def test_arguments_that_are_not_differentiated_stay_python_values() -> None:
+    x = np.arange(1.0, 4.0)
+    for gradient in (
+        rlx.grad(powers), rlx.jit(rlx.grad(powers), static_argnums=1), rlx.grad(rlx.jit(powers, static_argnums=1)),
+        rlx.jacrev(powers), rlx.checkpoint(rlx.grad(powers)),
+    ):  # fmt: skip
+        np.testing.assert_allclose(gradient(x, 3), 1 + 2 * x)
+        np.testing.assert_allclose(gradient(x, 4), 1 + 2 * x + 3 * x**2)
+    np.testing.assert_allclose(rlx.grad(powers)(x, count=3, mode="negative"), -1 - 2 * x)
+    np.testing.assert_allclose(rlx.value_and_grad(powers)(x, 2, "other")[1], -np.ones(3))
+    np.testing.assert_allclose(rlx.hessian(powers)(x, 3), 2 * np.eye(3))
+    np.testing.assert_allclose(rlx.grad(lambda count, x: powers(x, count), argnums=-1)(3, x), 1 + 2 * x)
+
+
+def test_arguments_that_are_not_batched_stay_python_values() -> None:
+    x = np.arange(1.0, 4.0)
+    np.testing.assert_allclose(rlx.vmap(powers, (0, None, None))(x, 3, "sum"), 1 + x + x**2)
+    np.testing.assert_allclose(rlx.vmap(rlx.grad(powers), (0, None))(x, 3), 1 + 2 * x)
+
+
+def test_each_python_value_has_its_own_program() -> None:
+    """True, 1 and 1.0 are equal, and functions are compared by their code."""
+    x = np.array(2.0)
+    chosen = rlx.grad(lambda x, flag: x * (3.0 if flag is True else 5.0))
+    assert [chosen(x, flag) for flag in (True, 1, False, True)] == [3.0, 5.0, 5.0, 3.0]
+    applied = rlx.grad(lambda x, activation: activation(x))
+    assert [applied(x, f) for f in (lambda x: 2 * x, lambda x: 7 * x, np.sin)] == [2.0, 7.0, np.cos(2.0)]
+
+
+def test_drawing_from_numpy_while_tracing_warns() -> None:
+    noisy = rlx.jit(lambda x: x + np.random.normal())
+    with pytest.warns(UserWarning, match="draws from np.random while it is traced") as caught:
+        first = noisy(1.0)
+    assert caught[0].filename == __file__ and noisy(1.0) == first
+
+
+def test_names_of_other_libraries_are_answered() -> None:
+    jitted = rlx.jit(np.sin)
+    for name, hint in {"lower": "f.graph", "asm": "rlx inspect", "plan": "f.program", "raport": "report"}.items():
+        with pytest.raises(AttributeError, match=hint):
+            getattr(jitted, name)
+
+
+def test_python_values_inside_a_tree_stay_python_values() -> None:
+    def scaled(x: Any, options: dict[str, Any]) -> Any:
+        assert type(options["steps"]) is int
+        return x ** options["steps"] * options["scale"] * options["rate"]
+
+    for steps, rate in ((2, 1.0), (2, 3.0), (3, 3.0)):
+        options = {"steps": steps, "scale": np.array(2.0), "rate": rate}
+        assert rlx.grad(scaled)(np.array(2.0), options) == steps * 2.0 ** (steps - 1) * 2.0 * rate
 
 
 # -- defaults --------------------------------------------------------------------------------------------------------
@@ -107,6 +166,22 @@ def tangent_of_one(x: Any) -> Any:
 tangent_of_one.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0][:1]))
 
 
+class Box:
+    x = X
+
+
+@dataclass
+class Named:
+    x: Any
+    name: str
+
+
+@dataclass
+class Fixed:
+    x: Any
+    name: str = field(metadata={"static": True})
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "a string": (
         lambda: rlx.jit(lambda x, mode: x)(X, "a"),
@@ -133,16 +208,82 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "static_argnames='self'",
     ),
     "grad of a string": (
-        lambda: rlx.grad(lambda x, mode: x)(1.0, "a"),
+        lambda: rlx.grad(lambda x, mode: x, argnums=1)(1.0, "a"),
         DTypeError,
         "grad: mode is a str",
         "functools.partial",
     ),
-    "vmap of a string": (
-        lambda: rlx.vmap(lambda x, mode: x, (0, None))(X, "a"),
+    "vmap over a string": (
+        lambda: rlx.vmap(lambda x, mode: x)(X, "a"),
         DTypeError,
         "vmap: mode is a str",
         "functools.partial",
+    ),
+    "grad of an integer": (
+        lambda: rlx.grad(lambda x: (x > 0).sum())(X),
+        DTypeError,
+        "grad: <lambda> returns i32[], expected one float",
+        "x.astype(np.float32)",
+    ),
+    "hvp without arguments": (
+        lambda: rlx.hvp(lambda x: x.sum())(X),
+        GraphError,
+        "hvp: takes a function, its arguments and their tangents",
+        "rlx.hvp(f, (x,), (tangent,))",
+    ),
+    "vjp without arguments": (lambda: rlx.vjp(np.sin)(X), GraphError, "vjp: takes a function", "rlx.vjp(f, x)"),
+    "einsum of lists": (
+        lambda: rlx.jit(lambda x: np.einsum(x, [0, 1], [1, 0]))(np.ones((2, 2))),
+        GraphError,
+        "einsum: the first argument is Traced, expected a string",
+        "ij->ji",
+    ),
+    "einsum that drops axes": (
+        lambda: rlx.jit(lambda x: np.einsum("...i->i", x))(np.ones((2, 2))),
+        GraphError,
+        "has no ... in its result",
+        "sum these axes",
+    ),
+    "np.asarray": (lambda: rlx.jit(lambda x: np.asarray(x))(X), GraphError, "no values", "rlx.numpy.asarray(x)"),
+    "np.vectorize": (lambda: rlx.jit(lambda x: np.vectorize(abs)(x))(X), GraphError, "no values", "rlx.vmap(f)(x)"),
+    "searchsorted": (lambda: rlx.jit(lambda x: X.searchsorted(x))(X), GraphError, "no values", "np.searchsorted(array"),
+    "np.sum": (lambda: rlx.jit(lambda x: np.sum([x[0], x[1]]))(X), GraphError, "no values", "np.sum(np.stack([x, y]))"),
+    "np.unique": (lambda: rlx.jit(np.unique)(X), GraphError, "unique: the number", "rlx.numpy.unique(x, size=8)"),
+    "np.argwhere": (
+        lambda: rlx.jit(np.argwhere)(X),
+        GraphError,
+        "argwhere: the number",
+        "rlx.numpy.argwhere(x, size=8)",
+    ),
+    "an object of a class": (
+        lambda: rlx.jit(lambda box: box.x)(Box()),
+        DTypeError,
+        "jit: box is a Box",
+        "rlx.tree.register(Box), or make it a dataclass",
+    ),
+    "a field in a dataclass": (
+        lambda: rlx.jit(lambda named: named.x)(Named(X, "a")),
+        DTypeError,
+        "jit: named.name is a str",
+        'field(metadata={"static": True})',
+    ),
+    "trees of different static data": (
+        lambda: rlx.tree.map(np.add, Fixed(X, "a"), Fixed(X, "b")),
+        GraphError,
+        "Fixed(x: array, name='a') and Fixed(x: array, name='b')",
+        "",
+    ),
+    "a carry that grows": (
+        lambda: rlx.scan(lambda c, x: (np.concatenate([c, x[None]]), None), np.zeros(1), np.ones(3)),
+        ShapeError,
+        "scan: carry starts as f64[1], the function returns f64[2]",
+        "a carry keeps its shape in every step",
+    ),
+    "a number as a carry that grows": (
+        lambda: rlx.scan(lambda c, x: (c + np.ones(2), None), np.float32(1.0), np.ones(3)),
+        ShapeError,
+        "scan: carry starts as f32[], the function returns f64[2]",
+        "return carry, y",
     ),
     "a string as a result": (
         lambda: rlx.jit(lambda x: {"a": x, "b": "no"})(X),

@@ -10,7 +10,7 @@ import pytest
 from targets import AVX512
 
 import rlx
-from rlx.errors import VerifyError
+from rlx.errors import GraphError, VerifyError
 from rlx.hir.lower import lower
 from rlx.ir.graph import Node
 from rlx.mir.pipeline import optimise
@@ -165,3 +165,11 @@ def test_a_body_is_verified_with_its_graph() -> None:
     other.set_outputs([other.scan_with_bcasts_and_xs(c, [w], [], upper, 3)])
     with pytest.raises(VerifyError, match="has an HIR graph as its body"):
         other.verify()
+
+
+def test_the_name_of_a_target_is_no_target() -> None:
+    graph = rlx.Graph("g")
+    graph.set_outputs([graph.input("x", (3,)).exp()])
+    with pytest.raises(GraphError, match="optimise: the target is 'avx2'") as caught:
+        optimise(graph, "avx2")  # type: ignore[arg-type]
+    assert "known_target('avx2')" in (caught.value.hint or "")

@@ -41,7 +41,7 @@ def checked_params(
     kinds: dict[str, str] = {}
     for name, value in params.items():
         if name not in names:
-            raise BindError(f"{where}: no parameter is called {name!r}", hint=nearest(str(name), names))
+            raise _unknown_param(where, name, names)
         array = np.asarray(value)
         actual, own = dtype(array.dtype), weights.type(name)
         if actual is F64:
@@ -168,7 +168,7 @@ def _traced_kinds(model: Model, params: Mapping[str, Any]) -> dict[str, str]:
     kinds: dict[str, str] = {}
     for name, value in params.items():
         if name not in own_params:
-            raise BindError(f"apply: no parameter is called {name!r}", hint=nearest(str(name), own_params))
+            raise _unknown_param("apply", name, own_params)
         type_, own = type_of(value), weights.type(name)
         if type_.shape != own.shape:
             raise ShapeError(f"apply: parameter {name!r} has shape {list(type_.shape)}, expected {list(own.shape)}")
@@ -179,6 +179,15 @@ def _traced_kinds(model: Model, params: Mapping[str, Any]) -> dict[str, str]:
     return kinds
 
 
+def _unknown_param(where: str, name: str, names: Mapping[str, Any]) -> BindError:
+    return BindError(f"{where}: no parameter is called {name!r}", hint=nearest(str(name), names) or _name_hint(names))
+
+
+def _name_hint(names: Mapping[str, Any]) -> str:
+    first = next((name for name in names if "layers.0" in name or "blk.0" in name), next(iter(names)))
+    return f"parameters have the names of the file, such as {first!r}; model.params lists them"
+
+
 def float_params(model: Model, patterns: Sequence[str]) -> dict[str, Array]:
     """The weights whose names match patterns, as f32 arrays."""
     from rlx.flow.patterns import matches
@@ -186,8 +195,7 @@ def float_params(model: Model, patterns: Sequence[str]) -> dict[str, Array]:
     names = [name for name in model.params if any(matches(name, pattern) for pattern in patterns)]
     if not names:
         close = nearest(patterns[0], model.params)
-        first = next((name for name in model.params if "layers.0" in name or "blk.0" in name), next(iter(model.params)))
-        hint = f"parameters have the names of the file, such as {first!r}; model.params lists them"
+        hint = _name_hint(model.params)
         raise BindError(f"float_params: no parameter matches {patterns}", hint=f"{hint}; {close}" if close else hint)
     return {name: _as_floats(model.checkpoint.weights, name) for name in names}
 

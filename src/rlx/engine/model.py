@@ -378,13 +378,16 @@ class Model:
         from rlx.engine.apply import apply_params, traced_outputs
         from rlx.functional.tracers import Traced, current
 
+        if isinstance(tokens, (Traced, np.ndarray)) and len(tokens.shape) != 1:
+            hint = "rlx.vmap(lambda ids: model.apply(params, ids))(tokens) runs a batch of equal lengths"
+            raise RequestError(f"apply: tokens have shape {list(tokens.shape)}, expected [seq]", hint=hint)
+        if isinstance(tokens, (list, tuple)) and any(isinstance(x, Traced) for x in tokens):
+            hint = "pass an array, np.array(ids, np.int32), to the traced function"
+            raise RequestError(f"apply: tokens are a {type(tokens).__name__} of traced numbers", hint=hint)
         if current() is None and not edit:
             ids = self._checked_tokens(tokens)
             return apply_params(self, params, lambda compiled: self._values(compiled, ids))
         ids_array = tokens if isinstance(tokens, Traced) else np.array(self._checked_tokens(tokens), np.int32)
-        if len(ids_array.shape) != 1:
-            actual = list(ids_array.shape)
-            raise RequestError(f"apply: tokens have shape {actual}, expected [seq]", hint="rlx.vmap batches")
         return self._one_result(traced_outputs(self, params, self._sequence_inputs(ids_array), edit))
 
     def _checked_tokens(self, tokens: str | Sequence[int]) -> list[int]:

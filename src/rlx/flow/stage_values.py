@@ -14,14 +14,18 @@ OUT = ".out"  # optional suffix of a stage path: `layers.3.out` is `layers.3`
 
 
 def stage_values(module: Graph) -> dict[str, Value]:
-    """Return the value of each stage by path; for parts of stages, the last node built under the path."""
+    """Return the value of each stage by path, in the order in which stages end: parts before the stage they belong to.
+
+    For parts of stages the value is the last node built under the path.
+    """
     values: dict[str, Value] = {}
     for node in module.nodes:
         if node.origin.stage and LEAF not in node.definition.traits:
             parts = node.origin.stage.split(".")
             for n in range(len(parts), 0, -1):
                 values[".".join(parts[:n])] = node[0]
-    return values | module.stages
+    values |= module.stages
+    return dict(sorted(values.items(), key=lambda item: (item[1].node.id, -item[0].count("."))))
 
 
 def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:

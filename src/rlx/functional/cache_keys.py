@@ -34,6 +34,9 @@ from rlx.functional import tree
 
 MAX_ARRAY_BYTES = 4 << 20  # of all arrays that a function captures; the cache holds copies of them
 MAX_ENTRIES = 1000  # of a captured list, dict or set
+ALL_NUMBERS = frozenset((float, int, bool))  # Python numbers that are inputs of a program, see `Reader.arguments`
+FLOATS = frozenset((float,))
+NO_NUMBERS: frozenset[type] = frozenset()
 _CONTAINERS = {tuple, list, dict, set, frozenset}
 
 _BY_VALUE = {int, bool, str, bytes, complex, range, type(None), type(Ellipsis), type(NotImplemented), np.dtype}
@@ -111,10 +114,10 @@ class Reader:
             content.own()
 
     # -- arguments ----------------------------------------------------------------------------------------------------
-    def arguments(self, x: Any, numbers: bool) -> Any:
+    def arguments(self, x: Any, numbers: frozenset[type]) -> Any:
         """Return the key of an argument: arrays by type (they go to `data`, in the order of `tree.flatten`).
 
-        Python numbers are data too with `numbers`, else they are part of the key, as all other values are.
+        Python numbers of the types in `numbers` are data too; all other values are part of the key.
         """
         kind = type(x)
         if kind is np.ndarray:
@@ -124,7 +127,7 @@ class Reader:
             return (x.dtype, x.shape)
         if kind is tuple or kind is list:
             return (kind, *[self.arguments(v, numbers) for v in x])
-        if numbers and (kind is float or kind is int or kind is bool):
+        if kind in numbers:
             self.data.append(x)
             return kind
         if isinstance(x, np.generic):
@@ -137,8 +140,10 @@ class Reader:
             return (kind, keys, *[self.arguments(x[k], numbers) for k in keys])
         node = None if isinstance(x, type) else tree.node(x)
         if node is None:
-            if numbers and kind not in _BY_VALUE:
+            if numbers is ALL_NUMBERS and kind not in _BY_VALUE:
                 raise Unkeyable  # an error that names it is raised where it is traced
+            if numbers and kind.__module__.startswith("rlx.") and not callable(x):
+                raise Unkeyable  # values of graphs and arrays of devices
             return self.value(x)
         class_key = None if x is None else self._class(kind)
         static = None if node.static is None else self._static(node.static)

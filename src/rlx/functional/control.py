@@ -58,6 +58,7 @@ def _step(
     is f64.
     """
     leaves, shape = tree.flatten(init)
+    started = [type_of(x) for x in leaves]
     while True:
         types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
         arguments = (init, xs) if pair else (init,)
@@ -70,7 +71,7 @@ def _step(
         if carry_structure == shape:
             promoted = [_promoted(x, out.type) for x, out in zip(leaves, body.graph.outputs, strict=False)]
         if all(a is b for a, b in zip(leaves, promoted, strict=True)):
-            _check_carry(where, carry_structure, body.graph.outputs, shape, types)
+            _check_carry(where, carry_structure, body.graph.outputs, shape, types, started)
             return body, leaves
         leaves = promoted
 
@@ -106,19 +107,25 @@ def _as_traced(values: Sequence[Value]) -> list[Traced]:
 
 
 def _check_carry(
-    where: str, structure: tree.Structure, outputs: Sequence[Value], wanted: tree.Structure, types: Sequence[TensorType]
-) -> None:
+    where: str, structure: tree.Structure, outputs: Sequence[Value], wanted: tree.Structure,
+    types: Sequence[TensorType], started: Sequence[TensorType],
+) -> None:  # fmt: skip
+    """Raise if a step changes the type of the carry; `started` are its types before Python numbers were cast."""
     if structure != wanted:
         hint = "the function returns a carry with the structure of the initial one"
         raise GraphError(f"{where}: the carry is {wanted}, the function returns {structure}", hint=hint)
-    for path, value, type_ in zip(wanted.paths("carry"), outputs, types, strict=False):
+    for path, value, type_, first in zip(wanted.paths("carry"), outputs, types, started, strict=False):
         if value.type != type_:
             hint = "start with the type that the function returns, or cast inside"
+            if value.type.shape != type_.shape:
+                hint = "a carry keeps its shape in every step: start with the shape that the function returns"
+                if where == "scan":
+                    hint += ", and collect results as the second one, return carry, y"
             if value.type.shape == type_.shape and type_.dtype.is_float and value.dtype is F64:
                 hint = (
                     f"an f64 array, as np.ones(3) is, makes the result f64: create it with dtype=np.{type_.dtype.numpy}"
                 )
-            raise ShapeError(f"{where}: {path} starts as {type_}, the function returns {value.type}", hint=hint)
+            raise ShapeError(f"{where}: {path} starts as {first}, the function returns {value.type}", hint=hint)
 
 
 @without(unroll="a scan is a loop in machine code; a Python loop is unrolled")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -14,7 +16,7 @@ from rlx.backends.base import device as find_device
 from rlx.errors import GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.absent_keywords import without
-from rlx.functional.cache_keys import TypeReader, Unkeyable, typed
+from rlx.functional.cache_keys import ALL_NUMBERS, TypeReader, Unkeyable, typed
 from rlx.functional.graph_values import on_values
 from rlx.functional.tracers import current, is_weak
 from rlx.functional.tracing import (
@@ -83,7 +85,7 @@ class Jitted:
             return self._find_by_name(args, kwargs)
         reader = TypeReader()
         try:
-            key = reader.arguments(args, True), reader.arguments(kwargs, True) if kwargs else None
+            key = reader.arguments(args, ALL_NUMBERS), reader.arguments(kwargs, ALL_NUMBERS) if kwargs else None
         except Unkeyable:
             return self._find_by_name(args, kwargs)
         call = self._known.get(key)
@@ -124,7 +126,10 @@ class Jitted:
         call = _shared.get(shared_key) if shared_key is not None else None
         if call is None:
             called, inputs = self._bind_static(static), tree.structure(((traced_args,), {}))
+            drawn = _numpy_draws()
             function = trace_leaves(called, inputs, types, paths, weak=weak, prints=True)
+            if drawn != _numpy_draws():
+                _warn_of_draws(self.function)
             call = CachedCall(function, session(self.device).compile)
             after = function_key(self.function)
             if before is not None and after is not None and after[0] == before[0]:
@@ -138,6 +143,12 @@ class Jitted:
     def __rlx_reads__(self) -> tuple[Any, ...]:
         """Return what a result depends on besides the arguments, inside another transform."""
         return (self.function,)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        hint = _ELSEWHERE.get(name) or nearest(name, _LOOKING)
+        raise AttributeError(f"a function made by rlx.jit has no attribute {name!r}" + (f": {hint}" if hint else ""))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -284,6 +295,33 @@ class Jitted:
         """List each time the function was traced, and why."""
         lines = [f"{i + 1}. {line}" for i, line in enumerate(self.history)]
         return "\n".join(lines) or "not traced yet"
+
+
+def _numpy_draws() -> Any:
+    """Return the state of NumPy's global generator, which changes with each draw."""
+    if "numpy.random" not in sys.modules:
+        return None
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), *state[2:]
+
+
+def _warn_of_draws(function: Fun) -> None:
+    problem = (
+        f"jit: {label_of(function)} draws from np.random while it is traced, and its program repeats these numbers"
+    )
+    warnings.warn(f"{problem}; rlx.random.normal(key, shape) draws new ones for each key", stacklevel=6)
+
+
+_LOOKING = ["explain", "export", "graph", "memory", "page", "program", "report", "trace"]
+_ELSEWHERE = {
+    "lower": "f.graph(*args) is the traced graph, f.program(*args) the compiled one",
+    "compile": "f.program(*args) is the compiled graph",
+    "plan": "f.program(*args).plan is the LIR program",
+    "dispatch": "f.program(*args).dispatch() says what became of each node",
+    "asm": "f.export('f.rlxp'), then rlx inspect f.rlxp --level asm; f.page('f.html', assembly=True) shows it too",
+    "hlo": "f.graph(*args) is the traced graph",
+    "clear_cache": "rlx.jit(f) again starts without programs",
+}
 
 
 def _signature(function: Fun) -> inspect.Signature:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,15 +71,28 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
 
 
 @eager
-def einsum(subscripts: str, *operands: Any) -> Any:
-    """Einstein summation: `einsum("bqd,bkd->bqk", q, k)`. Operands are contracted pairwise, as matrix products."""
-    terms, _, result = subscripts.replace(" ", "").partition("->")
+def einsum(subscripts: str, *operands: Any, optimize: Any = False) -> Any:
+    """Einstein summation: `einsum("bqd,bkd->bqk", q, k)`. Operands are contracted pairwise, as matrix products.
+
+    `...` stands for axes in front that broadcast. `optimize` is ignored: the order is from left to right.
+    """
+    if not isinstance(subscripts, str):
+        hint = 'np.einsum("ij->ji", a) is np.einsum(a, [0, 1], [1, 0])'
+        raise GraphError(f"einsum: the first argument is {type(subscripts).__name__}, expected a string", hint=hint)
+    terms, arrow, result = subscripts.replace(" ", "").partition("->")
     inputs = terms.split(",")
     if len(inputs) != len(operands):
         raise GraphError(f"einsum: {subscripts!r} has {len(inputs)} operands, found {len(operands)}")
-    if "->" not in subscripts:
-        every = "".join(inputs)
-        result = "".join(sorted(c for c in set(every) if every.count(c) == 1))
+    lead = ""
+    if "..." in subscripts:
+        inputs, operands, lead = _name_ellipsis(subscripts, inputs, operands)
+        if arrow and lead and "..." not in result:
+            raise GraphError(f"einsum: {subscripts!r} has no ... in its result", hint="-> with ..., or sum these axes")
+        result = result.replace("...", lead, 1)
+        terms = ",".join(inputs)
+    if not arrow:
+        every = "".join(c for c in terms if c not in lead and c != ",")
+        result = lead + "".join(sorted(c for c in set(every) if every.count(c) == 1))
     pairs, sizes = [], dict[str, Size]()
     for letters, x in zip(inputs, operands, strict=True):
         x = asarray(x)
@@ -102,6 +116,34 @@ def einsum(subscripts: str, *operands: Any) -> Any:
     x = sum(x, summed) if summed else x
     left = [c for c in letters if c in result]
     return transpose(x, [left.index(c) for c in result]) if left != list(result) else x
+
+
+def _name_ellipsis(
+    subscripts: str, inputs: Sequence[str], operands: Sequence[Any]
+) -> tuple[list[str], tuple[Any, ...], str]:
+    """Replace `...` by letters, the same for axes that broadcast; returns terms, operands and all these letters.
+
+    An operand that is broadcast along such an axis, because its size is 1, loses the axis.
+    """
+    unused = [c for c in string.ascii_letters if c not in subscripts]
+    ranks = [type_of(x).rank - len(term.replace("...", "")) for term, x in zip(inputs, operands, strict=True)]
+    for term, x, rank in zip(inputs, operands, ranks, strict=True):
+        if term.count("...") > 1 or (rank < 0 and "..." in term):
+            raise GraphError(f"einsum: {term!r} does not name the axes of {type_of(x)}", hint="one letter per axis")
+    count = max(rank for term, rank in zip(inputs, ranks, strict=True) if "..." in term)
+    lead = "".join(unused[:count])
+    named = [term.replace("...", lead[count - rank :]) for term, rank in zip(inputs, ranks, strict=True)]
+    wide = {
+        c for term, x in zip(named, operands, strict=True)
+        for c, size in zip(term, type_of(x).shape, strict=False) if c in lead and size != 1
+    }  # fmt: skip
+    terms, squeezed = [], []
+    for term, x in zip(named, operands, strict=True):
+        shape = type_of(x).shape
+        single = tuple(i for i, c in enumerate(term) if c in wide and i < len(shape) and shape[i] == 1 and c in lead)
+        terms.append("".join(c for i, c in enumerate(term) if i not in single))
+        squeezed.append(squeeze(asarray(x), single) if single else x)
+    return terms, tuple(squeezed), lead
 
 
 def _diagonal(letters: str, x: Any) -> tuple[str, Any]:

@@ -96,7 +96,9 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0, length: int | None
         length = builtins.max(minlength, int(numbers.max(initial=-1)) + 1)
     length = minlength if length is None else length
     if not length:
-        raise GraphError("bincount: the number of bins depends on data", hint="pass length=, the number of bins")
+        raise GraphError(
+            "bincount: the number of bins depends on data", hint="rlx.numpy.bincount(x, length=8), the number of bins"
+        )
     return _bincount(x, weights, length)
 
 
@@ -153,7 +155,9 @@ def unique(
     """
     if size is None:
         if is_traced(x) or current() is not None:
-            raise GraphError("unique: the number of elements depends on data", hint="pass size=, an upper bound")
+            raise GraphError(
+                "unique: the number of elements depends on data", hint="rlx.numpy.unique(x, size=8), an upper bound"
+            )
         return np.unique(x, return_index, return_inverse, return_counts)  # type: ignore[call-overload]
     return _unique(x, return_index, return_inverse, return_counts, size, fill_value)
 
@@ -187,9 +191,14 @@ def _unique(x: Any, return_index: bool, return_inverse: bool, return_counts: boo
 
 def nonzero(x: Any, *, size: int | None = None, fill_value: int = 0) -> Any:
     """Indices of the elements that are not zero, one vector per axis; under a trace each has `size` elements."""
+    return _nonzero("nonzero", x, size, fill_value)
+
+
+def _nonzero(name: str, x: Any, size: int | None, fill_value: int) -> Any:
     if size is None:
         if is_traced(x) or current() is not None:
-            raise GraphError("nonzero: the number of elements depends on data", hint="pass size=, or use rlx.where")
+            hint = f"rlx.numpy.{name}(x, size=8), an upper bound; rlx.where keeps the shape"
+            raise GraphError(f"{name}: the number of elements depends on data", hint=hint)
         return np.nonzero(x)
     flat = _flatnonzero(x, size, -1)
     indices = []
@@ -201,14 +210,14 @@ def nonzero(x: Any, *, size: int | None = None, fill_value: int = 0) -> Any:
 
 def flatnonzero(x: Any, *, size: int | None = None, fill_value: int = 0) -> Any:
     """Indices into the flattened array of the elements that are not zero."""
-    return nonzero(ravel(asarray(x)), size=size, fill_value=fill_value)[0]
+    return _nonzero("flatnonzero", ravel(asarray(x)), size, fill_value)[0]
 
 
 def argwhere(x: Any, *, size: int | None = None, fill_value: int = 0) -> Any:
     """Indices of the elements that are not zero, one row each."""
     from rlx.functional.shapes import stack
 
-    indices = nonzero(x, size=size, fill_value=fill_value)
+    indices = _nonzero("argwhere", x, size, fill_value)
     return np.stack(indices, -1) if size is None else stack(indices, -1)
 
 

@@ -7,6 +7,8 @@ a function reads from an enclosing trace are captured as extra inputs.
 from __future__ import annotations
 
 import functools
+import linecache
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -228,8 +230,11 @@ class Traced(Operators):
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         hint = "np.stack([x, y]) and rlx.numpy.array([x, y]) accept it, np.array([x, y]) does not"
-        hint = f"{hint}; {_SETS}"
-        if self.value.dtype.is_integer:
+        hint = f"{hint}; rlx.numpy.asarray(x) is np.asarray(x); {_SETS}"
+        asking = _hint_for_caller()
+        if asking is not None:
+            hint = asking
+        elif self.value.dtype.is_integer:
             reads = "rlx.at(array)[i, 0].get() is array[i, 0], rlx.take(array, i) is np.take(array, i) of a NumPy array"
             hint = f"{reads}; {hint}"
         elif self.value.dtype.is_bool:
@@ -320,6 +325,32 @@ def _numpy(name: str, *operands: Any) -> Any:
 
 
 # -- arrays -----------------------------------------------------------------------------------------------------------
+_ASKING = {  # a name in the line that asks NumPy for the values of a traced array -> what to write instead
+    "vectorize": "rlx.vmap(f)(x) maps a function over an axis",
+    "searchsorted": "np.searchsorted(array, x) accepts it, array.searchsorted(x) does not",
+    "asarray": "rlx.numpy.asarray(x) accepts it; a traced array is an array already",
+}
+_REDUCTIONS = {"sum", "mean", "prod", "max", "min", "amax", "amin", "std", "var", "median", "any", "all"}
+
+
+def _hint_for_caller() -> str | None:
+    """Return a hint for the line that calls NumPy, if it contains one of the usual mistakes."""
+    frame = sys._getframe(2)
+    in_numpy: set[str] = set()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "numpy":
+        in_numpy.add(frame.f_code.co_name)
+        frame = frame.f_back
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    for name, hint in _ASKING.items():
+        if f"{name}(" in line:
+            return hint
+    reductions = sorted(_REDUCTIONS & in_numpy)
+    if reductions:
+        name = reductions[0]
+        return f"np.{name}(np.stack([x, y])) accepts traced arrays, np.{name}([x, y]) does not"
+    return None
+
+
 def as_array(x: Any) -> Array:
     """Convert to an array of a dtype that rlx supports; Python numbers become f32, i32 or bool."""
     if isinstance(x, (np.ndarray, np.generic)):

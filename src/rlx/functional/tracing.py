@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from rlx.errors import DTypeError, GraphError
 from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock
 from rlx.functional import tree
-from rlx.functional.cache_keys import Reader, Unkeyable
+from rlx.functional.cache_keys import ALL_NUMBERS, FLOATS, NO_NUMBERS, Reader, Unkeyable
 from rlx.functional.graph_values import on_values
 from rlx.functional.tracers import Line, Traced, as_array, current, is_weak, tracing, type_of, weak_type
 from rlx.ir import registry
@@ -114,20 +114,57 @@ def leaf_type(where: str, leaf: Any, name: str) -> TensorType:
             hint = "a traced function returns arrays, numbers and trees of them"
         else:
             hint = "bind Python values first, with functools.partial or a lambda"
+        kind = type(leaf)
+        if isinstance(leaf, (str, bytes)) and "." in name and not name.startswith(RESULT):
+            hint = f'a field of a dataclass is static with field(metadata={{"static": True}}); {hint}'
+        elif kind.__module__ not in ("builtins", "types", "functools", "enum") and not callable(leaf):
+            hint = f"rlx.tree.register({kind.__name__}), or make it a dataclass, for the arrays in it; {hint}"
         if name == "self":
             hint = "rlx.tree.register its class, or make it a dataclass; static_argnames='self' if it never changes"
-        kind = type(leaf).__name__
-        description = f"self is an object of class {kind}" if name == "self" else f"{name} is a {kind}"
+        subject = "self is an object of class" if name == "self" else f"{name} is a"
+        description = f"{subject} {kind.__name__}"
         raise DTypeError(f"{where}: {description}, expected an array, a number or a tree of them", hint=hint) from None
+
+
+def static_leaves(args: Sequence[Any], kwargs: dict[str, Any], live: Sequence[int]) -> dict[int, Any]:
+    """Return the leaves that a transformed function gets as they are, by their index among all leaves.
+
+    These are Python integers, bools, strings and other objects that are not arrays, in arguments whose positions are
+    not in `live`; `live` arguments are differentiated or batched. Arguments by name have the positions after the
+    others, in alphabetical order. Python floats are traced.
+    """
+    static: dict[int, Any] = {}
+    at = 0
+    for position, argument in enumerate((*args, *[kwargs[k] for k in sorted(kwargs)])):
+        leaves = tree.leaves(argument)
+        if position not in live:
+            static |= {at + i: x for i, x in enumerate(leaves) if is_static(x)}
+        at += len(leaves)
+    return static
+
+
+def is_static(leaf: Any) -> bool:
+    """Return whether a leaf is a Python value other than a float: one that Python code may depend on."""
+    if isinstance(leaf, (int, str)):
+        return True
+    if isinstance(leaf, (float, complex, np.ndarray, np.generic)):
+        return False
+    try:
+        type_of(leaf)
+    except DTypeError:
+        return True
+    return False
 
 
 def trace_leaves(
     function: Callable[..., Any], shape: tree.Structure, types: Sequence[TensorType],
     names: Sequence[str] | None = None, *, weak: Sequence[bool] | None = None, prints: bool = False,
+    static: Mapping[int, Any] | None = None,
 ) -> Function:  # fmt: skip
     """Trace a function of (args, kwargs) whose leaves have these types.
 
-    `weak` says which leaves are Python numbers; with `prints`, the caller emits the printed lines.
+    `weak` says which leaves are Python numbers; with `prints`, the caller emits the printed lines. `static` are leaves
+    that the function gets as they are, by index among all leaves; types, names and `weak` are those of the others.
     """
     label = label_of(function)
     with tracing("".join(c if c.isalnum() else "_" for c in label) or "function") as trace:
@@ -135,7 +172,10 @@ def trace_leaves(
         names = names or [f"x{i}" for i in range(len(types))]
         weak = weak or [False] * len(types)
         inputs = [Traced(trace, declare(trace.graph, n, t), w) for n, t, w in zip(names, types, weak, strict=True)]
-        args, kwargs = shape.unflatten(inputs)
+        arguments: list[Any] = list(inputs)
+        for i in sorted(static or ()):
+            arguments.insert(i, (static or {})[i])
+        args, kwargs = shape.unflatten(arguments)
         leaves, structure = tree.flatten(function(*args, **kwargs))
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, Traced):
@@ -295,17 +335,26 @@ def function_key(function: Any) -> tuple[Hashable, Reader] | None:
 
 def cached_call(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trace_call: Callable[[], Function],
-    *, numbers: bool,
+    *, live: Sequence[int] | None,
 ) -> tuple[CachedCall, list[Any]] | None:  # fmt: skip
     """Return the program of a call outside of a trace and the arrays it takes; None if the call has no cache key.
 
-    `trace_call` traces it when the key is new. `numbers` says whether Python numbers are inputs of the program.
+    `trace_call` traces it when the key is new. `live` are the positions of arguments whose Python numbers are inputs of
+    the program, as floats are in every argument (see `static_leaves`); if it is None, no Python number is one.
     """
     if nan_switch.watching:  # it names source lines
         return None
     reader = Reader()
     try:
-        arguments = reader.arguments(args, numbers), reader.arguments(kwargs, numbers) if kwargs else None
+        if live is None:
+            arguments: Any = (
+                reader.arguments(args, NO_NUMBERS),
+                reader.arguments(kwargs, NO_NUMBERS) if kwargs else None,
+            )
+        else:
+            by_position = [reader.arguments(x, ALL_NUMBERS if i in live else FLOATS) for i, x in enumerate(args)]
+            numbers = ALL_NUMBERS if len(args) in live else FLOATS
+            arguments = tuple(by_position), reader.arguments(kwargs, numbers) if kwargs else None
         key = (registry.version, reader.value(function)), arguments
     except (Unkeyable, RecursionError):
         return None
@@ -404,7 +453,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
             if static:
                 args = tuple([to_python(x) if i in static else x for i, x in enumerate(args)])
                 kwargs = {k: to_python(x) if k in static else x for k, x in kwargs.items()}
-            call = cached_call(function, args, kwargs, lambda: trace_call(args, kwargs)[0], numbers=False)
+            call = cached_call(function, args, kwargs, lambda: trace_call(args, kwargs)[0], live=None)
             if call is not None:
                 return call[0](call[1])
         return slow(*args, **kwargs)

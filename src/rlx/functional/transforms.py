@@ -6,6 +6,7 @@ They map functions to functions, so they nest in any order; arguments are trees.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +22,13 @@ from rlx.functional.tracing import (
     apply_graph,
     apply_transformed,
     cached_call,
+    is_static,
     label_of,
     leaf_types,
     names_of,
     need_function,
     reusable,
+    static_leaves,
     trace_leaves,
 )
 from rlx.ir.graph import Graph
@@ -34,32 +37,33 @@ from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, axis_index
 
 Fun = Callable[..., Any]
+Live = Callable[[Sequence[Any], dict[str, Any]], Sequence[int]]
 
 
 class Transformed:
     """A function made by a transform, such as `rlx.grad(f)`.
 
-    Inside a trace it is traced. Outside, its program is cached by the types of the arguments, the code of the function
-    and the values that the function reads (`cache_keys`).
+    `live(args, kwargs)` returns the positions of the arguments that are differentiated or batched; Python values of the
+    others, such as a number of steps, are passed on as they are (`static_leaves`). Inside a trace it is traced.
+    Outside, its program is cached by the types of the arguments, the code of the function and the values that the
+    function reads (`cache_keys`).
     """
 
-    def __init__(self, name: str, function: Fun, call: Fun, **options: Any) -> None:
+    def __init__(self, name: str, function: Fun, call: Fun, live: Live, **options: Any) -> None:
         functools.update_wrapper(self, function, updated=())  # does not copy the function's __dict__
+        self._live = live
         self._transform, self._function, self._options = name, function, options
         self._call = on_values(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current() is None:
-            call = cached_call(self, args, kwargs, lambda: self._trace(args, kwargs), numbers=True)
+            call = cached_call(self, args, kwargs, lambda: self._trace(args, kwargs), live=self._live(args, kwargs))
             if call is not None:
                 return call[0](call[1])
         return self._call(*args, **kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Function:
-        leaves, shape = tree.flatten((args, kwargs))
-        names = names_of(self._call, args, kwargs)
-        types, weak = leaf_types(self._transform, leaves, names), [is_weak(x) for x in leaves]
-        return trace_leaves(self._call, shape, types, names, weak=weak, prints=True)
+        return _trace_leaves(self._transform, self._call, args, kwargs, self._live(args, kwargs))[0]
 
     def __rlx_reads__(self) -> tuple[Any, ...]:
         """Return what a result depends on besides the arguments."""
@@ -84,14 +88,31 @@ def describe(function: Any) -> str:
 _DEFAULTS = {"argnums": 0, "has_aux": False, "keep": "everything", "in_axes": 0, "out_axes": 0}
 
 
-def _trace_args(where: str, function: Fun, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Function, list[Any]]:
-    """Trace a function for these arguments; returns it and the leaves of the arguments."""
-    leaves, shape = tree.flatten((tuple(args), kwargs))
-    names = names_of(function, args, kwargs)
-    types, weak = leaf_types(where, leaves, names), [is_weak(x) for x in leaves]
-    traced = trace_leaves(function, shape, types, names, weak=weak, prints=True)
+def _trace_args(
+    where: str, function: Fun, args: Sequence[Any], kwargs: dict[str, Any], live: Sequence[int] | None = None
+) -> tuple[Function, list[Any]]:
+    """Trace a function for these arguments; returns it and the leaves of the arguments that are inputs of its graph.
+
+    Without `live` (see `Transformed`) all leaves are inputs.
+    """
+    traced, leaves = _trace_leaves(where, function, args, kwargs, range(len(args)) if live is None else live)
     emit_called(traced, [*leaves, *traced.captured])
     return traced, leaves
+
+
+def _trace_leaves(
+    where: str, function: Fun, args: Sequence[Any], kwargs: dict[str, Any], live: Sequence[int]
+) -> tuple[Function, list[Any]]:
+    leaves, shape = tree.flatten((tuple(args), kwargs))
+    static = static_leaves(args, kwargs, live)
+    inputs = [
+        (x, name)
+        for i, (x, name) in enumerate(zip(leaves, names_of(function, args, kwargs), strict=True))
+        if i not in static
+    ]
+    leaves, names = [x for x, _ in inputs], [name for _, name in inputs]
+    types, weak = leaf_types(where, leaves, names), [is_weak(x) for x in leaves]
+    return trace_leaves(function, shape, types, names, weak=weak, prints=True, static=static), leaves
 
 
 def _name(graph: Graph, i: int) -> str:
@@ -101,15 +122,16 @@ def _name(graph: Graph, i: int) -> str:
 def _selected_leaves(
     where: str, args: Sequence[Any], argnums: int | Sequence[int]
 ) -> tuple[list[int], list[tree.Structure]]:
-    """Return the leaf indices of the arguments in `argnums`, and the structure of each argument."""
+    """Return the leaves of the arguments in `argnums`, as indices of inputs, and the structures of these arguments."""
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(numbers, (tuple, list)) or not all(isinstance(n, int) for n in numbers):
         hint = "the number of an argument, counted from 0, or a tuple of numbers"
         raise GraphError(f"{where}: argnums is {argnums!r}", hint=hint)
+    live = _differentiated(argnums)(args, {})
     offsets, at = [], 0
-    for argument in args:
+    for i, argument in enumerate(args):
         offsets.append(at)
-        at += tree.structure(argument).leaves
+        at += len([x for x in tree.leaves(argument) if i in live or not is_static(x)])
     indices: list[int] = []
     shapes: list[tree.Structure] = []
     for n in numbers:
@@ -119,6 +141,20 @@ def _selected_leaves(
         shapes.append(tree.structure(args[n]))
         indices += range(offsets[n], offsets[n] + shapes[-1].leaves)
     return indices, shapes
+
+
+def _all_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+    return range(len(args) + len(kwargs))
+
+
+def _differentiated(argnums: int | Sequence[int]) -> Live:
+    """Return the positions of the arguments in `argnums`, for `Transformed`; `_selected_leaves` checks them."""
+
+    def live(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        return [n % len(args) for n in numbers if isinstance(n, int)] if args else []
+
+    return live
 
 
 def _need_floats(traced: Function, which: Sequence[int]) -> None:
@@ -145,13 +181,15 @@ def value_and_grad(
     """
     need_function("value_and_grad", function)
     call = _value_and_grad(function, argnums, has_aux, keep)
-    return Transformed("value_and_grad", function, call, argnums=argnums, has_aux=has_aux, keep=keep)
+    return Transformed(
+        "value_and_grad", function, call, _differentiated(argnums), argnums=argnums, has_aux=has_aux, keep=keep
+    )
 
 
 def _value_and_grad(function: Fun, argnums: int | Sequence[int], has_aux: bool, keep: Any) -> Fun:
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        traced, leaves = _trace_args("grad", function, args, kwargs)
+        traced, leaves = _trace_args("grad", function, args, kwargs, _differentiated(argnums)(args, kwargs))
         which, shapes = _selected_leaves("grad", args, argnums)
         _need_floats(traced, which)
         outputs = traced.graph.outputs
@@ -165,6 +203,9 @@ def _value_and_grad(function: Fun, argnums: int | Sequence[int], has_aux: bool, 
             if loss.kind is tuple and len(loss.children) == 2 and loss.children[0].leaves == 1:
                 hint = "has_aux=True if the function returns a pair of the value and other results"
             raise ShapeError(problem, hint=hint)
+        if not outputs[0].dtype.is_float:
+            hint = "an integer has no gradient: return a float, such as a mean, or x.astype(np.float32)"
+            raise DTypeError(f"grad: {describe(function)} returns {outputs[0].type}, expected one float", hint=hint)
         names = [_name(traced.graph, i) for i in which]
 
         def transform() -> Graph:
@@ -187,12 +228,13 @@ def grad(function: Fun, argnums: int | Sequence[int] = 0, has_aux: bool = False,
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
-    return Transformed("grad", function, call, argnums=argnums, has_aux=has_aux, keep=keep)
+    return Transformed("grad", function, call, _differentiated(argnums), argnums=argnums, has_aux=has_aux, keep=keep)
 
 
 def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     """Return the function's value, and a function from its cotangents to a tuple of cotangents of the arguments."""
-    traced, leaves = _trace_args("vjp", need_function("vjp", function), primals, {})
+    _need_primals("vjp", need_function("vjp", function), primals, "value, pull")
+    traced, leaves = _trace_args("vjp", function, primals, {})
     graph = traced.graph
     nodes = leaf_nodes(graph)
     wanted = [i < len(leaves) and n.types[0].dtype.is_float for i, n in enumerate(nodes)]
@@ -230,12 +272,12 @@ def _check_types(where: str, paths: Sequence[str], values: Sequence[Any], wanted
 
 
 # -- forward mode -----------------------------------------------------------------------------------------------------
-def jvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the function's value and its tangent, for tangents of the arguments."""
+def jvp(function: Fun, primals: Sequence[Any] | None = None, tangents: Sequence[Any] | None = None) -> tuple[Any, Any]:
+    """Return the function's value and its tangent: `jvp(f, (x, y), (dx, dy))`, with a tangent for every argument."""
     need_function("jvp", function)
-    _need_tuples("jvp", primals=primals, tangents=tangents)
-    transformed = Transformed("jvp", function, functools.partial(_jvp, function))
-    return transformed(tuple(primals), tuple(tangents))  # type: ignore[no-any-return]
+    primals, tangents = _need_tuples("jvp", primals=primals, tangents=tangents)
+    transformed = Transformed("jvp", function, functools.partial(_jvp, function), _all_arguments)
+    return transformed(primals, tangents)  # type: ignore[no-any-return]
 
 
 def _jvp(function: Fun, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -270,7 +312,8 @@ def linearize(function: Fun, *primals: Any) -> tuple[Any, Fun]:
 
     What does not depend on tangents is computed once, so many calls of it cost less than as many of `jvp`.
     """
-    traced, leaves = _trace_args("linearize", need_function("linearize", function), primals, {})
+    _need_primals("linearize", need_function("linearize", function), primals, "value, push")
+    traced, leaves = _trace_args("linearize", function, primals, {})
     outputs = traced.graph.outputs
     operands = [*leaves, *traced.captured]
     floats = [i for i, x in enumerate(leaves) if type_of(x).dtype.is_float]
@@ -293,19 +336,42 @@ def linearize(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     return traced.outputs(results[: len(outputs)]), linear
 
 
-def _need_tuples(where: str, **arguments: Any) -> None:
+def _takes_arguments(function: Fun) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # as for some C functions
+        return True
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _need_primals(where: str, function: Fun, primals: Sequence[Any], returned: str) -> None:
+    """Raise if there are no arguments, as in `rlx.vjp(f)(x)`, and the function takes some."""
+    if not primals and _takes_arguments(function):
+        problem = f"{where}: takes a function and its arguments, found the function alone"
+        raise GraphError(problem, hint=f"{returned} = rlx.{where}(f, x)")
+
+
+def _need_tuples(where: str, **arguments: Any) -> list[tuple[Any, ...]]:
+    missing = [name for name, value in arguments.items() if value is None]
+    if missing:
+        problem = f"{where}: takes a function, its arguments and their tangents; {' and '.join(missing)} are missing"
+        raise GraphError(problem, hint=f"rlx.{where}(f, (x,), (tangent,)), with a tangent for every argument")
     for name, value in arguments.items():
         if type(value) not in (tuple, list):
             hint = f"a tuple with one entry per argument: rlx.{where}(f, (x,), (tangent,))"
             raise GraphError(f"{where}: {name} is a {type(value).__name__}, expected a tuple", hint=hint)
+    return [tuple(value) for value in arguments.values()]
 
 
-def hvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return the Hessian of the function (one float) times tangents of the arguments."""
+def hvp(function: Fun, primals: Sequence[Any] | None = None, tangents: Sequence[Any] | None = None) -> Any:
+    """Return the Hessian of the function (one float) times tangents: `hvp(f, (x, y), (dx, dy))`.
+
+    Every argument has a tangent. The result is a tree for one argument, a tuple of trees for several.
+    """
     need_function("hvp", function)
-    _need_tuples("hvp", primals=primals, tangents=tangents)
+    primals, tangents = _need_tuples("hvp", primals=primals, tangents=tangents)
     numbers = tuple(range(len(primals)))
-    product = jvp(grad(function, numbers), tuple(primals), tuple(tangents))[1]
+    product = jvp(grad(function, numbers), primals, tangents)[1]
     return product[0] if len(numbers) == 1 else product
 
 
@@ -324,13 +390,13 @@ def hessian(function: Fun, argnums: int = 0) -> Fun:
     """Return a function that computes the Hessian of `function` (one float)."""
     gradient = grad(need_function("hessian", function), argnums)
     jacobian = _jacobian("hessian", gradient, argnums, graphs.jacfwd)
-    return Transformed("hessian", function, jacobian, argnums=argnums)
+    return Transformed("hessian", function, jacobian, _differentiated(argnums), argnums=argnums)
 
 
 def _jacobian(name: str, function: Fun, argnums: int | Sequence[int], transform: Callable[..., Graph]) -> Fun:
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        traced, leaves = _trace_args("jacobian", function, args, kwargs)
+        traced, leaves = _trace_args("jacobian", function, args, kwargs, _differentiated(argnums)(args, kwargs))
         which, shapes = _selected_leaves("jacobian", args, argnums)
         _need_floats(traced, which)
         names = [_name(traced.graph, i) for i in which]
@@ -340,7 +406,7 @@ def _jacobian(name: str, function: Fun, argnums: int | Sequence[int], transform:
         rows = [blocks[i : i + len(which)] for i in range(0, len(blocks), len(which))]
         return traced.outputs([_as_argument_trees(argnums, shapes, row) for row in rows])
 
-    return Transformed(name, function, call, argnums=argnums)
+    return Transformed(name, function, call, _differentiated(argnums), argnums=argnums)
 
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
@@ -352,6 +418,10 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
     as in JAX.
     """
     need_function("vmap", function)
+
+    def batched_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+        shared = [i for i, axis in enumerate(in_axes) if axis is None] if isinstance(in_axes, (tuple, list)) else []
+        return [i for i in _all_arguments(args, kwargs) if i not in shared]
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -365,6 +435,8 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         axes += [0] * (len(leaves) - len(axes))
         types, sizes = [], {}
         names = names_of(function, args, kwargs)
+        static = {i: x for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)) if axis is None and is_static(x)}
+        leaves, axes, names = ([x for i, x in enumerate(part) if i not in static] for part in (leaves, axes, names))
         for i, (type_, axis) in enumerate(zip(leaf_types("vmap", leaves, names), axes, strict=True)):
             if axis is not None:
                 if not type_.rank:
@@ -380,7 +452,8 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
             shown = ", ".join(f"{n}: {s}" for n, s in [*sizes.items()][:6]) + (", ..." if len(sizes) > 6 else "")
             hint = "None is for an argument that is shared, such as the params of a model: in_axes=(None, 0)"
             raise ShapeError(f"vmap: batch sizes differ, {shown}", hint=hint)
-        traced = trace_leaves(function, shape, types, names, weak=[is_weak(x) for x in leaves], prints=True)
+        weak = [is_weak(x) for x in leaves]
+        traced = trace_leaves(function, shape, types, names, weak=weak, prints=True, static=static)
         graph = traced.graph
         where = {_name(graph, i): axis for i, axis in enumerate(axes)}
         where |= {n.attrs["name"]: None for n in leaf_nodes(graph)[len(leaves) :]}
@@ -392,7 +465,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         batched = apply_transformed(graph, options, lambda: graphs.vmap(graph, where, out, size=size), operands)
         return traced.outputs(batched)
 
-    return Transformed("vmap", function, call, in_axes=in_axes, out_axes=out_axes)
+    return Transformed("vmap", function, call, batched_arguments, in_axes=in_axes, out_axes=out_axes)
 
 
 def _check_axes(axes: Any) -> None:
@@ -409,7 +482,7 @@ def checkpoint(function: Fun, *, keep: Any = "nothing") -> Fun:
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        traced, leaves = _trace_args("checkpoint", function, args, kwargs)
+        traced, leaves = _trace_args("checkpoint", function, args, kwargs, ())
         operands = [*leaves, *traced.captured]
         body = Graph("checkpoint")
         inputs = [body.input(n.attrs["name"], n.types[0].shape, n.types[0].dtype) for n in leaf_nodes(traced.graph)]
@@ -417,4 +490,4 @@ def checkpoint(function: Fun, *, keep: Any = "nothing") -> Fun:
         body.set_outputs(results if isinstance(results, tuple) else [results])
         return traced.outputs(apply_graph(body, operands))
 
-    return Transformed("checkpoint", function, call, keep=keep)
+    return Transformed("checkpoint", function, call, lambda args, kwargs: (), keep=keep)

@@ -81,6 +81,10 @@ class Structure:
         parts = [str(c) for c in self.children]
         if self.keys:
             parts = [f"{k}: {p}" for k, p in zip(self.keys, parts, strict=True)]
+        if self.static is not None and self.kind in _registered:
+            parts.append(f"static={self.static!r}")
+        elif self.static is not None:
+            parts += [f"{name}={value!r}" for name, value in self.static]
         name = self.kind.__name__
         return f"{name}({', '.join(parts)})"
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from rlx.dtypes import dtype
+from rlx.errors import GraphError
 from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph
 from rlx.ir.passes import Pass, PassEntry, PassLog, dump, run_passes, timed
@@ -293,6 +294,9 @@ def _optimise_and_hoist(request: Request, log: PassLog) -> Hoisted:
 
 def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:
     """Run the full pipeline for a target."""
+    if not isinstance(target, Target):
+        hint = f"rlx.backends.base.known_target({target!r}); module.plan and rlx.compile take names"
+        raise GraphError(f"optimise: the target is {target!r}, expected a Target", hint=hint)
     profile = profile or CompileProfile()
     report, log = FusionReport(skipped=profile.fusion.skip), PassLog()
     dump(graph, "built")

@@ -20,6 +20,11 @@ _ROWS = frozenset((
     "max", "min", "prod", "argmax", "argmin", "cumsum", "topk", "logsumexp", "cross_entropy",
 ))  # fmt: skip
 
+_RULES = "docs/looking-inside.md: What fuses"
+_MANY_TIMES = "in an order of its own or more than once"
+_WHY_INPUTS = {op: "in several passes over each row" for op in ("softmax", "log_softmax", "layer_norm")}
+_WHY_INPUTS |= dict.fromkeys(("sum", "mean", "max", "min", "prod"), "and its loops only reduce")
+
 
 def report_unfused(graph: Graph, report: FusionReport) -> None:
     """Add pairs of launches that were not fused to a report."""
@@ -72,7 +77,7 @@ def _why_separate(reader: Node) -> str:
 def _why(graph: Graph, producer: Node, reader: Node, read: Value, views: list[str]) -> str:
     """Return why two neighbours, one of them elementwise, were not fused; empty if another pass has reported it."""
     if reader.op != "region":
-        return f"{_name(reader)} does not fuse elementwise ops on its input"
+        return f"{_name(reader)} reads its input from memory, {_WHY_INPUTS.get(reader.op, _MANY_TIMES)} ({_RULES})"
     if producer.op == "region":
         if producer[0] in graph.outputs:
             return "the first result is an output of the graph"
@@ -88,4 +93,4 @@ def _why(graph: Graph, producer: Node, reader: Node, read: Value, views: list[st
     if producer.op in _MATMULS:
         has_epilogue = producer.op in ("fused_matmul", "fused_grouped")
         return f"{_name(producer)} {'already has an' if has_epilogue else 'supports no'} epilogue"
-    return f"{producer.op} does not fuse elementwise ops on its output"
+    return f"{producer.op} has no epilogue: matmuls alone apply elementwise ops to what they store ({_RULES})"

@@ -96,7 +96,7 @@ def no_rule(node: Node) -> LowerError:
     if node.definition.is_builtin:
         hint = f"add it in src/rlx/transforms/rules/{node.definition.group}.py"
     else:
-        hint = f"give decompose= to rlx.op at {place}, or use g.custom_fn with custom rules"
+        hint = f"give decompose= to rlx.op at {place}, or a rule, rlx.transforms.rule_tables.vjp({node.op!r})"
     return LowerError(f"op {node.op}: has no derivative rule", hint=hint, notes=[f"at: {node.origin}"])
 
 

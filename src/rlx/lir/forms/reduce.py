@@ -14,6 +14,7 @@ from dataclasses import replace
 from rlx.dtypes import BOOL, F32, F64, I32, I64
 from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node
+from rlx.lir.forms.merge_sort import launch_largest
 from rlx.lir.forms.shape import require_at_most
 from rlx.lir.loops import (
     Arg,
@@ -320,6 +321,7 @@ def _key(value: Expr) -> Expr:
 
 
 MIN_KEY = -(2**63)
+MAX_SELECTED = 24  # a larger k sorts entire rows: about log2(n) passes of three times the cost
 
 
 @loop_form("argmax")
@@ -345,10 +347,13 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("topk")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """k passes over a row, each selecting the largest element that ranks after the previous one."""
+    """k passes over a row, each selecting the largest element after the previous one; or a sort, if k is large."""
     x = s.contiguous(s.view(node.operands[0]))
     require_at_most(s, node.attrs["k"], x.shape[-1])
     values, indices = s.result(node, 0), s.result(node, 1)
+    if node.attrs["k"] > MAX_SELECTED:
+        launch_largest(s, _key, x, values, indices)
+        return [values, indices]
     builder = LoopBuilder("topk")
     for view, written in ((x, False), (values, True), (indices, True)):
         builder.param(view, written=written)
