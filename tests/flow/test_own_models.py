@@ -305,7 +305,7 @@ def test_a_flow_prints_as_a_short_tree() -> None:
     paths = [line.strip().split(":")[0] for line in lines if line.startswith("    ") and ":" in line]
     assert paths == ["norm", "attn", "dropout", "norm", "ffn"]
     assert "Dropout" in FLOW._repr_html_()
-    assert repr(FLOW.build(PARAMS)) == "<built 'mine': tokens -> logits: f32[batch, seq, 61], 22 weights>"
+    assert repr(FLOW.build(PARAMS)) == "<built 'mine': tokens -> logits: f32[batch, seq, 61], 20 weights, 2 computed>"
 
 
 def test_a_tree_shows_what_was_edited_and_what_is_left_out() -> None:
@@ -361,7 +361,7 @@ def test_init_names_all_weights_of_unknown_shape_at_once() -> None:
     flow = flow.custom(lambda emit, v: v * emit.load_param("scale"))
     with pytest.raises(BindError) as caught:
         flow.init(rlx.random.key(0))
-    message = "init: no stage says which shapes 5 weights have: 'a' [?, 6], 'g' [?, ?], 'u' [?, ?], 'd' [?, ?], 'scale'"
+    message = "init: no stage says which shapes 3 weights have: 'a' [?, 6], 'g' [?, ?], 'scale'"
     assert str(caught.value) == message
     hint = caught.value.notes[0]
     assert "shapes={'a': (64, 6)}" in hint and "out=64" in hint and "intermediate_size=64" in hint
