@@ -367,6 +367,8 @@ def test_init_names_all_weights_of_unknown_shape_at_once() -> None:
     assert "shapes={'a': (64, 6)}" in hint and "out=64" in hint and "intermediate_size=64" in hint
     shapes = {"a": (8, 6), "g": (4, 8), "u": (4, 8), "d": (8, 4), "scale": (8,)}
     assert {k: v.shape for k, v in flow.init(rlx.random.key(0), shapes=shapes).items()} == shapes
+    named = {name: shapes[name] for name in ("a", "g", "scale")}  # those of 'u' and 'd' follow
+    assert {k: v.shape for k, v in flow.init(rlx.random.key(0), shapes=named).items()} == shapes
     with pytest.raises(BindError, match=r"which shape weight 'w' \[\?, 6\] has"):
         ModelFlow("f").input("x", ("n", 6)).linear("w").init(rlx.random.key(0))
 
