@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.dtypes import BOOL, F32, F64, I32, I64, U8, DType
+from rlx.dtypes import BOOL, F32, F64, I8, I32, I64, U8, DType
 from rlx.errors import LowerError
+from rlx.lir.expressions import compare, number
 from rlx.lir.loops import Apply, Arg, Choose, Const, Expr, Index, Load, Param, Ref, expr_text, fma, known
 
 J, N, X, I = Index("j"), Arg("n"), Ref("x", F32), Ref("i", I32)  # noqa: E741
@@ -159,3 +160,61 @@ def test_mixtures_are_refused(build: Callable[[], Any], message: str) -> None:
     with pytest.raises(LowerError, match=message) as error:
         build()
     assert error.value.hint
+
+
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+@pytest.mark.parametrize("kind", [I32, F32], ids=str)
+@given(data=st.data())
+def test_known_comparisons_are_conditions(name: str, kind: DType, data: st.DataObject) -> None:
+    numbers = st.integers(-3, 3) if kind is I32 else st.sampled_from([0.0, -0.0, 0.1, 1.0, np.inf, np.nan])
+    a, b = data.draw(numbers), data.draw(numbers)
+    folded = compare(name, number(a, kind), number(b, kind))
+    expected = bool(getattr(operator, name)(kind.numpy.type(a), kind.numpy.type(b)))
+    assert folded == Const(expected, BOOL)
+
+
+@pytest.mark.parametrize("into", [I8, I32, I64, F32, F64, BOOL], ids=str)
+@pytest.mark.parametrize("value", [number(-129, I32), number(200, I64), number(0, I32), number(True, BOOL)], ids=str)
+def test_known_integers_are_cast_as_numpy_casts_them(value: Const, into: DType) -> None:
+    expected = np.asarray(value.value, value.dtype.numpy).astype(into.numpy).item()
+    assert value.cast(into) == Const(expected, into)
+
+
+def test_known_numbers_are_negated_and_rounded_to_their_type() -> None:
+    assert -number(-128, I8) == number(-128, I8) and abs(number(-3, I32)) == number(3, I32)
+    assert -number(0.0, F32) == number(-0.0, F32) and ~number(5, I32) == number(-6, I32)
+    assert ~number(True, BOOL) == number(False, BOOL)
+    assert number(0.1, F32).cast(F64) == Const(float(np.float32(0.1)), F64)
+    unknown = number(1e9, F32).cast(I8)  # saturates on the machine
+    assert unknown == Apply("cast", (Const(1e9, F32),), I8)
+
+
+def test_known_conditions_choose() -> None:
+    a, b = Ref("a", F32), Ref("b", F32)
+    for value, expected in ((True, a), (False, b)):
+        assert Const(value, BOOL).select(a, b) is expected and Const(value, BOOL).choose(a, b) is expected
+
+
+def test_numbers_come_first_too() -> None:
+    i = Index("i")
+    reflected = {"floordiv": 7 // i, "mod": 7 % i, "shr": 7 >> i, "xor": 7 ^ i}
+    for name, expr in reflected.items():
+        assert expr == Apply(name, (Const(7, I64), i), I64)
+    assert i + np.int64(3) == i + 3
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: number(1e300, F32), "1e\\+300 is not representable in f32"),
+        (lambda: number(np.float64(1.5), I32), "1.5.* is not representable in i32"),
+        (lambda: Ref("a", F32) << 1, "shl of f32"),
+        (lambda: Ref("a", F32) & Ref("b", F32), "and of f32"),
+        (lambda: Ref("a", I64).select(Ref("b", F32), 1.0), "select by i64, expected a condition"),
+        (lambda: Ref("a", I64).choose(Ref("b", F32), 1.0), "choose by i64, expected a condition"),
+        (lambda: fma(Ref("a", F32), Ref("b", F64), Ref("c", F32)), "fma of f32, f64 and f32"),
+    ],
+)
+def test_types_of_operands_are_checked(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(LowerError, match=message):
+        build()

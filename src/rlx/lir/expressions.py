@@ -7,6 +7,7 @@ each with one element type.
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
@@ -68,8 +69,14 @@ class Formula:
     def __floordiv__(self, other: Operand) -> Expr:
         return binary("floordiv", self, other)
 
+    def __rfloordiv__(self, other: Scalar) -> Expr:
+        return binary("floordiv", other, self)
+
     def __mod__(self, other: Operand) -> Expr:
         return binary("mod", self, other)
+
+    def __rmod__(self, other: Scalar) -> Expr:
+        return binary("mod", other, self)
 
     def quot(self, other: Operand) -> Expr:
         """`self // other` for non-negative operands, which is faster."""
@@ -107,6 +114,9 @@ class Formula:
     def __xor__(self, other: Operand) -> Expr:
         return binary("xor", self, other)
 
+    def __rxor__(self, other: Scalar) -> Expr:
+        return binary("xor", other, self)
+
     def __lshift__(self, other: Operand) -> Expr:
         return binary("shl", self, other)
 
@@ -115,6 +125,9 @@ class Formula:
 
     def __rshift__(self, other: Operand) -> Expr:
         return binary("shr", self, other)
+
+    def __rrshift__(self, other: int) -> Expr:
+        return binary("shr", other, self)
 
     def __invert__(self) -> Expr:
         return unary("not", self)
@@ -140,12 +153,17 @@ class Formula:
 
     def select(self, then: Operand, other: Operand) -> Expr:
         """`then` where this condition holds, else `other`; both are evaluated."""
-        a, b = _same_type("select", then, other)
-        return Apply("select", (_expr(self), a, b), a.dtype)
+        condition, a, b = _condition("select", self), *_same_type("select", then, other)
+        if isinstance(condition, Const):
+            return a if condition.value else b
+        return Apply("select", (condition, a, b), a.dtype)
 
     def choose(self, then: Operand, other: Operand) -> Expr:
         """Like `select`, but only the chosen side is loaded."""
-        return Choose(_expr(self), *_same_type("choose", then, other))
+        condition, a, b = _condition("choose", self), *_same_type("choose", then, other)
+        if isinstance(condition, Const):
+            return a if condition.value else b
+        return Choose(condition, a, b)
 
     # -- functions --
     def cast(self, dtype: DType) -> Expr:
@@ -323,18 +341,23 @@ SCALAR_OPS = {
 # -- arithmetic on expressions ----------------------------------------------------------------------------------------
 def number(value: Scalar, dtype: DType) -> Const:
     """A constant of type `dtype`; raises if the type cannot represent it."""
-    if dtype.is_float:
-        return Const(float(value), dtype)
     if dtype is BOOL:
         return Const(bool(value), dtype)
-    if isinstance(value, float) or _wrap(value, dtype) != value:
-        raise LowerError(f"expression: {value!r} is not representable in {dtype}", hint="cast the other operand")
-    return Const(int(value), dtype)
+    if dtype.is_float:
+        with np.errstate(over="ignore"):
+            fits = not math.isfinite(value) or bool(np.isfinite(dtype.numpy.type(value)))
+        if fits:
+            return Const(float(value), dtype)
+    elif not isinstance(value, float | np.floating) and _wrap(int(value), dtype) == value:
+        return Const(int(value), dtype)
+    raise LowerError(f"expression: {value!r} is not representable in {dtype}", hint="cast the other operand")
 
 
 def binary(op: str, a: Operand, b: Operand) -> Expr:
     """A binary operation; operands and result have the same type."""
     left, right = _same_type(op, a, b)
+    if op in _BITWISE and left.dtype.is_float:
+        raise LowerError(f"expression: {op} of {left.dtype}", hint="bits are those of integers and conditions")
     if isinstance(left, Const) or isinstance(right, Const):
         folded = _fold(op, left, right)
         if folded is not None:
@@ -343,16 +366,24 @@ def binary(op: str, a: Operand, b: Operand) -> Expr:
 
 
 def compare(op: str, a: Operand, b: Operand) -> Expr:
-    return Apply(op, _same_type(op, a, b), BOOL)
+    """A comparison; operands have the same type, the result is a condition."""
+    left, right = _same_type(op, a, b)
+    if isinstance(left, Const) and isinstance(right, Const):
+        x, y = _machine_value(left), _machine_value(right)
+        return Const(bool(_COMPARISONS[op](x, y)), BOOL)
+    return Apply(op, (left, right), BOOL)
 
 
 def unary(op: str, x: Formula, dtype: DType | None = None) -> Expr:
     """A unary operation; the result has the operand's type unless `dtype` is given."""
-    return Apply(op, (_expr(x),), dtype or x.dtype)
+    folded = _fold_unary(op, x, dtype or x.dtype) if isinstance(x, Const) else None
+    return Apply(op, (_expr(x),), dtype or x.dtype) if folded is None else folded
 
 
 def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     """a * b + c, rounded once."""
+    if not a.dtype is b.dtype is c.dtype:
+        raise LowerError(f"expression: fma of {a.dtype}, {b.dtype} and {c.dtype}", hint="cast them to one type")
     return Apply("fma", (a, b, c), a.dtype)
 
 
@@ -363,6 +394,12 @@ def known(value: int | Expr, dtype: DType) -> Expr:
 
 def _expr(x: Formula) -> Expr:
     return x  # type: ignore[return-value]  # nothing else is a Formula
+
+
+def _condition(op: str, x: Formula) -> Expr:
+    if x.dtype is not BOOL:
+        raise LowerError(f"expression: {op} by {x.dtype}, expected a condition", hint="x.ne(0)")
+    return _expr(x)
 
 
 def _same_type(op: str, a: Operand, b: Operand) -> tuple[Expr, Expr]:
@@ -383,6 +420,10 @@ _EXACT: dict[str, Callable[[int, int], int]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_,
     "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift, "min": min, "max": max,
     "floordiv": operator.floordiv, "mod": operator.mod, "quot": operator.floordiv, "rem": operator.mod,
+}  # fmt: skip
+_BITWISE = ("and", "or", "xor", "shl", "shr")
+_COMPARISONS: dict[str, Callable[[Scalar, Scalar], bool]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip
 _FLOATS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _LEFT_IDENTITIES = {  # x op number is x
@@ -429,6 +470,30 @@ def _fold_floats(op: str, a: Expr, b: Expr) -> Expr | None:
     kind = a.dtype.numpy.type
     with np.errstate(all="ignore"):
         return Const(float(_FLOATS[op](kind(a.value), kind(b.value))), a.dtype)
+
+
+def _fold_unary(op: str, x: Const, dtype: DType) -> Const | None:
+    """Fold a negation or a cast of a constant; other functions are left to the machine, which rounds in its own way."""
+    value = _machine_value(x)
+    if op == "not":
+        return Const(not value, BOOL) if x.dtype is BOOL else Const(_wrap(~int(value), dtype), dtype)
+    if op == "neg" and x.dtype in (F32, F64):
+        return Const(-value, dtype)
+    if op in ("neg", "abs") and x.dtype.kind in ("int", "uint"):
+        return Const(_wrap(-int(value) if op == "neg" else abs(int(value)), dtype), dtype)
+    if op == "cast" and dtype is BOOL:
+        return Const(bool(value), BOOL)
+    if op == "cast" and dtype in (F32, F64):
+        with np.errstate(over="ignore"):
+            return Const(float(dtype.numpy.type(value)), dtype)
+    if op == "cast" and isinstance(value, int) and dtype.kind in ("int", "uint"):
+        return Const(_wrap(int(value), dtype), dtype)
+    return None
+
+
+def _machine_value(x: Const) -> Scalar:
+    """The number that the machine computes with: a float constant rounded to its type."""
+    return float(x.dtype.numpy.type(x.value)) if x.dtype.is_float else x.value
 
 
 def _wrap(value: int, dtype: DType) -> int:
