@@ -98,7 +98,9 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools may have more threads than this machine has cores."""
-    monkeypatch.setattr("rlx.backends.cpu.pool.thread_limit", lambda: 64)
+    from cpu_internals import allow_threads
+
+    allow_threads(monkeypatch, 64)
 
 
 @pytest.fixture

@@ -139,6 +139,16 @@ def test_tests_import_a_backend_only_in_its_folder() -> None:
     assert not {str(p.relative_to(tests)): actual for p in others if (actual := closed(p))}
 
 
+def test_only_its_own_tests_name_the_inside_of_the_cpu_backend() -> None:
+    """Neither in imports nor in texts, such as paths of patches and programs of child processes."""
+    tests = Path(__file__).parent
+    folders = [tests, *(tests.parent / name for name in ("benchmarks", "examples", "scripts"))]
+    own = {tests / "cpu_internals.py", Path(__file__)}
+    others = [p for folder in folders for p in folder.rglob("*.py") if p not in own]
+    others = [p for p in others if not p.is_relative_to(tests / "backends" / "cpu") and "node_modules" not in p.parts]
+    assert not [str(p) for p in others if re.search(r"rlx\.backends\.cpu\b", p.read_text())]
+
+
 def test_a_backend_sees_no_other() -> None:
     backends = ROOT / "backends"
     for path in sorted(backends.rglob("*.py")):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
-from runtime.test_caches import nothing_loaded
+from cpu_internals import forget_code
 
 from rlx.backends import cache_folder
 from rlx.engine.load import load
@@ -48,7 +48,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     settle()
     monkeypatch.setenv("RLX_CACHE", "off" if request.param == "off" else str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    nothing_loaded(monkeypatch)
+    forget_code(monkeypatch)
     mode: str = request.param
     return mode
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
+from cpu_internals import forget_code
 from forked import in_child
-from runtime.test_caches import nothing_loaded
 from test_fork_safe_locks import held
 
 import rlx
@@ -32,7 +32,7 @@ def models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     small_bert.write(tmp_path / "encoder", files=small_bert.sentence_transformers("cls"))
     settle()
     monkeypatch.setenv("RLX_CACHE", "off" if request.param == "off" else str(tmp_path / "cache"))
-    nothing_loaded(monkeypatch)
+    forget_code(monkeypatch)
     for _ in range(2):
         loaded: list[Any] = [load(tmp_path / kind) for kind in ("decoder", "encoder")]
     return loaded

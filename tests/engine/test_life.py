@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
+from cpu_internals import forget_code
 from limits import LONGEST_S
-from runtime.test_caches import nothing_loaded, source
+from runtime.test_caches import source
 
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
@@ -60,7 +61,7 @@ def start(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypa
     """How models are loaded: for the first time, from a snapshot, or with nothing kept."""
     settings = {"cold": str(tmp_path), "warm": str(folder / "cache"), "off": "off"}
     monkeypatch.setenv("RLX_CACHE", settings[request.param])
-    nothing_loaded(monkeypatch)
+    forget_code(monkeypatch)
     if request.param == "warm":
         for kind in ("decoder", "encoder"):
             load(folder / kind)

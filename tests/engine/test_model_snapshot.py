@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
+from cpu_internals import forget_code, loaded_files, pretend_other_llvm
 from limits import LONGEST_S
-from runtime.test_caches import flip, nothing_loaded, source
+from runtime.test_caches import flip, source
 from targets import host
 
 from rlx.backends import cache_folder
@@ -90,7 +91,7 @@ def settle() -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, for this process too."""
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
-    nothing_loaded(monkeypatch)
+    forget_code(monkeypatch)
     return tmp_path / "cache"
 
 
@@ -154,7 +155,7 @@ def test_the_second_process_needs_no_compiler_and_says_the_same(tmp_path: Path) 
     modules = set(second["modules"])
     assert not [m for m in modules if m in HEAVY or m.startswith(tuple(f"{h}." for h in HEAVY))]
     assert {m for m in modules if m.startswith("rlx.lir")} <= LIGHT_LIR
-    assert not {m.split(".")[3] for m in modules if m.startswith("rlx.backends.cpu.")} & GENERATORS
+    assert not loaded_files(modules) & GENERATORS
     assert not [
         m
         for m in modules
@@ -322,7 +323,7 @@ def test_a_snapshot_made_by_another_llvm_is_not_used(
 ) -> None:
     expected = bits(language_model(tiny_path))
     assert is_kept(language_model(tiny_path))
-    monkeypatch.setattr("rlx.backends.cpu.toolchain.llvm_identity", lambda: "another")
+    pretend_other_llvm(monkeypatch)
     other = language_model(tiny_path)
     assert not is_kept(other) and bits(other) == expected
     assert is_kept(language_model(tiny_path)) and len(stored_files(folder)) == 1  # that of the LLVM before is gone
@@ -429,7 +430,7 @@ def test_readonly_uses_what_is_there_and_writes_nothing(
     language_model(tiny_path)
     assert not folder.exists()
     choose("")
-    nothing_loaded(monkeypatch)
+    forget_code(monkeypatch)
     expected = bits(language_model(tiny_path))
     choose("readonly")
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}

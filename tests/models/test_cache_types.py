@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.test_caches import nothing_loaded
+from cpu_internals import forget_code
 from test_golden import Golden, converted, gguf, write
 
 from rlx.backends import cache_folder as cache_folder
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, in which files count as settled at once."""
     monkeypatch.setattr(model_snapshot, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
-    nothing_loaded(monkeypatch)
+    forget_code(monkeypatch)
     return tmp_path / "cache" / cache_folder.SNAPSHOTS
 
 

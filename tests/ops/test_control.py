@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from cpu_internals import set_barrier_cost
 from graphs import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ def run_everywhere(g: rlx.Graph, inputs: dict[str, Array], params: dict[str, Arr
     results = []
     for device, threads, barrier in (("cpu", 1, 200.0), ("cpu", 2, 200.0), ("cpu", 2, -1.0), ("reference", None, 0.0)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rlx.backends.cpu.launch_records.BARRIER", barrier)
+            set_barrier_cost(patch, barrier)
             f = rlx.compile(g, device, threads=threads)
             f.set_params(params or {})
             results += [f.run(inputs), f.run(inputs)]  # the second finds everything as the first found it

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import importlib
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_internals import FORBID_WORK, GENERATORS, forget_code
 from limits import LONGEST_S
 from targets import host
 
@@ -51,14 +51,6 @@ print(json.dumps({{
     "result": outputs[0].tolist(), "compiled": kernels_compiled(),
     "folder": str(store.folder or ""), "writable": store.writable, "why": store.why, "here": os.listdir(),
 }}))
-"""
-# Makes a start that does any of the work it should find in the cache fail.
-FORBID = """
-import rlx.runtime.plan, rlx.backends.cpu.kernel_library, rlx.backends.cpu.pool, rlx.backends.cpu.toolchain
-def forbidden(*args, **kwargs): raise AssertionError("work that the cache should have saved")
-rlx.runtime.plan.make_plan = forbidden
-rlx.backends.cpu.toolchain.compile_text = rlx.backends.cpu.pool.compile_text = forbidden
-rlx.backends.cpu.toolchain._generate = forbidden
 """
 NO_HOME = """
 import pwd
@@ -122,7 +114,7 @@ def filled(folder: Path, _filled: Path) -> Path:
 
 # -- what it saves ------------------------------------------------------------------------------------------------
 def test_a_second_start_compiles_and_plans_nothing(filled: Path, tmp_path: Path) -> None:
-    said = result(start(str(filled), tmp_path, before=FORBID))
+    said = result(start(str(filled), tmp_path, before=FORBID_WORK))
     assert said["compiled"] == 0 and said["folder"] == str(filled)
 
 
@@ -136,7 +128,7 @@ def test_two_processes_share_a_cold_folder(folder: Path, tmp_path: Path) -> None
     for child in children:
         result(child)
     assert not [p for p in files(folder) if p.name.startswith("tmp")]
-    assert result(start(str(folder), tmp_path, before=FORBID))["compiled"] == 0
+    assert result(start(str(folder), tmp_path, before=FORBID_WORK))["compiled"] == 0
 
 
 # -- what is damaged ----------------------------------------------------------------------------------------------
@@ -152,7 +144,7 @@ def test_damaged_entries_are_built_again(damage: Callable[[bytes], bytes], fille
     for path in files(filled):
         path.write_bytes(damage(path.read_bytes()))
     assert result(start(str(filled), tmp_path))["compiled"] > 0
-    assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
+    assert result(start(str(filled), tmp_path, before=FORBID_WORK))["compiled"] == 0
 
 
 @pytest.mark.parametrize("kind", ["objects", "routines", "compiled"])
@@ -167,14 +159,14 @@ def test_lost_entries_are_built_again(kind: str, filled: Path, tmp_path: Path) -
 
 def test_a_linked_graph_needs_its_objects_alone(filled: Path, tmp_path: Path) -> None:
     shutil.rmtree(filled / "routines")
-    assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
+    assert result(start(str(filled), tmp_path, before=FORBID_WORK))["compiled"] == 0
     shutil.rmtree(filled / "objects")
     assert result(start(str(filled), tmp_path))["compiled"] > 0
-    assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
+    assert result(start(str(filled), tmp_path, before=FORBID_WORK))["compiled"] == 0
 
 
 def test_a_second_start_imports_no_pass_and_no_generator(filled: Path, tmp_path: Path) -> None:
-    heavy = "('rlx.mir.', 'rlx.module', 'rlx.lir.s', 'rlx.runtime.plan', 'rlx.backends.cpu.g', 'llvmlite')"
+    heavy = ("rlx.mir.", "rlx.module", "rlx.lir.s", "rlx.runtime.plan", GENERATORS, "llvmlite")
     check = f"import atexit, sys; atexit.register(lambda: print([m for m in sys.modules if m.startswith({heavy})]))"
     child = start(str(filled), tmp_path, before=check)
     output, errors = child.communicate(timeout=LONGEST_S)
@@ -195,7 +187,7 @@ def test_readonly_reads_the_usual_folder_and_writes_nothing(tmp_path: Path) -> N
     usual = result(start(None, here, XDG_CACHE_HOME=str(home)))
     assert usual["folder"] == str(home / "rlx") and usual["writable"]
     before = {p: p.stat().st_mtime_ns for p in files(home)}
-    said = result(start("readonly", here, before=FORBID, XDG_CACHE_HOME=str(home)))
+    said = result(start("readonly", here, before=FORBID_WORK, XDG_CACHE_HOME=str(home)))
     assert said["compiled"] == 0 and not said["writable"]
     assert {p: p.stat().st_mtime_ns for p in files(home)} == before
 
@@ -220,7 +212,7 @@ def test_a_folder_inside_that_others_may_write_is_refused(filled: Path, tmp_path
         f"run: chmod go-w {inner}"
     )
     subprocess.run(said["why"].partition("run: ")[2], shell=True, check=True)
-    assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
+    assert result(start(str(filled), tmp_path, before=FORBID_WORK))["compiled"] == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give files away")
@@ -292,13 +284,6 @@ def test_size_and_clear_count_entries(folder: Path) -> None:
     assert store.clear() == 3 and store.size() == (0, 0)
 
 
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that other tests have loaded is from other folders."""
-    libraries = importlib.import_module("rlx.backends.cpu.kernel_library")
-    monkeypatch.setattr(libraries, "_libraries", {})
-    libraries.library(host()).driver()  # the pool has that of the library before
-
-
 # -- what is not mixed up -----------------------------------------------------------------------------------------
 def lookup() -> rlx.Graph:
     g = rlx.Graph("lookup")
@@ -330,7 +315,7 @@ def test_a_line_that_became_several_is_planned_anew() -> None:
 
 def test_a_compiled_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path))
-    nothing_loaded(monkeypatch)
+    forget_code(monkeypatch)
     gc.disable()
     try:
         for linked in (1, 0):  # compiled, then from the cache
@@ -360,7 +345,7 @@ def test_a_compiled_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: p
 
 def test_a_plan_is_kept_for_who_asks_and_for_kernels_that_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path))
-    nothing_loaded(monkeypatch)
+    forget_code(monkeypatch)
     for _ in range(2):
         compiled = rlx.compile(lookup())
     assert not files(tmp_path / "programs")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_internals import set_barrier_cost
 from graphs import examples
 from hypothesis import given, note
 from hypothesis import strategies as st
@@ -33,7 +34,7 @@ SHARED, SOLO = -1.0, 1e9  # costs of a barrier with which threads always or neve
 )
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A number of threads; two either share loops or leave them to one."""
-    monkeypatch.setattr("rlx.backends.cpu.launch_records.BARRIER", request.param[2])
+    set_barrier_cost(monkeypatch, request.param[2])
     return int(request.param[1])
 
 
@@ -286,7 +287,7 @@ def test_any_program_of_loops_and_branches_equals_the_reference(g: rlx.Graph, ba
     arrays = {n: rng.uniform(-1, 1, (3, 4)).astype(f32) for n in ("x0", "x1", "w")}
     runs = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlx.backends.cpu.launch_records.BARRIER", barrier)
+        set_barrier_cost(patch, barrier)
         for device, threads, check in (("cpu", 2, "0"), ("cpu", 1, "1"), ("reference", None, "0")):
             patch.setenv("RLX_CHECK", check)
             f = rlx.compile(g, device, threads=threads)
