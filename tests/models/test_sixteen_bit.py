@@ -159,6 +159,31 @@ def test_memory_is_that_of_the_file(tmp_path: Path, stored: str, tied: bool) -> 
         assert same_bits(model.logits(prompt), wanted)
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell which pages are resident")
+def test_a_tied_table_does_not_stay_in_memory(tmp_path: Path) -> None:
+    """Matmuls read a packed copy of a tied table: rows that a prompt reads from the file are released again."""
+    settings = SETTINGS | {"tie_word_embeddings": True, "vocab_size": 8192, "max_position_embeddings": 512}
+    narrow, _ = folders(tmp_path, small_llama.random_weights(settings), settings, "bf16")
+    load(narrow).close()  # what starts again maps its packed weights from a snapshot
+    prompt = np.random.default_rng(0).integers(0, 8192, 300).tolist()
+    with load(narrow) as model:
+        assert isinstance(model, LanguageModel)
+        for call in (model.logits, model.score, lambda tokens: model.generate(tokens, max_tokens=1)):
+            call(prompt)
+            assert resident_bytes("model.safetensors") < 1 << 20  # the table has 4 MB
+
+
+def resident_bytes(name: str) -> int:
+    """Bytes of mapped files of this name that are in memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(f"/narrow/{name}")
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
 @EITHER_TYPE
 def test_rounding_values_to_16_bits_halves_the_weights(stored: str) -> None:
     """A precision of 16 bits rounds weights as well: they are kept as they are multiplied."""

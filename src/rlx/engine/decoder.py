@@ -107,7 +107,6 @@ class Decoder:
             begins = [s + at for s in offsets]
             places = np.array(picked, np.int32)
             outputs = self.run(pieces, begins, places, first, lengths=lengths, sampling=sampling, pads=True)
-            self.compiled.drop_table_pages()
             latest = self.picks(outputs)
             ended = zip(picks or latest, latest, pieces, strict=True)
             picks = [new if piece else old for old, new, piece in ended]
@@ -176,6 +175,7 @@ class Decoder:
         with self.cache.pool.calling():
             states = self.cache.rows(first, first + len(rows))
             outputs = self._call({**inputs, **states, **(more or {})}, first, first + len(rows))
+        self.compiled.drop_table_pages()
         for i, row in enumerate(rows):
             self.cache.tokens[first + i] += row
         return outputs
@@ -203,6 +203,7 @@ class Decoder:
         inputs |= self._sampling(len(rows)) if sampling is None else sampling
         with cache.pool.calling():
             outputs = self._call({**inputs, **cache.token_rows(np.repeat(rows, counts))}, 0, cache.batch)
+        self.compiled.drop_table_pages()
         for row, piece in zip(rows, tokens, strict=True):
             cache.tokens[row] += piece
         return self.picks(outputs)

@@ -653,7 +653,6 @@ class Scheduler:
                 self._advance(job, pick)
             else:
                 self._after_slice(job, pick)
-        self._execution.compiled.drop_table_pages()
         self._measure(sum(end - begin for begin, end in zip(before, ends, strict=True)), started)
 
     def _padded_call(self, jobs: Sequence[Job], ends: Sequence[int]) -> list[Pick]:
