@@ -13,7 +13,7 @@ from targets import compiled, widths
 
 import rlx
 from rlx.errors import GraphError
-from rlx.ops.attention import MaskKind
+from rlx.ops.attention import LARGEST_WINDOW, MaskKind
 from rlx.ops.recurrent import CHUNK
 from rlx.transforms import vjp
 
@@ -276,3 +276,23 @@ def test_the_gradient_of_a_scan_keeps_no_state_of_every_token() -> None:
     graph.set_outputs([graph.apply("selective_scan", *operands, None, ids, state_size=n)])
     report = rlx.compile(vjp(graph, ["x", "a"]), threads=1).memory()
     assert max(buffer.bytes for buffer in report.buffers) < 4 * seq * channels * n / 4
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("kind", [MaskKind.near(LARGEST_WINDOW), MaskKind.sliding(LARGEST_WINDOW)])
+def test_windows_of_any_size_see_every_key(kind: str, place: str) -> None:
+    arrays = operands(70)
+    wide = MaskKind.NONE if kind.startswith("near") else MaskKind.CAUSAL
+    for actual, expected in zip(attend(arrays, kind, place), attend(arrays, wide, place), strict=True):
+        assert actual.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [LARGEST_WINDOW + 1, 2**63 - 1, 2**64, 10**40])
+@pytest.mark.parametrize("name", ["near", "sliding"])
+def test_windows_that_positions_cannot_reach_are_refused(name: str, size: int) -> None:
+    g = rlx.Graph("g")
+    q = g.input("q", (1, 4, 2, 8))
+    with pytest.raises(GraphError, match=f"the window of mask kind .* is larger than {LARGEST_WINDOW}"):
+        g.attention(q, q, q, mask_kind=f"{name}({size})")
+    with pytest.raises(GraphError, match="is larger than"):
+        getattr(MaskKind, name)(size)

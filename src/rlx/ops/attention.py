@@ -16,6 +16,8 @@ from rlx.ir.independence import never
 from rlx.ir.registry import Sample, Spec, boolean, f32, i32, op, sample
 from rlx.types import TensorType, require_equal
 
+LARGEST_WINDOW = 2**30 - 1  # twice as many keys are counted in 32 bits
+
 
 class MaskKind:
     """Which keys a query attends to.
@@ -35,6 +37,7 @@ class MaskKind:
         """The last `window` keys up to and including the query's own position."""
         if window < 1:
             raise GraphError(f"MaskKind.sliding: a window has at least one key, found {window}")
+        _window(str(window), f"sliding({window})")
         return f"sliding({window})"
 
     @staticmethod
@@ -42,6 +45,7 @@ class MaskKind:
         """The keys at most `reach` positions before or after the query."""
         if reach < 0:
             raise GraphError(f"MaskKind.near: the reach is at least 0, found {reach}")
+        _window(str(reach), f"near({reach})")
         return f"near({reach})"
 
     @staticmethod
@@ -78,10 +82,10 @@ def parse_mask(kind: str) -> Mask:
         return Mask("none", segments=True)
     segments = bool(plus) and rest == MaskKind.SEGMENTS
     if not plus or segments:
-        if sliding := re.fullmatch(r"sliding\(0*([1-9]\d*)\)", name):
-            return Mask("sliding", int(sliding[1]), segments=segments)
-        if near := re.fullmatch(r"near\((\d+)\)", name):
-            reach = int(near[1])
+        if sliding := re.fullmatch(r"sliding\(0*([1-9][0-9]*)\)", name):
+            return Mask("sliding", _window(sliding[1], kind), segments=segments)
+        if near := re.fullmatch(r"near\(([0-9]+)\)", name):
+            reach = _window(near[1], kind)
             return Mask("near", 2 * reach + 1, reach, segments)
         if name == "causal" or (name in ("none", "custom", "bias") and not segments):
             return Mask(name, segments=segments)
@@ -90,6 +94,13 @@ def parse_mask(kind: str) -> Mask:
         " attn_mask(...) of a flow hides padding"
     )
     raise GraphError(f"attention: mask kind {kind!r} is not known", hint=hint)
+
+
+def _window(digits: str, kind: str) -> int:
+    """The size of a window."""
+    if len(digits) > 10 or int(digits) > LARGEST_WINDOW:
+        raise GraphError(f"attention: the window of mask kind {kind[:40]!r} is larger than {LARGEST_WINDOW}")
+    return int(digits)
 
 
 def split_mask(kind: str) -> tuple[str, int]:
