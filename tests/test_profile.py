@@ -547,3 +547,12 @@ def test_profiles_are_read_from_text_or_a_path(source: Any) -> None:
 def test_profiles_are_made_of_their_parts() -> None:
     with pytest.raises(CapabilityError, match="fusion is a dict, expected a Fusion"):
         CompileProfile({"skip": True})  # type: ignore[arg-type]
+
+
+def test_tables_of_unknown_devices_are_refused() -> None:
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (2,)) + 1.0])
+    with pytest.raises(CapabilityError, match=r"profile: backend\.cdua is the table of no device") as caught:
+        compile(g, backend=BackendOptions({"cdua": {"unfuse_regions": True}}))
+    assert "'cuda'" in caught.value.notes[0]
+    compile(g, backend=BackendOptions({"metal": {"unfuse_regions": True}}))  # a device of other systems

@@ -72,7 +72,7 @@ def parse_layout(text: str) -> Layout:
     known = backend(device).layouts()
     if name not in known:
         raise GraphError(f"layout {text}: {device} has none of that name", hint=nearest(name, known))
-    values = [_value(word.strip(), text) for word in inside.split(",")]
+    values = [_value(word.strip(), text) for word in inside.split(",")] if inside else []
     wanted = {f.name: f.type for f in fields(known[name])}  # type: ignore[arg-type]
     if [type(v).__name__ for v in values] != list(wanted.values()):
         raise GraphError(f"layout {text}: expected {', '.join(f'{n}: {kind}' for n, kind in wanted.items())}")

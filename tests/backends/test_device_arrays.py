@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlx.backends.base import DeviceArray
+from rlx.backends.base import DeviceArray, device_of, host_view
 
 NUMBERS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -65,3 +65,9 @@ def test_memory_that_the_host_cannot_address_is_downloaded_and_has_no_buffer() -
     if sys.version_info >= (3, 12):
         with pytest.raises(BufferError):
             memoryview(array)
+
+
+def test_buffers_of_every_kind_have_a_device_and_perhaps_a_host_view() -> None:
+    mapped, remote = Mapped(NUMBERS.copy()), Remote(NUMBERS.copy())
+    assert [device_of(b) for b in (NUMBERS, mapped, remote)] == ["cpu", "mapped", "mapped"]
+    assert host_view(NUMBERS) is NUMBERS and host_view(mapped) is mapped.contents and host_view(remote) is None

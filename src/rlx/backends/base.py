@@ -52,14 +52,29 @@ def bytes_of(types: Iterable[ArrayType]) -> int:
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 class Buffer(Protocol):
-    """Memory of a device with an element type and a shape: a NumPy array on the host, a `DeviceArray` elsewhere."""
+    """Memory of a device with an element type and a shape: a NumPy array on the host, a `DeviceArray` elsewhere.
+
+    `device_of` and `host_view` answer for both kinds.
+    """
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
+    def size(self) -> int: ...
+    @property
     def nbytes(self) -> int: ...
+
+
+def device_of(buffer: Buffer) -> str:
+    """The device whose memory it is: "cpu" for NumPy arrays."""
+    return buffer.device if isinstance(buffer, DeviceArray) else "cpu"
+
+
+def host_view(buffer: Buffer) -> Array | None:
+    """The memory of a buffer as an array, without a copy; None if the host cannot address it."""
+    return buffer.host_view() if isinstance(buffer, DeviceArray) else buffer  # type: ignore[return-value]
 
 
 class DeviceArray(ABC):
@@ -126,20 +141,20 @@ class DeviceArray(ABC):
 
 
 class Allocator(ABC):
-    """Allocates device memory and copies between it and the host."""
+    """Allocates device memory and copies between it and the host. Its methods take buffers of its own kind."""
 
     is_host = False  # whether its buffers are NumPy arrays
 
     @abstractmethod
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """Allocates a buffer of zeros."""
 
-    def reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any | None:
+    def reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer | None:
         """Allocates zeros that take memory only where they are written; None if the device cannot do that."""
         return None
 
     @abstractmethod
-    def upload(self, array: Array, owner: str = "an array") -> Any:
+    def upload(self, array: Array, owner: str = "an array") -> Buffer:
         """Copies an array to device memory. Host devices return the array itself. `owner` is named in errors."""
 
     @abstractmethod
@@ -151,7 +166,7 @@ class Allocator(ABC):
         """Overwrites `target`, of the same shape and element type. Both may be buffers of the device or host arrays."""
 
     @abstractmethod
-    def part(self, buffer: Any, *index: int | slice) -> Any:
+    def part(self, buffer: Any, *index: int | slice) -> Buffer:
         """Returns a view of the elements that NumPy indexing would select; slices have step 1."""
 
     @abstractmethod
@@ -159,14 +174,14 @@ class Allocator(ABC):
         """Fills a buffer with zeros."""
 
     @abstractmethod
-    def long_lived(self, types: Sequence[ArrayType]) -> list[Any]:
+    def long_lived(self, types: Sequence[ArrayType]) -> Sequence[Buffer]:
         """Allocates uninitialised buffers for weights: allocated together, read by every run."""
 
     @abstractmethod
     def owns(self, value: object) -> bool:
         """Whether programs of this device can read `value` in place."""
 
-    def borrow(self, value: object) -> Any | None:
+    def borrow(self, value: object) -> Buffer | None:
         """A buffer that shares the memory of another library's array, if that is on this device; else None."""
         return None
 
@@ -529,7 +544,10 @@ def known_target(target: Target | str, device: str | None = None) -> Target:
 
 # Names of other libraries for devices
 OTHER_NAMES = {
+    "auto": 'rlx.load(..., device="auto") chooses by the size of the model; elsewhere name a device: "cpu", "cuda"',
     "gpu": 'an NVIDIA GPU is device="cuda"; device="auto" takes one if there is room on it',
+}
+ABSENT = {
     "mps": "there is no backend for Apple's GPUs",
     "metal": "there is no backend for Apple's GPUs",
     "rocm": "there is no backend for AMD's GPUs",
@@ -546,7 +564,7 @@ def _class(name: str) -> type[Backend]:
     point = _entry_points().get(name)
     if point is None:
         known = available()
-        hint = OTHER_NAMES.get(name) or nearest(name, known) or f"known: {', '.join(known)}"
+        hint = OTHER_NAMES.get(name) or ABSENT.get(name) or nearest(name, known) or f"known: {', '.join(known)}"
         raise CapabilityError(f"device: {name!r} is not known", hint=hint)
     try:
         loaded = point.load()
@@ -568,9 +586,17 @@ def available() -> list[str]:
     return [*BUILT_IN, *sorted({*_registered, *_entry_points()} - set(BUILT_IN))]
 
 
+def check_tables(names: Iterable[str]) -> None:
+    """Rejects tables of `profile.backend` that belong to no device. Tables of `ABSENT` devices are ignored."""
+    for name in names:
+        if name not in BUILT_IN and name not in ABSENT and name not in available():
+            hint = nearest(name, available()) or f"known: {', '.join(available())}"
+            raise CapabilityError(f"profile: backend.{name} is the table of no device", hint=hint)
+
+
 def device(text: str) -> Device:
     """Parses a device name: `cpu`, `cuda`, `cuda:1`."""
-    match = re.fullmatch(r"([^:]+)(?::(\d{1,4}))?", text) if isinstance(text, str) else None
+    match = re.fullmatch(r"([^:]+)(?::([0-9]{1,4}))?", text) if isinstance(text, str) else None
     if match is None:
         raise CapabilityError(f"device: expected a name such as 'cpu' or 'cuda:1', found {text!r}")
     parsed = Device(match[1], int(match[2] or 0))

@@ -36,6 +36,7 @@ from rlx.fast_dataclass import dataclass
 from rlx.hub.store import show_size
 from rlx.inspect.profiler import LARGEST_CACHE
 from rlx.ir.graph import Graph
+from rlx.kv_layout import KvLayout
 from rlx.lir.program import Program
 from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 from rlx.types import evaluate
@@ -217,9 +218,10 @@ def token_bytes(program: Program, past: int) -> int:
 def prefill_work(program: Program, batch: int, seq: int, *, causal: bool = True) -> Work:
     """The multiply-adds of a run, and the weights that it reads; a causal mask reduces those of attention."""
     sizes, weights = phase_sizes(batch, seq, symbols=program.symbols), set(program.weights)
+    positions = sizes.get("blocks", 0) * KvLayout().page
     work = Work({}, 0)
     for launch in program.launches:
-        visible = (seq + 1) / 2 / (sizes["blocks"] * 64) if causal and launch.kernel.kind == "attention" else 1.0
+        visible = (seq + 1) / 2 / positions if causal and launch.kernel.kind == "attention" else 1.0
         streamed = evaluate(launch.min_bytes(weights), sizes)
         work += Work({launch.kernel.arithmetic(): evaluate(launch.flops, sizes) * visible}, streamed, streamed)
     return work if work.memory_bytes > LARGEST_CACHE else replace(work, memory_bytes=0)

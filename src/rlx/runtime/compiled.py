@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.backends.base import Backend, Buffer, Device, Enqueued, Executable, InputSpec, bytes_of
+from rlx.backends.base import Backend, Buffer, Device, Enqueued, Executable, InputSpec, bytes_of, host_view
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.fast_dataclass import dataclass
 from rlx.fork_safe_locks import Lock, cached_property
@@ -383,8 +383,8 @@ class CompiledGraph:
         weights = self.executable.weights  # matmuls read derived copies, so small types left here are tables
         for name, type_ in self.param_types.items():
             stored_small = type_.dtype.is_packed or type_.dtype is not type_.dtype.wide
-            if stored_small and isinstance(weights.get(name), np.ndarray):
-                release(weights[name])
+            if stored_small and name in weights and (table := host_view(weights[name])) is not None:
+                release(table)
 
     def forget_rows(self) -> None:
         """Deprecated: the old name of `drop_table_pages`."""

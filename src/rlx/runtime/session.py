@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlx.backends.base import MAX_THREADS, Backend, available
+from rlx.backends.base import MAX_THREADS, Backend, available, check_tables
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError, nearest
 from rlx.fork_safe_locks import Lock, Waits
@@ -78,6 +78,7 @@ class Session:
 
     def _compile(self, source: Graph, profile: CompileProfile) -> CompiledGraph:
         """Imports lazily: a cache hit loads almost none of the compiler."""
+        check_tables(profile.backend.tables)
         self.device.backend.check_options(profile.backend.of(self.device.name))
         target = self._target(profile.fusion.target)
         parts = self._interpret(source, profile) or self._link_cached(source, target, profile)

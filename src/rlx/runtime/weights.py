@@ -93,7 +93,7 @@ class WeightStore:
             known = [self._known(recipe, params) for recipe in recipes]
             new = [array for array, existing in zip(derived, known, strict=True) if existing is None]
             if len(new) < len(derived):  # copied: the duplicates are in the same allocation
-                new = self._copy(new)
+                new = list(self._copy(new))
             rest = iter(new)
             shared = [next(rest) if existing is None else existing for existing in known]
             for recipe, array, existing in zip(recipes, shared, known, strict=True):
@@ -107,7 +107,7 @@ class WeightStore:
             if self._known(recipe, params) is None:
                 self._add(recipe, params, derived)
 
-    def _copy(self, buffers: Sequence[Any]) -> list[Any]:
+    def _copy(self, buffers: Sequence[Any]) -> Sequence[Any]:
         copies = self._allocator.long_lived([(buffer.shape, buffer.dtype) for buffer in buffers])
         for copy, buffer in zip(copies, buffers, strict=True):
             self._allocator.copy(buffer, copy)

@@ -174,7 +174,7 @@ class _Scorer:
 
     def sums_of(self, body: Body, rows: Sequence[Expr], queries: Sequence[Expr]) -> None:
         """Writes partial sums of each row with each query: `partials` each, in the order of elements."""
-        tile, part = self.p.tile, Index("lane")
+        tile, part = self.p.tile, Index("part")
         kind = I32 if self.p.integers else F32
 
         def step(inner: Body, at: Expr, prefix: str, inside: Expr | None) -> None:
@@ -196,7 +196,7 @@ class _Scorer:
                     total = totals[r][c]
                     inner.assign(total, self._product(total, x, y))
 
-        with body.loop("lane", tile.partials, vector=True) as across:
+        with body.loop("part", tile.partials, vector=True) as across:
             totals = [
                 [across.var(f"total{r}_{c}", 0.0 if kind is F32 else 0, kind) for c in range(len(queries))]
                 for r in range(len(rows))
