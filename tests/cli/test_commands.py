@@ -32,6 +32,12 @@ def test_stages_lists_groups_and_shows_one(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert out.startswith("RmsNorm\n`RmsNorm(weight_key, eps)`\n") and "√(mean(x²) + eps)" in out
     assert "- weights: `model.norm.weight` `[hidden]`\n" in out and "- declared in: rlx/flow/stages/norm.py:" in out
+    assert main(["stages", "swiglu"]) == 0
+    assert capsys.readouterr().out.startswith("SwiGlu\n")
+    assert main(["stages", "attention"]) == 0
+    assert capsys.readouterr().out.startswith("Attention\n")
+    assert main(["stages", "norm"]) == 0
+    assert "LayerNorm\n" in capsys.readouterr().out
     assert main(["stages", "RmsNrm"]) == 2
     assert "did you mean 'RmsNorm'" in capsys.readouterr().err
 

@@ -206,3 +206,10 @@ def test_the_reference_has_no_trace_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match="no launches"):
         f.run({"x": np.ones(2, np.float32)}, trace=tmp_path / "trace.json")
     assert f.report().launches == [] and "reference" in str(f.report())
+
+
+def test_times_without_limits_of_the_machine_are_shown_as_they_are() -> None:
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (4,)).tanh()])
+    report = str(rlx.compile(g, device="toy").report({"x": np.ones(4, np.float32)}))
+    assert "no times" not in report and "µs" in report

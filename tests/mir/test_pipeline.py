@@ -13,13 +13,17 @@ from graphs import examples, float_graphs, random_leaves
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import Bert, Llama, bert_graph, llama_graph
-from targets import AVX2, AVX512, BASELINE
+from targets import AVX2, AVX512, BASELINE, host
 
 import rlx
 from rlx import Graph
-from rlx.errors import CapabilityError
+from rlx.errors import CapabilityError, GraphError, VerifyError
 from rlx.ir.evaluate import run
-from rlx.mir.pipeline import PIPELINE, Optimised, optimise
+from rlx.ir.passes import run_passes
+from rlx.ir.rewrite import rebuild
+from rlx.mir import pipeline as module
+from rlx.mir.pipeline import PIPELINE, Optimised, Pipeline, Step, optimise, with_step
+from rlx.runtime.program_cache import Keys
 from rlx.types import concrete
 
 Array = np.ndarray[Any, Any]
@@ -330,3 +334,55 @@ def test_a_matmul_that_takes_in_a_residual_stays_in_its_own_stage() -> None:
     matmuls = [node for node in done.main.nodes if node.op == "fused_matmul"]
     assert [node.origin.stage for node in matmuls] == ["layer.ffn", "layer.ffn"]
     assert "layer" in {origin.stage for origin in matmuls[-1].origin.merged}  # the residual
+
+
+# -- passes from outside ----------------------------------------------------------------------------------------------
+def doubled(graph: rlx.Graph) -> rlx.Graph:
+    """tanh(x) -> 2 x, which is wrong, so that it is seen."""
+
+    def visit(rewriter: Any, node: Any) -> Any:
+        if node.op != "tanh":
+            return None
+        (x,) = rewriter.operands(node)
+        return rewriter.make(node, "add", x, x)[0]
+
+    return rebuild(graph, visit, made_by="doubled")
+
+
+def test_a_step_is_in_the_pipeline_inside_its_block_only_and_leaves_nothing_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RLX_CACHE", str(tmp_path))
+    g = rlx.Graph("stepped")
+    g.set_outputs([g.input("x", (2,)).tanh()])
+    x = np.float32([1, 2])
+    with with_step(Step("simplify", doubled), before="cse") as pipeline:
+        assert "doubled" in str(pipeline) and rlx.compile(g).run({"x": x})[0].tolist() == [2, 4]
+        assert Keys.of(g, host(), rlx.CompileProfile()) == Keys(None, None)
+    assert "doubled" not in str(module.PIPELINE)
+    np.testing.assert_allclose(rlx.compile(g).run({"x": x})[0], np.tanh(x), rtol=1e-6)
+    monkeypatch.setattr(module, "PIPELINE", Pipeline((*module.PIPELINE,)))  # somebody else's
+    assert Keys.of(g, host(), rlx.CompileProfile()) == Keys(None, None)
+
+
+def test_a_step_comes_before_one_that_exists() -> None:
+    with (
+        pytest.raises(GraphError, match="the pipeline has no step 'csee'") as caught,
+        with_step(Step("simplify", doubled), before="csee"),
+    ):
+        pass
+    assert "'cse'" in caught.value.notes[0]
+
+
+def test_a_pass_may_not_change_the_types_of_outputs() -> None:
+    def summed(graph: rlx.Graph) -> rlx.Graph:
+        def visit(rewriter: Any, node: Any) -> Any:
+            return rewriter.make(node, "sum", *rewriter.operands(node))[0] if node.op == "tanh" else None
+
+        return rebuild(graph, visit, made_by="summed")
+
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (2, 3)).tanh()])
+    with pytest.raises(VerifyError, match=r"output 0 is f32\[\], before f32\[2, 3\]") as caught:
+        run_passes(g, [summed])
+    assert caught.value.notes[-1] == "  after pass: summed"

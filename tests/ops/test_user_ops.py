@@ -337,3 +337,51 @@ def test_the_tour_imports_a_module_with_ops(
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(["tour", "thrice(x)", "-m", "tour_ops"]) == 0 and "thrice(%0)" in capsys.readouterr().out
     assert main(["tour", "x", "-m", "absent_ops"]) == 2 and "tour: cannot import" in capsys.readouterr().err
+
+
+# -- loop forms that would compute something else ---------------------------------------------------------------------
+def shifted(name: str, body: Any, keep: tuple[int, ...]) -> Any:
+    """Compiles an op whose loop form has this body."""
+
+    def loop(scheduler: Scheduler, node: Any) -> list[View]:
+        x, y = scheduler.view(node.operands[0]), scheduler.result(node)
+        map_elements(scheduler, name, y.shape, [x], [y], lambda e: ([], [body(e, x)]), keep=keep)
+        return [y]
+
+    rlx.op(name, reference=lambda x: x, loop=loop)(same)
+    g = rlx.Graph("g")
+    g.set_outputs([getattr(g.input("x", ("rows", 5)), name)()])
+    return rlx.compile(g)
+
+
+@pytest.mark.parametrize("name", ["n", "units", "x0"])
+def test_names_of_arguments_that_a_kernel_has_itself_are_refused(name: str) -> None:
+    with pytest.raises(LowerError, match=f"argument '{name}' is .*, and also") as caught:
+        shifted("limited", lambda e, x: (e.index(1) < e.arg(name, x.shape[0] - 1)).choose(e.load(0), 0), (0, 1))
+    assert "another name" in caught.value.notes[0]
+
+
+@pytest.mark.parametrize("keep", [(), (0,)])
+def test_an_index_of_a_merged_axis_is_refused(keep: tuple[int, ...]) -> None:
+    with pytest.raises(LowerError, match=r"index\(1\) of an axis that may be merged") as caught:
+        shifted("limited", lambda e, x: (e.index(1) < 3).choose(e.load(0), 0), keep)
+    assert "keep=(" in caught.value.notes[0]
+
+
+def test_integers_are_offsets_and_results() -> None:
+    x = rng.standard_normal((3, 5)).astype(np.float32)
+    before = shifted(
+        "before", lambda e, v: (e.index(1) > 0).choose(e.load(0, (-1, e.arg("step", v.strides[1]))), 0), (1,)
+    )
+    np.testing.assert_array_equal(before.run({"x": x})[0], np.pad(x, ((0, 0), (1, 0)))[:, :-1])
+    np.testing.assert_array_equal(shifted("threes", lambda e, v: 3, ()).run({"x": x})[0], np.full((3, 5), 3))
+
+
+def test_functions_that_expressions_lack_are_named() -> None:
+    with pytest.raises(AttributeError, match=r"expressions of loops have no 'sigmoid'; they have .*tanh"):
+        shifted("gated", lambda e, v: e.load(0).sigmoid(), ())
+    with pytest.raises(LowerError, match="pow of i64"):
+        shifted("squared", lambda e, v: e.index(1) ** 2, (1,))
+    x = rng.standard_normal((3, 5)).astype(np.float32)
+    waves = shifted("waves", lambda e, v: e.load(0).sin() ** 2 + e.load(0).cos() ** 2, ())
+    np.testing.assert_allclose(waves.run({"x": x})[0], np.ones((3, 5)), rtol=1e-6)

@@ -66,7 +66,9 @@ class ProgramExecutable(Executable):
     def launch(self, launch: Launch, sizes: Mapping[str, int], memory: Memory) -> int:
         """Runs a kernel and waits for it. Returns the code of the first `Check` that did not hold; 0 if all did.
 
-        `launch.words` are evaluated with `sizes`, which include the steps of loops; `memory` has the buffer of a view.
+        `launch.words` are in the order of `kernel.words`: views are operands, `evaluate(word, sizes)` gives the other
+        integers; `sizes` include the steps of loops. `memory[view.buffer]` is the buffer of a view: temporary ones are
+        parts of the arena, so they are bytes, and the view says their element type.
         """
         raise NotImplementedError(f"{type(self).__name__} implements neither launch nor run")
 

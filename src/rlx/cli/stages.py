@@ -31,7 +31,7 @@ from rlx.types import ShapeLike, Size, TensorType
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("stages", help="list the stages that models are assembled from, or show one")
-    command.add_argument("name", nargs="?", help="a stage, such as RmsNorm")
+    command.add_argument("name", nargs="?", help="a stage or a group, such as RmsNorm, swiglu or attention")
     command.add_argument("--markdown", action="store_true", help="all stages as a page")
     command.set_defaults(run=run)
 
@@ -43,12 +43,18 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.name is None:
         for group, members in _groups().items():
             print(f"{group}: {', '.join(stage.__name__ for stage in members)}")
-    elif arguments.name in known:
-        print(_entry(known[arguments.name]).rstrip())
+    elif chosen := _chosen(arguments.name, known):
+        print("\n".join(map(_entry, chosen)).rstrip())
     else:
         hint = nearest(arguments.name, known) or "`rlx stages` lists them"
         raise UsageError(f"stages: no stage is called {arguments.name!r}", hint=hint)
     return 0
+
+
+def _chosen(name: str, known: dict[str, type[FlowStage]]) -> Sequence[type[FlowStage]]:
+    """The stage called so, or like the method of flows (`swiglu`), or those of a group."""
+    plain = name.replace("_", "").lower()
+    return [stage for key, stage in known.items() if plain == key.lower()] or _groups().get(name, ())
 
 
 def all_stages() -> dict[str, type[FlowStage]]:

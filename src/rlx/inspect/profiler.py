@@ -97,7 +97,8 @@ class Report:
     def _machine(self) -> list[str]:
         """What the machine can do, where something ran."""
         if self.ceilings is None:
-            return ["no times: run it first, or pass inputs"] if self.launches else []
+            timed = any(launch.seconds for launch in self.launches)
+            return ["no times: run it first, or pass inputs"] if self.launches and not timed else []
         c = self.ceilings
         rates = (
             f"{_rates(c)}, {c.cache_gb_per_second:.0f} GB/s from cache, {c.memory_gb_per_second:.0f} GB/s from memory"

@@ -67,11 +67,21 @@ def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None)
             try:
                 if graph is not before or len(graph) != count:
                     verify(graph, log.typed)
+                    _check_outputs(before, graph)
             except VerifyError as error:
                 error.add_note(f"  after pass: {name}")
                 raise
             dump(graph, name)
     return graph
+
+
+def _check_outputs(before: Graph, after: Graph) -> None:
+    """Raises if a pass has changed the number or the types of the outputs."""
+    if len(before.outputs) != len(after.outputs):
+        raise VerifyError(f"{after.name}: {len(after.outputs)} outputs, before {len(before.outputs)}")
+    for i, (old, new) in enumerate(zip(before.outputs, after.outputs, strict=True)):
+        if old.type != new.type:
+            raise VerifyError(f"{after.name}: output {i} is {new.type}, before {old.type}")
 
 
 Result = TypeVar("Result", bound=Sized)

@@ -41,6 +41,12 @@ class Formula:
             "expression: has no truth value before a kernel runs", hint="condition.select(a, b); a.eq(b) for equality"
         )
 
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name):
+            functions = ", ".join(n for n in vars(Formula) if not n.startswith("_"))
+            raise AttributeError(f"expressions of loops have no {name!r}; they have operators and {functions}")
+
     # -- arithmetic --
     def __add__(self, other: Operand) -> Expr:
         return binary("add", self, other)
@@ -181,6 +187,20 @@ class Formula:
 
     def tanh(self) -> Expr:
         return unary("tanh", self)
+
+    def sin(self) -> Expr:
+        return unary("sin", self)
+
+    def cos(self) -> Expr:
+        return unary("cos", self)
+
+    def erf(self) -> Expr:
+        return unary("erf", self)
+
+    def __pow__(self, other: Operand) -> Expr:
+        if not self.dtype.is_float:
+            raise LowerError(f"expression: pow of {self.dtype}", hint="x * x, or cast it to a float")
+        return binary("pow", self, other)
 
     def bits(self) -> Expr:
         """Reinterpret the bits of an i32 as f32."""

@@ -13,10 +13,12 @@ from dataclasses import field, replace
 from typing import Any
 
 from rlx.dtypes import I64
+from rlx.errors import LowerError
 from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import RuleTable, checked_results
 from rlx.lir.barriers import place_barriers
+from rlx.lir.expressions import Formula, known, number
 from rlx.lir.forms import GROUPS
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import Arg, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Ref, Stmt, Store
@@ -227,6 +229,10 @@ class LoopBuilder:
 
     def arg(self, name: str, size: Size) -> Arg:
         """Add a run-time integer."""
+        if name in (p.name for p in self.params) or self.args.get(name, size) != size:
+            other = self.args.get(name, "an operand")
+            hint = "choose another name; a kernel has its own, such as 'n' and 'units'"
+            raise LowerError(f"kernel {self.name}: argument {name!r} is {size}, and also {other}", hint=hint)
         self.args[name] = size
         return Arg(name)
 
@@ -313,24 +319,36 @@ class Elements:
     nest: Nest
     at: list[Place]
     target: Target
+    keep: tuple[int, ...] = ()  # axes that are not merged with others
 
-    def load(self, i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
+    def load(self, i: int, *terms: tuple[Expr | int, int | Arg]) -> Expr:
         """The element of operand i, offset by further address terms, in the type the target computes in."""
         dtype = self.builder.params[i].dtype
-        return Load(i, self.at[i] + terms, dtype).cast(self.target.native(dtype))
+        return Load(i, self.at[i] + _terms(terms), dtype).cast(self.target.native(dtype))
 
-    def load_wide(self, i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
+    def load_wide(self, i: int, *terms: tuple[Expr | int, int | Arg]) -> Expr:
         """Like `load`, but in the wide type, for ops that round once after several operations."""
-        return self.builder.load(i, self.at[i] + terms)
+        return self.builder.load(i, self.at[i] + _terms(terms))
 
     def index(self, axis: int) -> Expr:
         """The index along an axis of the shape, which must be in `keep`."""
+        if axis not in self.keep:
+            wanted = ", ".join(map(str, (*self.keep, axis)))
+            raise LowerError(
+                f"kernel {self.builder.name}: index({axis}) of an axis that may be merged with others",
+                hint=f"map_elements(..., keep=({wanted},))",
+            )
         where = next(i for i, merged in enumerate(self.nest.axes) if axis in merged)
         return Index("j") if where == len(self.nest.sizes) - 1 else Ref(self.nest.names[where], I64)
 
     def arg(self, name: str, size: Size) -> Arg:
         """A run-time integer."""
         return self.builder.arg(name, size)
+
+
+def _terms(terms: Sequence[tuple[Expr | int, int | Arg]]) -> Place:
+    """Address terms, with integers as constants."""
+    return tuple((known(index, I64), stride) for index, stride in terms)
 
 
 Body = Callable[[Elements], tuple[Sequence[Stmt], Sequence[Expr]]]
@@ -364,7 +382,8 @@ def map_elements(
         builder.param(v, written=True)
     lets = [] if len(sizes) == 1 else decode_unit(builder, sizes[:-1], nest.names[:-1])
     at = places(builder, nest, len(operands))
-    stmts, values = body(Elements(builder, nest, at, scheduler.target))
+    stmts, values = body(Elements(builder, nest, at, scheduler.target, tuple(keep)))
+    values = [v if isinstance(v, Formula) else number(v, w.dtype.wide) for v, w in zip(values, writes, strict=True)]
     stores = [Store(len(reads) + i, at[len(reads) + i], value) for i, value in enumerate(values)]
     inner = For("j", builder.arg("n", sizes[-1]), (*stmts, *stores), vector=True)
     elements: Size = flops

@@ -7,13 +7,14 @@ later passes run on both. Bodies of loops and branches go through the same passe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
 from rlx.dtypes import dtype
-from rlx.errors import GraphError
+from rlx.errors import GraphError, nearest
 from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph
 from rlx.ir.passes import Pass, PassEntry, PassLog, dump, run_passes, timed
@@ -256,6 +257,27 @@ PIPELINE = Pipeline(
         Step("fuse", dce, eliminates),
     )
 )
+
+
+BUILT_IN = PIPELINE
+
+
+@contextmanager
+def with_step(step: Step, *, before: str) -> Iterator[Pipeline]:
+    """Compile with one more pass inside a `with` block: `step` comes before the first step called `before`.
+
+    What is compiled inside is neither read from the cache nor written to it.
+    """
+    global PIPELINE
+    names = [s.name for s in PIPELINE]
+    if before not in names:
+        raise GraphError(f"with_step: the pipeline has no step {before!r}", hint=nearest(before, names))
+    outer, place = PIPELINE, names.index(before)
+    PIPELINE = Pipeline((*outer[:place], step, *outer[place:]))
+    try:
+        yield PIPELINE
+    finally:
+        PIPELINE = outer
 
 
 def rounded(graph: Graph, profile: CompileProfile) -> Graph:

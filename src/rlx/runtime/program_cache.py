@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import struct
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class Keys:
     """Cache keys of a graph's plan and of its compiled code, which also depends on the compiler.
 
-    None for user-defined ops, whose source is not part of the key, and without a cache folder.
+    None for user-defined ops and passes, whose source is not part of the key, and without a cache folder.
     """
 
     plan: str | None
@@ -38,7 +39,7 @@ class Keys:
 
     @classmethod
     def of(cls, graph: Graph, target: Target, profile: CompileProfile) -> Keys:
-        if cache_folder.current().folder is None or not is_builtin(graph):
+        if cache_folder.current().folder is None or has_foreign_passes() or not is_builtin(graph):
             return cls(None, None)
         parts = (graph.fingerprint(), graph.name, str(target), profile.key(), cache_folder.source_digest())
         return cls(_digest(*parts), _digest(*parts, backend_of(target).identity(target)))
@@ -46,6 +47,12 @@ class Keys:
 
 def _digest(*parts: str) -> str:
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def has_foreign_passes() -> bool:
+    """Whether the pipeline is not that of rlx's sources."""
+    pipeline = sys.modules.get("rlx.mir.pipeline")  # a warm start does not import it
+    return pipeline is not None and pipeline.PIPELINE is not pipeline.BUILT_IN
 
 
 def is_builtin(graph: Graph) -> bool:

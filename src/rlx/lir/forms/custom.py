@@ -73,7 +73,9 @@ def op(
             if definition.schema.attrs:
                 forget(name)
                 shown = ", ".join(definition.schema.attrs)
-                raise GraphError(f"op {name}: a scalar expression sees no attributes, found {shown}", hint="give loop=")
+                raise GraphError(
+                    f"op {name}: a scalar expression sees no attributes, found {shown}", hint="give decompose= or loop="
+                )
             scalar_form(name)(scalar)
         if loop is not None:
             loop_form(name)(loop)
