@@ -25,8 +25,8 @@ SCALES = (1.0, 0.1)  # of random values: where scores are large, a softmax may l
 LARGE = 1 << 24  # weights with more numbers are not replaced by random ones
 # blocks that read other tokens: from a state, or else from the tokens of this call only
 MIXING = (
-    "attention_block", "self_attention", "llama_decoder_block", "patch_embedding", "mamba_block", "mamba2_block",
-    "delta_net_block",
+    "attention_block", "self_attention", "llama_decoder_block", "attention_pool", "patch_embedding", "mamba_block",
+    "mamba2_block", "delta_net_block",
 )  # fmt: skip
 
 
