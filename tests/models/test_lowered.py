@@ -1,8 +1,11 @@
-"""Every family lowers to the MIR it had before its stages emitted blocks, and captures find the same stage paths.
+"""Every family lowers to the recorded MIR, and captures find the recorded stage paths.
 
 `fixtures/hir/families.json` has, per model, the fingerprint of its MIR, the number of its MIR nodes and a digest of its
-stage paths. They were recorded when stages still built MIR ops one by one. Run this file as a program to record them
-again, which is right only after a deliberate change of what a family computes.
+stage paths. Encoders and layers without a cache have the MIR of the time when stages built ops one by one. Since then,
+decoders with attention gained an input per page table (one for all layers, one more for those with a sliding window),
+which `kv_append` and `cached_attention` read, and recurrent ops an optional operand `rows`, which is absent here; other
+nodes are the same. Run this file as a program to record them again, which is right only after a deliberate change of
+what a family computes.
 """
 
 from __future__ import annotations
