@@ -12,7 +12,7 @@ from rlx.hir.layers import into_heads, linear_stored, scaled_norm
 from rlx.hir.lower import default_positions, lowering, place, project, read
 from rlx.hir.ragged import check_token_rows, without_batch
 from rlx.ir.graph import Value
-from rlx.ir.registry import HIR, TAKES_PACKED, f32, i32, op, sample
+from rlx.ir.registry import HIR, MIXES_TOKENS, PER_TOKEN, TAKES_PACKED, f32, i32, op, sample
 from rlx.kv_layout import POOL_AXES
 from rlx.ops.attention import MaskKind, attention, parse_mask, split_mask
 from rlx.ops.kv_cache import cached_attention, kv_append
@@ -21,7 +21,7 @@ from rlx.types import TensorType, tensor
 
 
 # -- projections ------------------------------------------------------------------------------------------------------
-@op("split_qkv", level=HIR, samples=[sample(f32(2, 3, 24), num_heads=2)])
+@op("split_qkv", level=HIR, traits=[PER_TOKEN], samples=[sample(f32(2, 3, 24), num_heads=2)])
 def split_qkv(qkv: TensorType, *, num_heads: int) -> tuple[TensorType, TensorType, TensorType]:
     """Splits a fused projection into queries, keys and values [batch, seq, heads, head_dim]."""
     width = qkv.shape[-1] if qkv.rank == 3 else None
@@ -44,7 +44,7 @@ _TABLES = (f32(70, 4, low=-1, high=1), f32(70, 4, low=-1, high=1))
 
 
 @op(
-    "normed_heads", level=HIR, traits=[TAKES_PACKED], tolerance=3e-6,
+    "normed_heads", level=HIR, traits=[TAKES_PACKED, PER_TOKEN], tolerance=3e-6,
     samples=[
         sample(f32(2, 3, 12), f32(16, 12), f32(8), heads=2, eps=1e-6),
         sample(f32(2, 3, 12), f32(24, 12), f32(8), f32(24), *_TABLES, heads=3, eps=0.1, unit_offset=True),
@@ -91,7 +91,7 @@ def _(
 
 
 @op(
-    "gated_queries", level=HIR, traits=[TAKES_PACKED], tolerance=3e-6,
+    "gated_queries", level=HIR, traits=[TAKES_PACKED, PER_TOKEN], tolerance=3e-6,
     samples=[
         sample(f32(2, 3, 12), f32(32, 12), heads=2),
         sample(f32(2, 3, 12), f32(32, 12), f32(32), f32(8), heads=2, eps=1e-6, unit_offset=True),
@@ -162,7 +162,7 @@ def _check_rotation(
 
 
 @op(
-    "self_attention", level=HIR,
+    "self_attention", level=HIR, traits=[MIXES_TOKENS],
     samples=[
         sample(*_HEADS, mask_kind="causal"),
         sample(*_HEADS, f32(2, 5, low=0, high=1), *_TABLES, mask_kind="custom", scale=0.3, softcap=5.0),
@@ -261,7 +261,7 @@ _CACHE = (*_POOLS, *_TOKENS)
 
 
 @op(
-    "cached_self_attention", level=HIR, traits=[TAKES_PACKED],
+    "cached_self_attention", level=HIR, traits=[TAKES_PACKED, MIXES_TOKENS],
     samples=[
         sample(*_HEADS, *_CACHE, *_TABLES, softcap=5.0), sample(*_HEADS, *_CACHE, mask_kind="sliding(3)", scale=0.3),
         sample(*_HEADS, *_CACHE, *_TABLES, i32(2, 5, low=0, high=70), style="pairs"),
@@ -338,7 +338,7 @@ def _(
 
 
 @op(
-    "attention_pool", level=HIR, traits=[TAKES_PACKED],
+    "attention_pool", level=HIR, traits=[TAKES_PACKED, MIXES_TOKENS],
     samples=[sample(f32(2, 5, 8), f32(24, 8), f32(24), f32(1, 1, 8), heads=2)],
 )  # fmt: skip
 def attention_pool(x: TensorType, weight: TensorType, bias: TensorType, probe: TensorType, *, heads: int) -> TensorType:

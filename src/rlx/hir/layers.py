@@ -11,7 +11,7 @@ from rlx.hir.activations import activate, check_known
 from rlx.hir.blocks import check_shapes, linear_type, one_type, wide
 from rlx.hir.lower import apply_activation, lowering, project, read
 from rlx.ir.graph import Value
-from rlx.ir.registry import HIR, TAKES_PACKED, f32, op, sample
+from rlx.ir.registry import HIR, MIXES_TOKENS, PER_TOKEN, TAKES_PACKED, f32, op, sample
 from rlx.ops.conv import conv2d
 from rlx.types import Size, TensorType
 
@@ -20,7 +20,7 @@ NORMS = ("rms", "layer")
 
 # -- linear maps ------------------------------------------------------------------------------------------------------
 @op(
-    "linear_stored", level=HIR, traits=[TAKES_PACKED],
+    "linear_stored", level=HIR, traits=[TAKES_PACKED, PER_TOKEN],
     samples=[
         sample(f32(3, 17), f32(70, 17), f32(70)), sample(f32(4, 6), f32(6, 5), transposed=False, activation="gelu"),
         sample(f32(2, 5, 8), f32(6, 8), f32(6), heads=3, activation="quick_gelu"),
@@ -71,7 +71,7 @@ def into_heads(y: Value, heads: int) -> Value:
 
 # -- norms ------------------------------------------------------------------------------------------------------------
 @op(
-    "norm", level=HIR, traits=[TAKES_PACKED], tolerance=3e-6,
+    "norm", level=HIR, traits=[TAKES_PACKED, PER_TOKEN], tolerance=3e-6,
     samples=[
         sample(f32(3, 33), f32(33), kind="rms", eps=1e-6), sample(f32(3, 8), f32(8), f32(8), kind="layer", eps=1e-5),
         sample(f32(2, 3, 8), f32(8), kind="rms", eps=0.1, unit_offset=True),
@@ -114,7 +114,7 @@ lowering("norm")(scaled_norm)
 
 # -- feed-forwards ----------------------------------------------------------------------------------------------------
 @op(
-    "gated_ffn", level=HIR, traits=[TAKES_PACKED],
+    "gated_ffn", level=HIR, traits=[TAKES_PACKED, PER_TOKEN],
     samples=[
         sample(f32(3, 16, low=-1, high=1), f32(40, 16), f32(40, 16), f32(16, 40)),
         sample(f32(2, 3, 8, low=-1, high=1), f32(12, 8), f32(12, 8), f32(8, 12), f32(12), f32(12), f32(8),
@@ -157,7 +157,7 @@ lowering("gated_ffn")(gated)
 
 
 @op(
-    "fused_gated_ffn", level=HIR, traits=[TAKES_PACKED],
+    "fused_gated_ffn", level=HIR, traits=[TAKES_PACKED, PER_TOKEN],
     samples=[
         sample(f32(2, 3, 8, low=-1, high=1), f32(12, 8), f32(8, 6)),
         sample(f32(2, 3, 8, low=-1, high=1), f32(12, 8), f32(8, 6), f32(12), f32(8), activation="gelu"),
@@ -196,7 +196,7 @@ def _(
 
 
 @op(
-    "moe_ffn", level=HIR, traits=[TAKES_PACKED],
+    "moe_ffn", level=HIR, traits=[TAKES_PACKED, PER_TOKEN],
     samples=[
         sample(f32(2, 3, 8, low=-1, high=1), f32(4, 8), f32(4, 6, 8), f32(4, 6, 8), f32(4, 8, 6), chosen=2),
         sample(f32(1, 5, 8, low=-1, high=1), f32(3, 8), f32(3, 6, 8), f32(3, 6, 8), f32(3, 8, 6), chosen=1,
@@ -289,7 +289,7 @@ def mixture(
 
 # -- images -----------------------------------------------------------------------------------------------------------
 @op(
-    "patch_embedding", level=HIR, traits=[TAKES_PACKED],
+    "patch_embedding", level=HIR, traits=[TAKES_PACKED, MIXES_TOKENS],
     samples=[sample(f32(2, 3, 8, 6), f32(5, 3, 2, 2), f32(5)), sample(f32(1, 3, 4, 4), f32(5, 3, 4, 4))],
 )  # fmt: skip
 def patch_embedding(pixels: TensorType, weight: TensorType, bias: TensorType | None = None) -> TensorType:
