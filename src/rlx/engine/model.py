@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
-import rlx
 from rlx.arrays import Array
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.logs import warn
@@ -26,6 +25,7 @@ from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import CACHES, KvCacheSpec
 from rlx.runtime.session import Session
+from rlx.version import __version__
 
 if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.apply import Applied
@@ -280,7 +280,7 @@ class Model:
 
     def fingerprint(self, seed: int) -> str:
         """Everything that the bits of an answer depend on besides the request."""
-        text = f"rlx {rlx.__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}"
+        text = f"rlx {__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}"
         default = with_precision(CompileProfile(), "auto")
         text += "" if self.profile == default else f", profile {self.profile.key()}"
         return f"{text}{', patched' if self._patch else ''}, seed {seed}"

@@ -359,9 +359,9 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
 
 def _unpickle(text: str) -> Graph:
-    import rlx  # imports all op declarations, which a fresh process may lack
+    import rlx.hir  # noqa: F401  declares all ops and blocks, which a fresh process may lack
 
-    return rlx.Graph.parse(text)
+    return Graph.parse(text)
 
 
 def check_out_shape(where: str, types: Sequence[TensorType], expected: Any) -> None:
