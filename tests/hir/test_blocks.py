@@ -84,7 +84,7 @@ def test_a_block_per_token_gives_the_other_tokens_the_same_if_one_changes(name: 
             of_tokens = array is not None and array.shape[: axis + 1] == lead and array.dtype == np.float32
             first = np.arange(array.shape[axis]) == 0 if of_tokens and array is not None else None
             others.append(array if first is None else array + first.reshape(-1, *(1,) * (array.ndim - axis - 1)))
-        before, after = (expected(name, given, s.attrs) for given in (arrays, others))
+        before, after = (expected(name, operands, s.attrs) for operands in (arrays, others))
         for x, y in zip(before, after, strict=True):
             rest = (slice(None),) * axis + (slice(1, None),)
             np.testing.assert_array_equal(x[rest], y[rest])

@@ -1,8 +1,9 @@
-"""HIR blocks: the pieces models are assembled from, one level above tensor ops.
+"""HIR blocks for those who build a graph by hand, with `rlx.GraphModule` or `Graph`: weights are values [in, out].
 
-These take weights as values [in, out] and are lowered in `lower.py`. Blocks over stored weights, which stages emit, are
-in `layers.py` and `recurrent.py` with their lowerings. HIR graphs may also use any MIR op. A block that does what an op
-does, on tensors laid out as in models (heads packed in the last axis), is called `<op>_block`.
+Stages do not emit them: the blocks of stages, over weights as files store them, are in `layers.py`, `heads.py` and
+`recurrent.py`. `linear` is not `linear_stored` without its transpose: it keeps the element type of its weight, and can
+be lowered straight to a fused op. Lowerings are in `lower.py`. HIR graphs may also use any MIR op. A block that does
+what an op does, on tensors laid out as in models (heads packed in the last axis), is called `<op>_block`.
 """
 
 from __future__ import annotations

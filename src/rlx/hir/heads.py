@@ -1,4 +1,4 @@
-"""Blocks of attention over split heads, with their lowerings: projections into heads, self-attention, pooling.
+"""Blocks of attention that stages emit, with their lowerings: projections into heads, self-attention, pooling.
 
 Queries, keys and values are [batch, seq, heads, head_dim]; weights are stored, as in `layers.py`.
 """
@@ -143,7 +143,7 @@ def _projected(where: str, x: TensorType, weight: TensorType, bias: TensorType |
 # -- attention --------------------------------------------------------------------------------------------------------
 _HEADS = (f32(2, 5, 4, 8), f32(2, 5, 2, 8), f32(2, 5, 2, 8))
 _GATE = f32(2, 5, 32)
-_KEPT = f32(2, 5, low=0, high=1)
+_TOKEN_MASK = f32(2, 5, low=0, high=1)
 
 
 def _check_heads(where: str, q: TensorType, k: TensorType, v: TensorType) -> None:
@@ -168,8 +168,8 @@ def _check_rotation(
         sample(*_HEADS, f32(2, 5, low=0, high=1), *_TABLES, mask_kind="custom", scale=0.3, softcap=5.0),
         sample(*_HEADS, None, *_TABLES, i32(2, 5, low=0, high=70), mask_kind="causal", style="pairs"),
         sample(*_HEADS, None, *_TABLES, None, i32(2, 5, low=-2, high=70), mask_kind="causal"),
-        sample(*_HEADS, None, *_TABLES, None, None, _KEPT, mask_kind="near(1)"), sample(*_HEADS, *(None,) * 5, _KEPT),
-        sample(*_HEADS, *(None,) * 6, _GATE, mask_kind="causal"),
+        sample(*_HEADS, None, *_TABLES, None, None, _TOKEN_MASK, mask_kind="near(1)"),
+        sample(*_HEADS, *(None,) * 5, _TOKEN_MASK), sample(*_HEADS, *(None,) * 6, _GATE, mask_kind="causal"),
     ],
 )  # fmt: skip
 def self_attention(

@@ -1,5 +1,6 @@
-"""Layer blocks with their lowerings: linear maps, norms, feed-forwards, patch embedding.
+"""Blocks that stages emit, with their lowerings: linear maps, norms, feed-forwards, patch embedding.
 
+Blocks of attention are in `heads.py`, recurrent ones in `recurrent.py`, those for graphs built by hand in `blocks.py`.
 Weights are operands as files store them: `[out, in]`, quantised or in another element type. They are converted to the
 type of x, in matmuls to f32 or wider.
 """

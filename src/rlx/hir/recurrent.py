@@ -1,4 +1,4 @@
-"""Recurrent blocks with their lowerings: Mamba, Mamba 2 and the gated delta rule, each after a causal convolution.
+"""Recurrent blocks that stages emit, with their lowerings: Mamba, Mamba 2, the gated delta rule; each convolves first.
 
 With a runtime cache, `conv_state` and `state` carry over from earlier tokens and are written in place, and `positions`
 marks padding (negative), which leaves every state unchanged. Without them, states start at zero. Weights are as files

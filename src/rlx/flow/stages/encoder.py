@@ -62,8 +62,8 @@ def attend(
         mask = ctx.state.named[ATTENTION_BIAS]
         mask = mask if kind == MaskKind.NONE else only_where(seen_keys(q, k, kind), mask)
         return ctx.hir().one("self_attention", q, k, v, mask, mask_kind=MaskKind.BIAS, **how)
-    kept = ctx.mask_input(mask_input, q.shape[:2])
-    return ctx.hir().one("self_attention", q, k, v, kept_tokens=kept, mask_kind=kind, **how)
+    token_mask = ctx.mask_input(mask_input, q.shape[:2])
+    return ctx.hir().one("self_attention", q, k, v, kept_tokens=token_mask, mask_kind=kind, **how)
 
 
 def rotation_of(ctx: FlowCtx, stage: str, heads: Value, rope: str = MAIN_ROPE) -> Rotation:
