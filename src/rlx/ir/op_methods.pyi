@@ -2124,6 +2124,7 @@ class ValueOps:
 
 class FlowValueOps(ValueOps):
     index: int
+    node: Node
     def astype(self, like: DTypeLike) -> Self:
         """Casts to another element type."""
     def cast(self, dtype: DTypeLike) -> Self:
