@@ -132,10 +132,11 @@ def _members(source: type, holder: type, ops: set[str], own: str = "Value") -> I
 
 
 def _attributes(source: type) -> dict[str, str]:
-    """The public attributes that `__init__` sets with an annotation or from an argument, and their types."""
+    """The public attributes that `__init__` sets with an annotation or from an argument, annotated slots, and types."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(source.__init__)))
     arguments = {name: str(p.annotation) for name, p in inspect.signature(source.__init__).parameters.items()}
-    found: dict[str, str] = {}
+    slots = getattr(source, "__slots__", ())
+    found: dict[str, str] = {name: str(kind) for name, kind in inspect.get_annotations(source).items() if name in slots}
     for node in ast.walk(tree):
         match node:
             case ast.AnnAssign(target=ast.Attribute(attr=name), annotation=kind):

@@ -69,23 +69,67 @@ def rotated(
     return _rope(x, cos, sin, at if rows is None else rows, style=style)
 
 
+@oracle("normed_heads")
+def _normed_heads(
+    x: Array, weight: Array, norm: Array, bias: Array | None = None, cos: Array | None = None,
+    sin: Array | None = None, rows: Array | None = None, positions: Array | None = None, *, heads: int, eps: float,
+    unit_offset: bool = False, style: str = "halves",
+) -> Array:  # fmt: skip
+    y = dense(x, weight, bias).reshape(*x.shape[:2], heads, -1)
+    return rotated(_rms_norm(y, norm + unit_offset, eps=eps), cos, sin, rows, positions, style)
+
+
+@oracle("gated_queries")
+def _gated_queries(
+    x: Array, weight: Array, bias: Array | None = None, norm: Array | None = None, *, heads: int, eps: float = 1e-6,
+    unit_offset: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    queries, gate = np.split(dense(x, weight, bias).reshape(*x.shape[:2], heads, -1), 2, axis=-1)
+    queries = queries if norm is None else _rms_norm(queries, norm + unit_offset, eps=eps)
+    return queries, gate.reshape(*x.shape[:2], -1)
+
+
+def opened(attended: Array, gate: Array | None) -> Array:
+    return attended if gate is None else attended * sigmoid(gate)
+
+
 @oracle("self_attention")
 def _self_attention(
     q: Array, k: Array, v: Array, mask: Array | None = None, cos: Array | None = None, sin: Array | None = None,
-    rows: Array | None = None, positions: Array | None = None, *, mask_kind: str = "none", scale: float | None = None,
-    softcap: float | None = None, style: str = "halves",
+    rows: Array | None = None, positions: Array | None = None, kept_tokens: Array | None = None,
+    gate: Array | None = None, *, mask_kind: str = "none", scale: float | None = None, softcap: float | None = None,
+    style: str = "halves",
 ) -> Array:  # fmt: skip
     q, k = (rotated(x, cos, sin, rows, positions, style) for x in (q, k))
-    seen = _attention(q, k, v, mask, mask_kind=mask_kind, scale=scale, softcap=softcap)
-    return seen.reshape(*q.shape[:2], -1)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    if kept_tokens is None:
+        seen = _attention(q, k, v, mask, mask_kind=mask_kind, **how)
+    elif mask_kind == "none":
+        seen = _attention(q, k, v, kept_tokens, mask_kind="custom", **how)
+    else:
+        segments = np.where(kept_tokens >= 0.5, 0, -1)
+        seen = _attention(q, k, v, segments, mask_kind=f"{mask_kind}+segments", **how)
+    return opened(seen.reshape(*q.shape[:2], -1), gate)
+
+
+@oracle("attention_pool")
+def _attention_pool(x: Array, weight: Array, bias: Array, probe: Array, *, heads: int) -> Array:
+    """Head by head."""
+    dim = x.shape[-1]
+    parts = zip((probe, x, x), np.split(weight, 3), np.split(bias, 3), strict=True)
+    q, k, v = (dense(of, w, b).reshape(*of.shape[:2], heads, -1) for of, w, b in parts)
+    scores = np.einsum("hd,bkhd->bhk", q[0, 0], k) / np.sqrt(dim // heads)
+    odds = np.exp(scores - scores.max(-1, keepdims=True))
+    odds /= odds.sum(-1, keepdims=True)
+    return np.einsum("bhk,bkhd->bhd", odds, v).reshape(len(x), dim)
 
 
 @oracle("cached_self_attention")
 def _cached_self_attention(
     q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array, table: Array,
-    cos: Array | None = None, sin: Array | None = None, rows: Array | None = None, token_rows: Array | None = None, *,
-    mask_kind: str = "causal", scale: float | None = None, softcap: float | None = None, style: str = "halves",
-    key_axes: str = "phsd", value_axes: str = "phsd",
+    cos: Array | None = None, sin: Array | None = None, rows: Array | None = None, token_rows: Array | None = None,
+    gate: Array | None = None, *, mask_kind: str = "causal", scale: float | None = None, softcap: float | None = None,
+    style: str = "halves", key_axes: str = "phsd", value_axes: str = "phsd",
 ) -> Array:  # fmt: skip
     ring, lead = mask_kind.startswith("sliding"), q.shape[:2]
     q, k = (rotated(x, cos, sin, rows, positions, style) for x in (q, k))
@@ -95,7 +139,7 @@ def _cached_self_attention(
     values = _kv_append(values, v, positions, table, token_rows, axes=value_axes, ring=ring)
     how: dict[str, Any] = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
     how |= {"key_axes": key_axes, "value_axes": value_axes}
-    return _cached_attention(q, keys, values, positions, table, token_rows, **how).reshape(*lead, -1)
+    return opened(_cached_attention(q, keys, values, positions, table, token_rows, **how).reshape(*lead, -1), gate)
 
 
 @oracle("gated_ffn")
@@ -118,11 +162,16 @@ def _fused_gated_ffn(
 
 @oracle("moe_ffn")
 def _moe_ffn(
-    x: Array, router: Array, gate: Array, up: Array, down: Array, *, chosen: int, normalise: bool = True,
-    activation: str = "silu",
+    x: Array, router: Array, gate: Array, up: Array, down: Array, shared_router: Array | None = None,
+    shared_gate: Array | None = None, shared_up: Array | None = None, shared_down: Array | None = None, *, chosen: int,
+    normalise: bool = True, activation: str = "silu",
 ) -> Array:  # fmt: skip
     """Token by token."""
     result = np.zeros_like(x)
+    if shared_gate is not None and shared_up is not None and shared_down is not None:
+        assert shared_router is not None
+        shared = _gated_ffn(x, shared_gate, shared_up, shared_down, activation=activation)
+        result += sigmoid(dense(x, shared_router)) * shared
     for at in np.ndindex(x.shape[:2]):
         odds = np.exp(router @ x[at])
         odds /= odds.sum()

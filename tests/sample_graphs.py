@@ -26,8 +26,8 @@ BLOCK_ROUNDINGS = {
     "linear": 3, "linear_fused": 3, "shared_linear_pair": 1, "swiglu_ffn": 5, "residual_rms_norm": 2,
     "attention_block": 1, "rope_block": 1, "llama_decoder_block": 9, "qwen35_mtp_head": 12,
     "linear_stored": 3,
-    "norm": 3, "split_qkv": 1, "self_attention": 3, "cached_self_attention": 3, "gated_ffn": 5, "fused_gated_ffn": 5,
-    "moe_ffn": 7, "patch_embedding": 2,
+    "norm": 3, "normed_heads": 6, "gated_queries": 5, "attention_pool": 5, "split_qkv": 1, "self_attention": 5,
+    "cached_self_attention": 5, "gated_ffn": 5, "fused_gated_ffn": 5, "moe_ffn": 9, "patch_embedding": 2,
     "mamba_block": 9, "mamba2_block": 12, "delta_net_block": 12,
 }  # fmt: skip
 

@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlx.garbage import paused
-
-__version__ = "0.2.0"
+from rlx.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from rlx import batch as batch

@@ -94,6 +94,43 @@ def test_what_cannot_be_shown_is_a_mistake_in_use(words: list[str], capsys: pyte
     assert "inspect: " in capsys.readouterr().err
 
 
+LEVELS = ("hir", "mir", "mir --built", "lir", "llvm", "asm")
+TAKEN = {"--bind": ("mir", "lir", "llvm", "asm"), "--time": ("lir",), "--links": ("hir", "mir", "mir --built", "lir"),
+         "--built": ("mir", "mir --built"), "--fusion": LEVELS}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("option", TAKEN)
+def test_an_option_is_shown_or_refused(option: str, level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", str(MLP), "--level", *level.split(), "--seq", "4"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    status, (out, err) = main([*words, option]), capsys.readouterr()
+    if level in TAKEN[option]:
+        assert status == 0 and (out != plain or option in level)
+    else:
+        assert status == 2 and not out and f"inspect: {option} " in err
+        if "--built" not in level:
+            assert "level " in err or "levels " in err
+    if option == "--fusion":
+        head, body = plain.splitlines()[:2], plain.splitlines()[2:]
+        assert out.splitlines()[:2] == head and out.splitlines()[-len(body) :] == body
+        assert "matmul epilogue: fused_matmul + add + gelu" in out
+
+
+@pytest.mark.parametrize("words", [("--bind", "--time"), ("--links", "--time"), ("--links", "--bind")])
+def test_options_that_do_not_go_together_are_refused(
+    words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(MLP), "--level", "lir", *words]) == 2
+    assert "does not go with" in capsys.readouterr().err
+
+
+def test_times_are_those_of_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    out = inspect(capsys, MLP, "--seq", "4", "--time")
+    assert "launches take" in out and "launch rms_norm." in out
+
+
 # -- models ----------------------------------------------------------------------------------------------------------
 @needs_stories
 @pytest.mark.parametrize("level", ["hir", "mir", "lir"])

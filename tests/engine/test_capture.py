@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny_llama
 
+from rlx.engine.graph_caches import CAPTURES
 from rlx.engine.language_model import LanguageModel
-from rlx.engine.model import CAPTURES
 from rlx.errors import RequestError
 
 TOKENS = np.random.default_rng(0).integers(0, 97, 90).tolist()
@@ -67,9 +67,9 @@ def test_too_few_or_too_many_tokens_are_refused(tiny: LanguageModel, count: int)
 
 def test_a_graph_is_built_once_for_its_patterns(tiny: LanguageModel) -> None:
     tiny.run([1], capture="norm")
-    graphs = dict(tiny._captures)
+    graphs = dict(tiny.graphs.captures)
     tiny.run([1, 2], capture=["norm"])
-    assert dict(tiny._captures) == graphs
+    assert dict(tiny.graphs.captures) == graphs
     for i in range(CAPTURES + 1):
         tiny.run([1], capture=["norm", "layers.*", f"*{'?' * i}"])
-    assert len(tiny._captures) == CAPTURES
+    assert len(tiny.graphs.captures) == CAPTURES

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny_llama
 
+from rlx.engine.graph_caches import CAPTURES
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
-from rlx.engine.model import CAPTURES
 from rlx.errors import RequestError, ShapeError
 from rlx.flow.stage_values import stage_values
 
@@ -107,14 +107,14 @@ def test_graphs_are_compiled_once_and_few_are_kept(tiny: LanguageModel) -> None:
     tiny.run([1, 2])
     before = tiny.memory()
     tiny.run([1, 2], edit={"norm": same})
-    cached, after = dict(tiny._edits), tiny.memory()
+    cached, after = dict(tiny.graphs.edits), tiny.memory()
     # its graphs work in memory of their own, and read the same weights, in the file or packed
     assert after.arena > before.arena and (after.weights, after.mapped) == (before.weights, before.mapped)
     tiny.run([1, 2], edit={"norm": np.ones_like})
-    assert dict(tiny._edits) == cached and tiny.memory() == after
+    assert dict(tiny.graphs.edits) == cached and tiny.memory() == after
     for i in range(CAPTURES + 1):
         tiny.run([1], edit={f"{'?' * i}*": same})
-    assert len(tiny._edits) == CAPTURES
+    assert len(tiny.graphs.edits) == CAPTURES
 
 
 def test_a_model_that_speaks(stories: LanguageModel) -> None:

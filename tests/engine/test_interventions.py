@@ -12,8 +12,8 @@ import tiny_llama
 import tiny_mamba
 
 import rlx
+from rlx.engine.graph_caches import CAPTURES
 from rlx.engine.language_model import LanguageModel
-from rlx.engine.model import CAPTURES
 from rlx.errors import GraphError, RequestError, ShapeError
 
 from .conftest import language_model
@@ -52,8 +52,8 @@ def test_strengths_are_run_time_numbers(
         assert done.tokens == greedy(weights, {0: steer(strength)})
         answers.append(tuple(done.tokens))
         # the first one was compiled; from here on nothing may be
-        monkeypatch.setattr(tiny, "_compile", lambda built: pytest.fail("compiled again"))
-    assert len(set(answers)) > 2 and len(tiny._interventions) == 1
+        monkeypatch.setattr(tiny, "compile_graph", lambda built: pytest.fail("compiled again"))
+    assert len(set(answers)) > 2 and len(tiny.graphs.interventions) == 1
 
 
 def test_another_function_is_another_graph(tiny: LanguageModel, weights: dict[str, Array]) -> None:
@@ -63,7 +63,7 @@ def test_another_function_is_another_graph(tiny: LanguageModel, weights: dict[st
     for function in (without, np.tanh, lambda x: np.where(x > 1, 1, x), lambda x: rlx.at(x)[:, 3].set(2.0)):
         wanted = greedy(weights, {1: lambda x, f=function: np.array(f(x))})
         assert tiny.generate(PROMPT, max_tokens=COUNT, edit={"layers.1": function}).tokens == wanted
-    assert len(tiny._interventions) == CAPTURES
+    assert len(tiny.graphs.interventions) == CAPTURES
 
 
 def test_prefix_caches_of_edits_are_their_own(tiny: LanguageModel, weights: dict[str, Array]) -> None:
@@ -161,6 +161,6 @@ def test_what_cannot_be_an_edit_says_why(tiny: LanguageModel) -> None:
 def test_a_closed_model_lets_go_of_edited_graphs(tiny: LanguageModel) -> None:
     tiny.generate(PROMPT, max_tokens=1, edit={"layers.0": steer(1.0)})
     tiny.close()
-    assert not tiny._interventions and not tiny._bases
+    assert not tiny.graphs.interventions and not tiny.graphs.bases
     with pytest.raises(RequestError, match="the model is closed"):
         tiny.generate(PROMPT, edit={"layers.0": steer(1.0)})

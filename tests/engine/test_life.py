@@ -22,6 +22,7 @@ from runtime.test_caches import source
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
+from rlx.engine.model import INTERNAL
 from rlx.engine.model_snapshot import SnapshotCheckpoint
 from rlx.errors import RequestError
 
@@ -176,7 +177,7 @@ def test_closing_while_a_graph_is_compiled_lets_the_call_end(
     values = model.run(TOKENS, capture=["layers.*"])
     assert values.keys() == wanted.keys()
     assert all(values[name].tobytes() == wanted[name].tobytes() for name in wanted)
-    assert graph() is None and not model._captures and not model._arrays and not model._builds
+    assert graph() is None and not model.graphs.captures and not model._arrays and not model._builds
     with pytest.raises(RequestError, match="the model is closed"):
         model.run(TOKENS, capture=["layers.*"])
 
@@ -194,4 +195,10 @@ def test_what_needs_more_of_a_model_that_was_closed_meanwhile_says_so(
     close_in_compile(model, monkeypatch, after=True)
     with pytest.raises(RequestError, match="the model is closed"):
         call(model)
-    assert not model._edits and not model._applications and not model._arrays
+    assert not model.graphs.edits and not model.graphs.applications and not model._arrays
+
+
+def test_what_only_the_engine_needs_of_a_model_is_not_listed(folder: Path) -> None:
+    model = language_model(folder / "decoder")
+    assert all(hasattr(model, name) for name in INTERNAL)
+    assert not INTERNAL & set(dir(model)) and {"generate", "compiled", "facts"} <= set(dir(model))

@@ -15,7 +15,7 @@ from rlx import FusionPolicy, Graph, GraphModule
 from rlx.errors import BindError, DTypeError, GraphError, KernelError, LowerError, ShapeError
 from rlx.hir.blocks import ACTIVATIONS, Activation
 from rlx.hir.lower import direct, lower, lowering
-from rlx.ir.registry import FUSED, HIR, OPS, Sample, get
+from rlx.ir.registry import FUSED, HIR, MIXES_TOKENS, OPS, PER_TOKEN, Sample, get
 from rlx.lir.module import plan_lir
 from rlx.profile import CompileProfile, Fusion
 
@@ -65,6 +65,30 @@ def test_a_block_gives_what_its_oracle_says(name: str, policy: FusionPolicy, dev
         have = run(graph_of(name, s, arrays), arrays, device, profile=profile(policy))
         for h, want in zip(have, expected(name, arrays, s.attrs), strict=True):
             np.testing.assert_allclose(h, want, rtol=0, atol=2e-5 * float(np.abs(want).max()))
+
+
+@EVERY_BLOCK
+def test_a_block_states_whether_it_mixes_tokens(name: str) -> None:
+    assert len(get(name).traits & {PER_TOKEN, MIXES_TOKENS}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if PER_TOKEN in get(name).traits])
+def test_a_block_per_token_gives_the_other_tokens_the_same_if_one_changes(name: str) -> None:
+    for which, s in enumerate(get(name).samples):
+        arrays = numbers(name, which)
+        assert arrays[0] is not None
+        axis = int(arrays[0].ndim > 2)  # of tokens
+        lead = arrays[0].shape[: axis + 1]
+        others = []
+        for array in arrays:
+            of_tokens = array is not None and array.shape[: axis + 1] == lead and array.dtype == np.float32
+            first = np.arange(array.shape[axis]) == 0 if of_tokens and array is not None else None
+            others.append(array if first is None else array + first.reshape(-1, *(1,) * (array.ndim - axis - 1)))
+        before, after = (expected(name, operands, s.attrs) for operands in (arrays, others))
+        for x, y in zip(before, after, strict=True):
+            rest = (slice(None),) * axis + (slice(1, None),)
+            np.testing.assert_array_equal(x[rest], y[rest])
+            assert not np.array_equal(x, y)
 
 
 @EVERY_BLOCK

@@ -126,8 +126,14 @@ def test_the_fusion_report_says_which_blocks_were_fused() -> None:
     g.set_outputs([x + g.gated_ffn(normed, gate, up, down)])
     report = plan_lir(g, host(), CompileProfile()).optimised.report
     assert "gated_ffn" in report.by_block and all(fusion.blocks == ("gated_ffn",) for fusion in report.fused)
-    assert sum(report.by_block["gated_ffn"].values()) == len(report.fused) > 0
+    counts = dict(report.by_block["gated_ffn"])
+    separate = [miss for miss in report.separate if "gated_ffn" in miss.blocks]
+    assert counts.pop("separate") == len(separate) > 0
+    assert sum(counts.values()) == len(report.fused) > 0
     assert "  in gated_ffn: " in str(report)
+    report.miss("matmul epilogue", lower(g).nodes[-2], "why not")
+    assert report.by_block["gated_ffn"]["missed"] == 1
+    assert report._repr_html_().count(">gated_ffn</td>") == len(report.fused) + len(separate) + 1
 
 
 def test_leaves_wait_for_the_op_that_reads_them_and_keep_their_order() -> None:

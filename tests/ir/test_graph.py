@@ -349,3 +349,12 @@ def test_a_node_and_its_attributes_cannot_be_changed() -> None:
         with pytest.raises(AttributeError):
             frozen.attrs = {"axis": 1}  # type: ignore[misc]
         assert frozen.attrs == {"axis": 0}
+
+
+def test_a_value_stays_the_result_of_its_node() -> None:
+    g = rlx.Graph("g")
+    value = g.input("x", (2,)).exp()
+    for name in ("node", "index"):
+        with pytest.raises(AttributeError, match=f"{name} of a value cannot be set"):
+            setattr(value, name, getattr(g.nodes[0][0], name))
+    assert value.node is g.nodes[1] and value.index == 0

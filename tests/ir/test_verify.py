@@ -11,6 +11,7 @@ from rlx import Graph, Value
 from rlx.errors import VerifyError
 from rlx.ir.graph import Array, Node
 from rlx.ir.passes import run_passes
+from rlx.ir.value import bind_value
 from rlx.types import tensor
 
 
@@ -38,7 +39,7 @@ def append(op: str, *operands: Callable[[Graph], Value | None], attrs: dict | No
 def result(of: Node, index: int) -> Value:
     """A value that the node may not have."""
     value = Value(index)
-    value.node = of
+    bind_value(value, of)
     return value
 
 

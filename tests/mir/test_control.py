@@ -13,6 +13,7 @@ import rlx
 from rlx.errors import GraphError, VerifyError
 from rlx.hir.lower import lower
 from rlx.ir.graph import Node
+from rlx.ir.value import bind_value
 from rlx.mir.pipeline import optimise
 
 f32 = np.float32
@@ -155,7 +156,7 @@ def test_a_body_is_verified_with_its_graph() -> None:
     g.set_outputs([g.scan(g.input("c", (2, 8)), body, 3)]).verify()
     inner = g.nodes[-1].attrs["body"]
     inner.nodes[1] = replace(inner.nodes[1], op="sum")
-    inner.nodes[1][0].node = inner.nodes[1]
+    bind_value(inner.nodes[1][0], inner.nodes[1])
     with pytest.raises(VerifyError, match="sum") as caught:
         g.verify()
     assert any("in body of %1 scan" in note for note in caught.value.notes)

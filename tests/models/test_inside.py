@@ -106,7 +106,7 @@ def test_applying_its_own_parameters_gives_the_same_bits(tmp_path: Path, name: s
     assert model.apply(dict(model.params), inputs).tobytes() == wanted.tobytes()
     halved = {key: (value * 0.5).astype(value.dtype) for key, value in model.params.items()}
     assert np.abs(model.apply(halved, inputs) - wanted).max() > 1e-3
-    assert len(model._applications) == 1
+    assert len(model.graphs.applications) == 1
 
 
 def test_other_numbers_are_seen_and_cost_no_compilation(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_other_numbers_are_seen_and_cost_no_compilation(tmp_path: Path) -> None:
     model = load(golden.folder(tmp_path))
     head = model.params["lm_head.weight"].astype(np.float32)
     first = model.apply({"lm_head.weight": head}, golden.rows[0])
-    graphs = list(model._applications.values())
+    graphs = list(model.graphs.applications.values())
     head *= 2  # in place: the array is the same, its numbers are not
     second = model.apply({"lm_head.weight": head}, golden.rows[0])
     assert difference(second, 2 * first) < 1e-6
-    assert list(model._applications.values()) == graphs
+    assert list(model.graphs.applications.values()) == graphs
     assert difference(first, golden.logits[0]) < 2e-4
 
 

@@ -203,6 +203,7 @@ NUMBER_FOLDS = ["sum", "prod", "max", "min", "argmax", "cumsum"]
 KEYS = "f32[6, 2, 8, 64]; f32[2, 5, 2, 8]; i32[2, 5]; i32[2, 3]"
 CACHED = "f32[2, 5, 4, 8]; f32[6, 2, 64, 8]; f32[6, 2, 64, 8]; i32[2, 5]; i32[2, 3]"
 QKV = "f32[2, 5, 4, 8]; f32[2, 7, 2, 8]; f32[2, 7, 2, 8]"
+EVEN = "f32[2, 5, 2, 4]; f32[2, 5, 2, 4]; f32[2, 5, 2, 4]"
 ROPE = "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]"
 FFN = "f32[8, 12]; f32[8, 12]; f32[12, 8]; f32[6, 2]; f32[6, 2]"
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "eps": 1e-5}
@@ -533,11 +534,25 @@ BAD_CALLS = [
     bad("linear_stored", "f32[2, 4]; f32[6, 4]", ShapeError, "linear_stored: 6 columns; 4 heads", heads=4),
     bad("norm", "f32[2, 4]; f32[5]", ShapeError, "norm: weight is f32[5]; expected [4]", kind="rms", eps=1e-6),
     bad("norm", "f32[2, 4]; f32[4]", GraphError, "norm: kind is 'batch'; rms", kind="batch", eps=1e-6),
+    bad("normed_heads", "f32[2, 5, 8]; f32[12, 8]; f32[5]", ShapeError, "normed_heads: norm is f32[5]; expected [6]",
+        heads=2, eps=1e-6),
+    bad("normed_heads", "f32[5, 8]; f32[12, 8]; f32[6]", ShapeError, "normed_heads: x is f32[5, 8]; [batch,",
+        heads=2, eps=1e-6),
+    bad("gated_queries", "f32[2, 5, 8]; f32[6, 8]", ShapeError, "gated_queries: weight is f32[6, 8]; 2 * head_dim",
+        heads=2),
+    bad("attention_pool", "f32[2, 5, 8]; f32[16, 8]; f32[24]; f32[1, 1, 8]", ShapeError,
+        "attention_pool: weight is f32[16, 8]; expected [24, 8]", heads=2),
+    bad("attention_pool", "f32[2, 5, 8]; f32[24, 8]; f32[24]; f32[1, 1, 8]", ShapeError,
+        "attention_pool: x is f32[2, 5, 8]; 3 * head_dim", heads=3),
     bad("split_qkv", "f32[2, 5, 16]", ShapeError, "split_qkv: found f32[2, 5, 16]; 3 * 2", num_heads=2),
     bad("self_attention", "f32[2, 5, 8]; f32[2, 5, 2, 4]; f32[2, 5, 2, 4]", ShapeError,
         "self_attention: q, k and v; f32[2, 5, 8]"),
     bad("self_attention", "f32[2, 5, 2, 4]; f32[2, 5, 2, 4]; f32[2, 5, 2, 4]; f32[2, 5]; f32[6, 2]", GraphError,
         "self_attention: takes cos and sin", mask_kind="custom"),
+    bad("self_attention", f"{EVEN}; f32[2, 5]; -; -; -; -; f32[2, 5]", GraphError,
+        "self_attention: takes a mask or kept_tokens", mask_kind="custom"),
+    bad("self_attention", f"{EVEN}; -; -; -; -; -; -; f32[2, 5, 4]", ShapeError,
+        "self_attention: gate is f32[2, 5, 4]; expected f32[2, 5, 8]"),
     bad("cached_self_attention",
         "f32[2, 5, 2, 4]; f32[2, 5, 2, 4]; f32[2, 5, 2, 4]; f32[3, 2, 64, 8]; f32[3, 2, 64, 4]; i32[2, 5]; i32[2, 1]",
         ShapeError, "kv_append; f32[3, 2, 64, 8]"),
@@ -549,6 +564,8 @@ BAD_CALLS = [
         "moe_ffn: router is f32[5, 4]; expected [6, 4]", chosen=2),
     bad("moe_ffn", "f32[2, 3, 4]; f32[6, 4]; f32[6, 8, 4]; f32[6, 8, 4]; f32[6, 4, 8]", GraphError,
         "moe_ffn: 7 of 6 experts", chosen=7),
+    bad("moe_ffn", "f32[2, 3, 4]; f32[6, 4]; f32[6, 8, 4]; f32[6, 8, 4]; f32[6, 4, 8]; f32[1, 4]", GraphError,
+        "moe_ffn: takes all four weights of a shared expert, or none", chosen=2),
     bad("patch_embedding", "f32[2, 3, 8, 8]; f32[5, 3, 2, 4]", ShapeError,
         "patch_embedding: weight is f32[5, 3, 2, 4]; expected [dim, channels, side, side]"),
     bad("mamba_block", "f32[2, 5, 12]; f32[6, 1, 3]; f32[10, 6]; f32[6, 5]; f32[6]; f32[6, 3]; f32[6]", ShapeError,
@@ -584,8 +601,8 @@ BAD_CALLS = [
 @pytest.mark.parametrize("call", BAD_CALLS, ids=str)
 def test_a_type_rule_says_what_does_not_fit(call: Bad) -> None:
     graph = rlx.Graph("bad", level=registry.get(call.op).level)
-    types = [parse_type(t) for t in call.operands.split(";") if t.strip()]
-    operands = [graph.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(types)]
+    types = [None if t.strip() == "-" else parse_type(t) for t in call.operands.split(";") if t.strip()]
+    operands = [t and graph.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(types)]
     with pytest.raises(GraphError) as caught:
         graph.apply(call.op, *operands, **call.attrs)
     assert type(caught.value) is call.error, f"{type(caught.value).__name__}: {caught.value}"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import rlx
 from rlx.batch.folder import OutputFolder, Part
 from rlx.batch.inputs import Shard, Source, check_columns, cut, find_sources
 from rlx.batch.results import Results
@@ -15,6 +14,7 @@ from rlx.batch.runner import GivenUp, Runner, run_shards
 from rlx.batch.tasks import Task
 from rlx.errors import BatchError, RequestError
 from rlx.fast_dataclass import dataclass
+from rlx.version import __version__
 
 NAMED = 8  # shards that an error names
 
@@ -71,7 +71,7 @@ class Job:
         inputs = [{"name": s.name, "format": s.kind, "bytes": s.size} for s in self.sources]
         cutting = {"records": self.shard_records, "bytes": self.shard_bytes}
         return {
-            "rlx": rlx.__version__, "verb": self.task.verb, "model": fingerprint, "settings": self.task.settings(),
+            "rlx": __version__, "verb": self.task.verb, "model": fingerprint, "settings": self.task.settings(),
             "inputs": inputs, "shards_of": cutting,
         }  # fmt: skip
 

@@ -56,6 +56,12 @@ from rlx.types import evaluate
 
 LEVELS = ("hir", "mir", "lir", "llvm", "asm")
 MAX_BYTES = 256 << 20  # of a graph's text
+# The levels at which an option shows something, and options that do not go together. Weights are bound, and launches
+# are timed, in programs that passes have made; links are those of the main program.
+OPTION_LEVELS = {
+    "built": ("mir",), "bind": ("mir", "lir", "llvm", "asm"), "links": ("hir", "mir", "lir"), "time": ("lir",),
+}  # fmt: skip
+CONFLICTS = (("bind", "built"), ("links", "bind"), ("time", "bind"), ("time", "links"))
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +69,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "what", metavar="MODEL_OR_FILE", help="a model on this machine, a graph as text (.rlx) or an export (.rlxp)"
     )
-    command.add_argument("--level", choices=LEVELS, default="mir")
+    command.add_argument("--level", choices=LEVELS, help="(mir; with --time, lir)")
     command.add_argument("--stage", help="only this part, such as layers.0 or layers.*.attn")
     command.add_argument("--phase", choices=("prefill", "decode"), default="prefill")
     command.add_argument("--batch", type=int, default=1, help="sequences (1)")
@@ -98,7 +104,23 @@ def _machine(arguments: argparse.Namespace) -> Target:
     return named.backend.target() if arguments.target is None else known_target(arguments.target, named.name)
 
 
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise if an option would be ignored. A page has all levels, so it takes times with each."""
+    names = [name for name in OPTION_LEVELS if getattr(arguments, name)]
+    for name in names:
+        if arguments.level not in OPTION_LEVELS[name] and not (name == "time" and arguments.html is not None):
+            *most, last = OPTION_LEVELS[name]
+            levels = f"levels {', '.join(most)} and {last}" if most else f"level {last}"
+            raise UsageError(f"inspect: --{name} is for {levels}, found {arguments.level}", hint=f"--level {last}")
+    for one, other in CONFLICTS:
+        if one in names and other in names:
+            raise UsageError(f"inspect: --{one} does not go with --{other}")
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.level is None:
+        arguments.level = "lir" if arguments.time and arguments.html is None else "mir"
+    _check_options(arguments)
     machine = _machine(arguments)
     if arguments.time and arguments.target:
         raise UsageError(f"inspect: --time runs on this machine, found --target {arguments.target}")
@@ -119,11 +141,13 @@ def run(arguments: argparse.Namespace) -> int:
         phase = "sizes" if context is None else arguments.phase
         print(f"# {phase}: " + ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items())))
     chosen = Selection(arguments.stage, arguments.find, arguments.all)
+    if arguments.fusion:
+        print(f"{optimise(lower(graph), machine, profile).report}\n")
     if arguments.links:
         lines = linked_lines(graph, arguments.level, machine, profile, chosen, built=arguments.built)
     else:
         lines = show(graph, arguments.level, machine, chosen, profile=profile, sizes=sizes, built=arguments.built,
-                     bind=arguments.bind, fusion=arguments.fusion, report=report)  # fmt: skip
+                     bind=arguments.bind, report=report)  # fmt: skip
     for line in lines:
         print(line)
     return 0
@@ -277,8 +301,7 @@ def matches(pattern: str | None, stage: str) -> bool:
 # -- levels ----------------------------------------------------------------------------------------------------------
 def show(
     graph: Graph, level: str, machine: Target, shown: Selection, *, profile: CompileProfile | None = None,
-    sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False, fusion: bool = False,
-    report: Report | None = None,
+    sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False, report: Report | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """The lines of a graph at a level."""
     if level == "hir" or (level == "mir" and built):
@@ -286,19 +309,14 @@ def show(
         return
     if level == "mir":
         result = optimise(lower(graph), machine, profile)
-        if fusion:
-            yield f"{result.report}\n"
         yield from _graph_lines(result.bind if bind else result.main, shown)
     else:
         plan = cached_plan(graph, machine, profile)
         program = plan.bind if bind else plan.main
         lines = launch_lines(program, [stage_of(x.where) for x in program.launches])
         chosen = shown.of(lines)
-        if fusion:
-            yield f"{plan.fusion}\n"
         if level == "lir":
-            times = report if not bind else None
-            yield from _program_lines(program, {x.launch for x in chosen}, sizes or {}, shown, times)
+            yield from _program_lines(program, {x.launch for x in chosen}, sizes or {}, shown, report)
         else:
             kernels = {x.kernel: program.launches[x.launch].kernel for x in chosen if x.launch >= 0}
             text = backend_of(machine).kernel_text(kernels.values(), machine, assembly=level == "asm")
@@ -373,8 +391,6 @@ def linked_lines(
     graph: Graph, level: str, machine: Target, profile: CompileProfile | None, shown: Selection, *, built: bool = False
 ) -> Iterator[str]:
     """The lines of a level, each with its lowered ops and launches."""
-    if level not in ("hir", "mir", "lir"):
-        raise UsageError(f"inspect: --links is for levels hir, mir and lir, found {level}")
     line, columns = graph_columns(graph, machine, profile=profile)
     titles = {"hir": ("as built",), "mir": ("lowered", "as built") if built else ("optimised",), "lir": ("LIR",)}
     column = next(c for wanted in titles[level] for c in columns if wanted in c.title)

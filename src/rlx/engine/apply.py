@@ -62,13 +62,13 @@ def apply_params(model: Model, params: Mapping[str, Any], values: Callable[[Comp
     arrays, kinds = checked_params(params, model.checkpoint.weights, model.params)
 
     def make() -> Applied:
-        built = model._patched(model._hidden_flow()).build_with(
+        built = model.patched_flow(model.hidden_flow()).build_with(
             model.checkpoint.weights, {name: arrays[name] for name in kinds}
         )
-        return Applied(model._session.compile(built.module, profile=built.profile), built.params.computed)
+        return Applied(model.compile_without_weights(built), built.params.computed)
 
-    applied = model._applications.get_or_make(frozenset(kinds.items()), make)
-    return applied.run(arrays, model._own_array, values)
+    applied = model.graphs.applications.get_or_make(frozenset(kinds.items()), make)
+    return applied.run(arrays, model.own_array, values)
 
 
 class Applied:
@@ -128,7 +128,7 @@ def _inlined(
     from rlx.mir.bind_dims import bind_dims
 
     kinds = _traced_kinds(model, params)
-    built = model._traceable.get_or_make(frozenset(kinds.items()), lambda: _traceable(model, kinds))
+    built = model.graphs.traceable.get_or_make(frozenset(kinds.items()), lambda: _traceable(model, kinds))
     sizes: dict[str, int] = {}
     for node in built.module.inputs:
         for wanted, size in zip(node.types[0].shape, type_of(inputs[node.attrs["name"]]).shape, strict=True):
@@ -147,13 +147,13 @@ def _inlined(
     for node in graph.nodes:
         if node.op in ("input", "param"):
             name = node.attrs["name"]
-            operands.append(inputs[name] if node.op == "input" else params.get(name, model._held(built, name)))
+            operands.append(inputs[name] if node.op == "input" else params.get(name, model.held_weight(built, name)))
     return list(inline_edited(trace, graph, operands, by_value))
 
 
 def _traceable(model: Model, kinds: Mapping[str, str]) -> BuiltModel:
     """The model's graph at MIR, without a cache, for parameters of these dtypes."""
-    flow, weights = model._patched(model._hidden_flow()), model.checkpoint.weights
+    flow, weights = model.patched_flow(model.hidden_flow()), model.checkpoint.weights
     # only types are read, so the arrays take no memory
     shapes = {name: concrete(weights.type(name).shape, {}) for name in kinds}
     floats = {name: np.broadcast_to(np.zeros((), dtype(kind).numpy), shapes[name]) for name, kind in kinds.items()}

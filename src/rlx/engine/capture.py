@@ -53,12 +53,14 @@ def is_captured(name: str, patterns: Sequence[str]) -> bool:
 
 def _capture_graph(model: Model, patterns: Sequence[str]) -> tuple[BuiltModel, CompiledGraph]:
     def make() -> tuple[BuiltModel, CompiledGraph]:
-        built = model._build(patterns)
-        return built, model._compile(built)
+        built = model.build_graph(patterns)
+        return built, model.compile_graph(built)
 
-    return model._captures.get_or_make(frozenset(patterns), make)
+    return model.graphs.captures.get_or_make(frozenset(patterns), make)
 
 
 def _edit_graphs(model: Model, patterns: Sequence[str], edited: Sequence[str]) -> EditedModel:
     key = frozenset(patterns), tuple(edited)
-    return model._edits.get_or_make(key, lambda: split_at_stages(model._build(patterns), edited, model._compile))
+    return model.graphs.edits.get_or_make(
+        key, lambda: split_at_stages(model.build_graph(patterns), edited, model.compile_graph)
+    )

@@ -15,7 +15,7 @@ from rlx.errors import GraphError
 from rlx.flow.built import BuiltModel
 from rlx.ir import evaluate
 from rlx.ir.graph import Node, Value
-from rlx.ir.registry import HIR
+from rlx.ir.registry import HIR, PER_TOKEN
 from rlx.runtime.kv_spec import table_name
 from rlx.types import TensorType, concrete
 
@@ -23,11 +23,6 @@ TOKENS = 3  # of the check
 TOLERANCE = 1e-3
 SCALES = (1.0, 0.1)  # of random values: where scores are large, a softmax may look at one token only
 LARGE = 1 << 24  # weights with more numbers are not replaced by random ones
-# blocks that read other tokens: from a state, or else from the tokens of this call only
-MIXING = (
-    "attention_block", "self_attention", "llama_decoder_block", "patch_embedding", "mamba_block", "mamba2_block",
-    "delta_net_block",
-)  # fmt: skip
 
 
 def same_apart(together: Array, apart: Sequence[Array]) -> bool:
@@ -75,7 +70,7 @@ class _TokenCheck:
         needed = self._needed()
         for node in self.graph.nodes:
             if self._is_cut(node):
-                if node.op in MIXING and not self._reads_state(node):
+                if self._is_mixing_block(node) and not self._reads_state(node):
                     return node
                 for operand in self._read_by(node):
                     if not self._is_apart(operand):
@@ -117,6 +112,9 @@ class _TokenCheck:
         if node.op == "gather":
             return node.operands[0] not in self.varying
         return node.definition.level == HIR or self._reads_state(node)
+
+    def _is_mixing_block(self, node: Node) -> bool:
+        return node.definition.level == HIR and PER_TOKEN not in node.definition.traits
 
     def _reads_state(self, node: Node) -> bool:
         return any(operand in self.states for operand in node.operands)

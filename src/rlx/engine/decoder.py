@@ -1,4 +1,4 @@
-"""Compiled calls that prefill prompts and decode tokens.
+"""One prefill or decode call of the compiled model; the decode loop that makes these calls is `Scheduler.step`.
 
 Each call also samples and returns tokens; logits are copied only if they are needed. The bits of a sequence do not
 depend on its neighbours in the batch, on chunking or on reuse of a cached prefix, so `scheduler.Scheduler` is free to

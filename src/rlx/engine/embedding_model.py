@@ -40,12 +40,12 @@ class EmbeddingModel(Model):
 
     precisions = ("auto", "f32", "int8")
 
-    def _flow(self) -> ModelFlow:
+    def unpatched_flow(self) -> ModelFlow:
         from rlx.engine.build import model_flow
 
         return model_flow(self.checkpoint, self.context, self.cache_dtype, self.settings)
 
-    def _hidden_flow(self) -> ModelFlow:
+    def hidden_flow(self) -> ModelFlow:
         return self.family.flow(self.checkpoint.config)
 
     # -- parts --
@@ -54,8 +54,8 @@ class EmbeddingModel(Model):
         """Pooling, normalisation, limits and prompts from the model's files."""
         return read_settings(self.checkpoint)
 
-    def _warn(self) -> None:
-        super()._warn()
+    def warn_of_notes(self) -> None:
+        super().warn_of_notes()
         if not self.settings.source:
             warn("rlx.embed", "%s: no file says how to pool: vectors are the mean over tokens", self.name)
 
@@ -204,7 +204,7 @@ class EmbeddingModel(Model):
     # -- inside --
     def _checked_request(self, verb: str, batch_size: int | None, normalize: bool | None) -> bool:
         """Check the arguments; returns whether to normalise."""
-        self._check_usable()
+        self.check_usable()
         if batch_size is not None and (as_int(batch_size) or 0) < 1:
             raise RequestError(f"{verb}: batch_size is {short_repr(batch_size)}, expected a whole number from 1")
         if not isinstance(normalize, (bool, np.bool_, NoneType)):

@@ -120,7 +120,7 @@ def load_model(path: PathLike, threads: int | None, settings: Mapping[str, Any])
 # -- writing ---------------------------------------------------------------------------------------------------------
 def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     """Write a loaded model to a file; `embed` adds its weights, packed for the kernels."""
-    model._check_usable()
+    model.check_usable()
     built, compiled, checkpoint = model.built, model.compiled, model.checkpoint
     if isinstance(built, _Built):
         raise CapabilityError(f"export: {model.name} is itself an export", hint="export the original model")
@@ -135,7 +135,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
         "context": model.context,
         "cache": model.cache_dtype,
         "digest": model.digest,
-        "patched": model._patch is not None,
+        "patched": model.is_patched,
         "outputs": built.output_names,
         "path": os.fsencode(checkpoint.path.absolute()).decode(errors="replace"),
         "files": [] if isinstance(model, FlowModel) else list(_files(checkpoint.file)),

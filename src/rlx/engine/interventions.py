@@ -107,16 +107,16 @@ def execution(
     from rlx.engine.sampling_graph import with_sampler
 
     patterns = checked_patterns(capture, "generate")
-    built = model._bases.get_or_make(frozenset(patterns), lambda: model._build(patterns))
+    built = model.graphs.bases.get_or_make(frozenset(patterns), lambda: model.build_graph(patterns))
     edits = GraphEdits.of(built, checked_edits(edit))
 
     def make() -> EditedGraph:
         edits.check()
         edited = with_sampler(edits.inserted(built), model.vocab_size, feeds=model.runs_behind)
         wanted = {name: i for i, name in enumerate(built.output_names) if is_captured(name, patterns)}
-        return EditedGraph(model._compile(edited), wanted)
+        return EditedGraph(model.compile_graph(edited), wanted)
 
-    graph = model._interventions.get_or_make((frozenset(patterns), edits.key), make)
+    graph = model.graphs.interventions.get_or_make((frozenset(patterns), edits.key), make)
     digest = f"{edits.key} {edits.digest}"
     pool, numbers, run = model.caches, edits.numbers, run_of(graph.compiled, recorder)
 

@@ -15,11 +15,11 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine import call_sizes
 from rlx.engine.decoder import Decoder
-from rlx.engine.interventions import Captures, EditedGraph, Execution, execution
+from rlx.engine.interventions import Captures, Execution, execution
 from rlx.engine.kv_cache import aligned
 from rlx.engine.load_settings import as_int
 from rlx.engine.logs import warn
-from rlx.engine.model import NOTHING, Model, Recent
+from rlx.engine.model import NOTHING, Model
 from rlx.engine.page_pool import PagePool
 from rlx.engine.request import Request, Ticket
 from rlx.engine.sampler import Sampler, Sampling, short_repr
@@ -171,7 +171,7 @@ class TextStream(Iterator[str]):
 def _pieces(model: LanguageModel, scheduler: Scheduler, ticket: Ticket, new: list[str]) -> Generator[str, None, None]:
     """Not a method: that would keep the stream alive, so leaving a loop by `break` would not close it."""
     with closing(scheduler):
-        model._check_usable()  # again: the stream may start long after it was created
+        model.check_usable()  # again: the stream may start long after it was created
         while not ticket.done:
             scheduler.step()
             pieces = [piece for piece in new if piece]
@@ -185,14 +185,12 @@ class LanguageModel(Model):
     """A decoder. Thread-safe: each call has its own KV cache, and later prompts with the same prefix reuse it."""
 
     caches: PagePool  # pages of running sequences and of the prefix cache
-    _bases: Recent[frozenset[str], BuiltModel]  # graphs before edits, by captured patterns
-    _interventions: Recent[tuple[frozenset[str], tuple[tuple[str, str], ...]], EditedGraph]
 
-    def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
+    def build_graph(self, capture: Sequence[str] | None = None) -> BuiltModel:
         """The main graph also samples; graphs with captures do not."""
         from rlx.engine.sampling_graph import with_sampler  # a warm start builds no graph
 
-        built = super()._build(capture)
+        built = super().build_graph(capture)
         return with_sampler(built, self.vocab_size, feeds=self.runs_behind) if capture is None else built
 
     # -- parts --
@@ -329,7 +327,7 @@ class LanguageModel(Model):
 
         `trace` is a file for a timeline of the whole call, for ui.perfetto.dev or chrome://tracing.
         """
-        self._check_usable()
+        self.check_usable()
         many = _is_batch(prompt)
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
 
@@ -362,7 +360,7 @@ class LanguageModel(Model):
         `completion.tool_calls`. `tool_choice` is "auto" (the model decides), "none", "required" (at least one call),
         or the name of the function that must be called. `completion.tool_calls` lists all calls.
         """
-        self._check_usable()
+        self.check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         _warn_of_answer(messages, "chat")
         if tools is not None and not (isinstance(tools, Sequence) and len(tools) == 0):  # `tools=[]`: no tools
@@ -408,7 +406,7 @@ class LanguageModel(Model):
         `chat=True` treats a text as a user's message, and token ids as a rendered conversation that is to be answered;
         `system` adds a system message. The other keywords are those of `generate`.
         """
-        self._check_usable()
+        self.check_usable()
         if "trace" in sampling:
             raise RequestError("stream: has no trace", hint="generate(..., trace=...) and chat write one")
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
@@ -445,7 +443,7 @@ class LanguageModel(Model):
         """
         from rlx.engine.scoring import scores_of, text_after  # a warm start generates
 
-        self._check_usable()
+        self.check_usable()
         if more:
             raise RequestError(
                 "score: takes one text, or a list", hint="score(text, prompt=...) is the text after a prompt"
@@ -465,7 +463,7 @@ class LanguageModel(Model):
         The call is made twice, and the second one is timed. Without a prompt it is a random one of 64 tokens; the end
         of the text is then ignored, so that `max_tokens` are generated. Time stamps cost a few percent.
         """
-        self._check_usable()
+        self.check_usable()
         checked = _Settings.of(max_tokens, settings.pop("stop", ()), settings.pop("logprobs", 0), settings)
         size = min(64, max(self.context - max_tokens, 1))
         random = np.random.default_rng(0).integers(0, self.vocab_size, size).tolist() if prompt is None else []
@@ -482,7 +480,7 @@ class LanguageModel(Model):
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
         """Logits `[seq, vocab]` after each token of the prompt."""
-        self._check_usable()
+        self.check_usable()
         compiled = self.compiled
         return self._values(compiled, self.check_fits(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
 
@@ -585,13 +583,6 @@ class LanguageModel(Model):
             self.fingerprint(s.sampler.seed), s.logprobs,
             None if captures is None else captures.arrays(len(s.prompt)),
         )  # fmt: skip
-
-    def _graphs(self) -> list[CompiledGraph]:
-        return super()._graphs() + [edited.compiled for edited in self._interventions.values()]
-
-    def _drop_graphs(self) -> None:
-        super()._drop_graphs()
-        self._bases, self._interventions = Recent(self._lock), Recent(self._lock)
 
 
 @dataclass(frozen=True)

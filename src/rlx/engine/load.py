@@ -88,7 +88,7 @@ def load(
         return cast("AnyModel", load_model(files.path, threads, settings))
     with paused():
         model = _load_files(files.path, None if files.source == "path" else files.name, threads, settings)
-    model._warn()
+    model.warn_of_notes()
     return cast("AnyModel", model)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
-import rlx
 from rlx.arrays import Array
+from rlx.engine.graph_caches import GraphCaches
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.logs import warn
 from rlx.engine.page_pool import PagePool
@@ -26,10 +26,10 @@ from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import CACHES, KvCacheSpec
 from rlx.runtime.session import Session
+from rlx.version import __version__
 
 if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
-    from rlx.engine.apply import Applied
-    from rlx.engine.edits import Edit, EditedModel
+    from rlx.engine.edits import Edit
     from rlx.engine.memory import Memory
     from rlx.engine.model_snapshot import SnapshotCheckpoint
     from rlx.flow.built import BuiltModel
@@ -41,11 +41,13 @@ if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
 
     Patch = Callable[[ModelFlow], ModelFlow]
 
-Key = TypeVar("Key")
 Result = TypeVar("Result")
-Cached = TypeVar("Cached")
-CAPTURES = 4  # cached graphs per kind: captures, edits, other parameters
 NOTHING: Mapping[str, Array] = {}
+# Members of a model that other files of the engine use, and its users need not know.
+INTERNAL = frozenset((
+    "blueprint", "build_graph", "check_usable", "compile_graph", "compile_without_weights", "graphs", "held_weight",
+    "hidden_flow", "own_array", "patched_flow", "unpatched_flow", "warn_of_notes",
+))  # fmt: skip
 VERBS = {
     "a decoder": ("generate", "chat", "stream", "score", "logits"),
     "an encoder": ("embed", "embed_tokens", "similarity"),
@@ -93,24 +95,6 @@ class Prepared:
     cache: KvCacheSpec | None
 
 
-class Recent(dict[Key, Cached]):
-    """An LRU cache of graphs that requests needed, by their settings."""
-
-    def __init__(self, lock: Lock) -> None:
-        super().__init__()
-        self._lock = lock  # the model's: its graphs share weights
-
-    def get_or_make(self, key: Key, make: Callable[[], Cached]) -> Cached:
-        with self._lock:
-            value = self.pop(key, None)
-            if value is None:
-                value = make()
-            self[key] = value
-            while len(self) > CAPTURES:
-                del self[next(iter(self))]
-        return value
-
-
 class Model:
     """A loaded model. Thread-safe."""
 
@@ -137,10 +121,6 @@ class Model:
         target = self._session.target
         self.cache_dtype = auto_cache(self.checkpoint, self.profile, target) if cache == "auto" else cache
         self._lock = Lock()
-        self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]]
-        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel]
-        self._applications: Recent[frozenset[tuple[str, str]], Applied]
-        self._traceable: Recent[frozenset[tuple[str, str]], BuiltModel]  # without a cache, for traced functions
         self._drop_graphs()  # begins without any
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         # empty or one: a list, because its blueprint shares it
@@ -148,7 +128,7 @@ class Model:
         self._compiled: CompiledGraph | None = None if prepared is None else prepared.compiled
         if prepared is None:
             self._check_patch()
-            self._compiled = self._compile(self.built)
+            self._compiled = self.compile_graph(self.built)
         spec = self.built.cache if prepared is None else prepared.cache
         self.caches = None if spec is None else PagePool(spec, self.context, self._session.device.backend.allocator)
         # now: the file may be closed before a call ends
@@ -159,17 +139,23 @@ class Model:
 
         return weights_digest(self.checkpoint.file)
 
-    def _flow(self) -> ModelFlow:
+    def unpatched_flow(self) -> ModelFlow:
+        """The stages of the model without the patch given to `load`."""
         from rlx.engine.build import model_flow
 
         return model_flow(self.checkpoint, self.context, self.cache_dtype, layout=self._session.target.kv_layout)
 
-    def _patched(self, flow: ModelFlow) -> ModelFlow:
-        """The flow with the model's profile and the patch given to `load`."""
+    def patched_flow(self, flow: ModelFlow) -> ModelFlow:
+        """A flow of the model with the model's profile and the patch given to `load`."""
         from rlx.flow.recipe import ModelRecipe
 
         recipe = ModelRecipe(self.name, lambda: flow.profile(self.profile))
         return (recipe if self._patch is None else recipe.patch(self._patch)).assemble()
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether `load` was given a patch."""
+        return self._patch is not None
 
     def _check_patch(self) -> None:
         """Raise if the patch of a decoder mixes tokens, which are computed in pieces."""
@@ -178,21 +164,25 @@ class Model:
 
             check_flow(self.flow.build(self.checkpoint.weights))
 
-    def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
+    def build_graph(self, capture: Sequence[str] | None = None) -> BuiltModel:
         """Build the main graph, or one with captured values as outputs."""
         return self.flow.build(self.checkpoint.weights, capture or ())
 
-    def _compile(self, built: BuiltModel) -> CompiledGraph:
+    def compile_without_weights(self, built: BuiltModel) -> CompiledGraph:
+        """Compile a graph of the model, for callers that bind its weights."""
+        return self._session.compile(built.module, profile=built.profile)
+
+    def compile_graph(self, built: BuiltModel) -> CompiledGraph:
         """Compile a graph of the model and bind its weights."""
         from rlx.engine.weights import bind_weights
 
         # Read once: if another thread closes the model meanwhile, this call finishes with the old values.
         arrays, first, checkpoint = self._arrays, self._compiled, self.checkpoint
-        compiled = self._session.compile(built.module, profile=built.profile)
+        compiled = self.compile_without_weights(built)
         bind_weights(compiled, built, checkpoint, arrays, first)
         return compiled
 
-    def _blueprint(self) -> Self:
+    def blueprint(self) -> Self:
         """A copy without compiled code, which may reference it without a cycle to rebuild the graph on demand."""
         blueprint = copy.copy(self)
         blueprint._compiled = blueprint.caches = None
@@ -200,7 +190,7 @@ class Model:
         return blueprint
 
     # -- parts --
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         """Raise if the model is closed or its files have changed. Called once per request."""
         checkpoint = self._checkpoint
         if self._compiled is None or checkpoint is None:
@@ -230,7 +220,7 @@ class Model:
     @property
     def flow(self) -> ModelFlow:
         """The stages of the model. `model.flow.init(rlx.random.key(0))` returns random parameters for it."""
-        return self._patched(self._flow())
+        return self.patched_flow(self.unpatched_flow())
 
     @property
     def built(self) -> BuiltModel:
@@ -239,7 +229,7 @@ class Model:
         if self._checkpoint is None:
             raise self._closed_error()
         if not builds:
-            builds.append(self._build())
+            builds.append(self.build_graph())
         return builds[0]
 
     @property
@@ -280,7 +270,7 @@ class Model:
 
     def fingerprint(self, seed: int) -> str:
         """Everything that the bits of an answer depend on besides the request."""
-        text = f"rlx {rlx.__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}"
+        text = f"rlx {__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}"
         default = with_precision(CompileProfile(), "auto")
         text += "" if self.profile == default else f", profile {self.profile.key()}"
         return f"{text}{', patched' if self._patch else ''}, seed {seed}"
@@ -334,7 +324,7 @@ class Model:
         `capture`, the model's output is returned. `edit={"layers.3": f}` replaces the value of a stage by `f(value)`,
         an array of the same shape and type, and computes the rest of the model from it.
         """
-        self._check_usable()
+        self.check_usable()
         ids = self.prompt_ids(tokens, "run")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"run: {len(ids)} tokens, expected 1 to {self.context}")
@@ -374,7 +364,7 @@ class Model:
         part of the traced function. `edit={"embed": f}` replaces the value of a stage by `f(value)`, which may read
         traced arrays. Activations are f32 then, whatever the model's precision.
         """
-        self._check_usable()
+        self.check_usable()
         from rlx.engine.apply import apply_params, traced_outputs
         from rlx.functional.tracers import Traced, current
 
@@ -412,28 +402,28 @@ class Model:
         """The main output of a batch of one."""
         return outputs[0] if self.facts.kind == "decoder" else outputs[0][0]
 
-    def _hidden_flow(self) -> ModelFlow:
+    def hidden_flow(self) -> ModelFlow:
         """The flow whose main output `apply` returns."""
-        return self._flow()
+        return self.unpatched_flow()
 
-    def _own_array(self, name: str) -> Array:
+    def own_array(self, name: str) -> Array:
         """A weight of the model; the same array object for all graphs."""
         arrays = self._arrays
         if name not in arrays:
             arrays[name] = self.checkpoint.weights.array(name)
         return arrays[name]
 
-    def _held(self, built: BuiltModel, name: str) -> HeldArray:
+    def held_weight(self, built: BuiltModel, name: str) -> HeldArray:
         """A weight as traced functions read it; the same object in all of them."""
         from rlx.functional.tracers import HeldArray
 
         with self._lock:
-            held = self._held_weights.get(name)
+            held = self.graphs.held_weights.get(name)
             if held is None:
                 computed = built.params.computed
-                array = computed[name] if name in computed else self._own_array(name)
+                array = computed[name] if name in computed else self.own_array(name)
                 type_ = next(node.types[0] for node in built.module.params if node.attrs["name"] == name)
-                held = self._held_weights[name] = HeldArray(name, array, type_)
+                held = self.graphs.held_weights[name] = HeldArray(name, array, type_)
         return held
 
     def float_params(self, patterns: str | Iterable[str] = "**") -> dict[str, Array]:
@@ -453,7 +443,7 @@ class Model:
         """
         from rlx.engine.save import save_model
 
-        self._check_usable()
+        self.check_usable()
         return save_model(self, Path(path), params or {}, dtype)
 
     # -- times --
@@ -484,7 +474,7 @@ class Model:
         return recorder.report(f"{verb} of {self.name}")
 
     # -- life --
-    def _warn(self) -> None:
+    def warn_of_notes(self) -> None:
         """Log warnings about missing or contradictory settings in the model's files."""
         for note in self.facts.notes:
             warn("rlx.load", "%s: %s", self.name, note)
@@ -500,14 +490,8 @@ class Model:
         from rlx.engine.memory import memory_of
 
         with self._lock:
-            graphs = self._graphs()
+            graphs = [self.compiled, *self.graphs.compiled]
         return memory_of(graphs, 0 if self.caches is None else self.caches.nbytes)
-
-    def _graphs(self) -> list[CompiledGraph]:
-        """All compiled graphs of the model."""
-        graphs = [self.compiled, *(compiled for _, compiled in self._captures.values())]
-        graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
-        return graphs + [applied.compiled for applied in self._applications.values()]
 
     def close(self) -> None:
         """Release memory and files. Calls in progress either finish or raise, as later calls do."""
@@ -519,10 +503,12 @@ class Model:
 
     def _drop_graphs(self) -> None:
         """Drop references to graphs and weights. Calls in progress keep their own."""
-        self._captures, self._edits, self._applications = (Recent(self._lock) for _ in range(3))
-        self._traceable = Recent(self._lock)
-        self._held_weights: dict[str, HeldArray] = {}
+        self.graphs = GraphCaches(self._lock)
         self._arrays = {}
+
+    def __dir__(self) -> list[str]:
+        """Names for users: without those that only other files of the engine use."""
+        return [name for name in super().__dir__() if name not in INTERNAL]
 
     def __enter__(self) -> Self:
         return self

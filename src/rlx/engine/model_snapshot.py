@@ -319,7 +319,7 @@ def _restore(snapshot: ModelSnapshot, file: Container, name: str | None, setting
     model = class_of(facts.kind)(checkpoint, name=name, cache=snapshot.cache_dtype, prepared=prepared, **passed)
     if records["embed"] is not None:
         model.__dict__["settings"] = records["embed"]
-    blueprint = model._blueprint()
+    blueprint = model.blueprint()
     return model
 
 

@@ -68,9 +68,9 @@ def is_suffix(text: str) -> bool:
 
 def check_patch(model: Model) -> None:
     """Raise CapabilityError for a patched model whose graph differs from that of its files."""
-    if model._patch is None:
+    if not model.is_patched:
         return
-    plain = model._flow().profile(model.profile).build(model.checkpoint.weights)
+    plain = model.unpatched_flow().profile(model.profile).build(model.checkpoint.weights)
     if plain.module != model.flow.build(model.checkpoint.weights).module:
         raise CapabilityError(
             f"save: {model.name} was loaded with a patch, which cannot be saved",

@@ -52,7 +52,7 @@ class VisionModel(Model):
         faster. `tokens` returns the vectors of all tokens, `[tokens, dim]`: the class token and registers, if the model
         has them, then the patches row by row. `normalize` scales vectors to unit length.
         """
-        self._check_usable()
+        self.check_usable()
         size = as_int(batch_size)
         if size is None or size < 1:
             raise RequestError(f"encode_image: batch_size is {short_repr(batch_size)}, expected a whole number from 1")
@@ -73,7 +73,7 @@ class VisionModel(Model):
 
         The call is made twice, and the second one is timed. Without images, one of noise is encoded.
         """
-        self._check_usable()
+        self.check_usable()
         if images is None:
             side = self.checkpoint.config.image
             images = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
@@ -130,7 +130,7 @@ class VisionModel(Model):
         self, image: Any, capture: Iterable[str] | str | None = (), edit: Mapping[str, Edit] | None = None
     ) -> dict[str, Array]:
         """Values inside the model by stage path, for one image; without `capture`, `pooled` and `states`."""
-        self._check_usable()
+        self.check_usable()
         pixels = self.prepare(image)[None]
         return captured_values(self, capture, edit, lambda compiled, more: self._run_one(compiled, pixels, more))
 
@@ -141,7 +141,7 @@ class VisionModel(Model):
         """
         from rlx.functional.tracers import current
 
-        self._check_usable()
+        self.check_usable()
         pixels = self.prepare(image)[None]
         if current() is None and not edit:
             return apply_params(self, params, lambda compiled: self._run_one(compiled, pixels, {})[::-1])

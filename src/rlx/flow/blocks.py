@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
 from rlx.errors import GraphError, ShapeError
 from rlx.flow.context import FlowCtx
 from rlx.ir.graph import Value
@@ -38,16 +42,61 @@ def linear(
 
     Without `transpose` the weight is stored `[in, out]`. A weight of another shape is an error that names its key.
     """
-    weight = stored_weight(ctx, weight_key, x.shape[-1] if x.rank else 0, x, out, transpose)
-    bias = None
-    if bias_key is not None:
-        bias = ctx.stored_param(bias_key, shape=(weight.shape[0 if transpose else -1],), init=0.0)
+    weight, bias = _weight_and_bias(ctx, x, weight_key, bias_key, out, transpose)
     attrs = {"activation": activation, "transposed": transpose, "heads": heads}
-    try:
+    with _naming(weight_key):
         return ctx.hir().one("linear_stored", x, weight, bias, **attrs)
+
+
+def _weight_and_bias(
+    ctx: FlowCtx, x: Value, weight_key: str, bias_key: str | None, out: Size | None, transpose: bool = True
+) -> tuple[Value, Value | None]:
+    weight = stored_weight(ctx, weight_key, x.shape[-1] if x.rank else 0, x, out, transpose)
+    if bias_key is None:
+        return weight, None
+    return weight, ctx.stored_param(bias_key, shape=(weight.shape[0 if transpose else -1],), init=0.0)
+
+
+@contextmanager
+def _naming(weight_key: str) -> Iterator[None]:
+    """Errors inside name the weight."""
+    try:
+        yield
     except GraphError as error:
         error.add_note(f"  weight: {weight_key!r}")
         raise
+
+
+def normed_heads(
+    ctx: FlowCtx, x: Value, keys: tuple[str, str | None, str], *, heads: int, head_dim: int, eps: float,
+    unit_offset: bool, rotation: Callable[[], Mapping[str, Any]] = dict,
+) -> Value:  # fmt: skip
+    """Project x to normed heads; the keys are those of weight, bias and norm.
+
+    `rotation` returns the RoPE tables, positions and style of the block; it is called after the weights are read.
+    """
+    weight_key, bias_key, norm_key = keys
+    weight, bias = _weight_and_bias(ctx, x, weight_key, bias_key, heads * head_dim)
+    norm = ctx.stored_param(norm_key, shape=(head_dim,), init=0.0 if unit_offset else 1.0)
+    attrs = {"heads": heads, "eps": eps, "unit_offset": unit_offset, **rotation()}
+    with _naming(weight_key):
+        return ctx.hir().one("normed_heads", x, weight, norm, bias, **attrs)
+
+
+def gated_queries(
+    ctx: FlowCtx, x: Value, keys: tuple[str, str | None, str | None], *, heads: int, head_dim: int, eps: float,
+    unit_offset: bool,
+) -> tuple[Value, Value]:  # fmt: skip
+    """Project x to queries and the gates of attention's output; the keys are those of weight, bias and norm."""
+    weight_key, bias_key, norm_key = keys
+    weight, bias = _weight_and_bias(ctx, x, weight_key, bias_key, 2 * heads * head_dim)
+    norm = None
+    if norm_key is not None:
+        norm = ctx.stored_param(norm_key, shape=(head_dim,), init=0.0 if unit_offset else 1.0)
+    attrs = {"heads": heads, "eps": eps, "unit_offset": unit_offset}
+    with _naming(weight_key):
+        queries, gate = ctx.hir().apply("gated_queries", x, weight, bias, norm, **attrs)
+    return queries, gate
 
 
 def norm(
@@ -65,6 +114,14 @@ def gated_ffn(
     inner: Size | None = None,
 ) -> Value:  # fmt: skip
     """Compute down(activation(gate(x)) * up(x)), with the keys of gate, up and down; with `bias`, each has a bias."""
+    weights, biases = gated_weights(ctx, x, keys, bias=bias, inner=inner)
+    return ctx.hir().one("gated_ffn", x, *weights, *biases, activation=activation)
+
+
+def gated_weights(
+    ctx: FlowCtx, x: Value, keys: tuple[str, ...], *, bias: bool = False, inner: Size | None = None
+) -> tuple[list[Value], list[Value]]:
+    """Read the weights of a gated feed-forward, by the keys of gate, up and down, and their biases."""
     width, gate, up, down = x.shape[-1], *keys
     weights: list[Value] = []
     biases: list[Value] = []
@@ -75,7 +132,7 @@ def gated_ffn(
         if bias:
             name = key.removesuffix("weight") + "bias"
             biases.append(ctx.stored_param(name, shape=weights[-1].shape[:1], init=0.0))
-    return ctx.hir().one("gated_ffn", x, *weights, *biases, activation=activation)
+    return weights, biases
 
 
 def fused_gated_ffn(ctx: FlowCtx, x: Value, both: str, down: str, *, activation: str, bias: bool, inner: int) -> Value:

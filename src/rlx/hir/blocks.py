@@ -1,8 +1,9 @@
-"""HIR blocks: the pieces models are assembled from, one level above tensor ops.
+"""HIR blocks for those who build a graph by hand, with `rlx.GraphModule` or `Graph`: weights are values [in, out].
 
-These take weights as values [in, out] and are lowered in `lower.py`. Blocks over stored weights, which stages emit, are
-in `layers.py` and `recurrent.py` with their lowerings. HIR graphs may also use any MIR op. A block that does what an op
-does, on tensors laid out as in models (heads packed in the last axis), is called `<op>_block`.
+Stages do not emit them: the blocks of stages, over weights as files store them, are in `layers.py`, `heads.py` and
+`recurrent.py`. `linear` is not `linear_stored` without its transpose: it keeps the element type of its weight, and can
+be lowered straight to a fused op. Lowerings are in `lower.py`. HIR graphs may also use any MIR op. A block that does
+what an op does, on tensors laid out as in models (heads packed in the last axis), is called `<op>_block`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rlx.dtypes import F32, DType, promote
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.hir.activations import NAMED
 from rlx.ir.graph import Value
-from rlx.ir.registry import HIR, Sample, Spec, f32, get, i32, op, sample
+from rlx.ir.registry import HIR, MIXES_TOKENS, PER_TOKEN, Sample, Spec, f32, get, i32, op, sample
 from rlx.ops.attention import attention
 from rlx.ops.elementwise import add, silu
 from rlx.ops.linear import matmul
@@ -106,7 +107,7 @@ def linear_type(
 _LINEAR = (sample(f32(3, 17), f32(17, 70), f32(70)), sample(f32(4, 6), f32(6, 5), f32(5), activation="gelu"))
 
 
-@op("linear", level=HIR, samples=[*_LINEAR, sample(f32(2, 5, 8), f32(8, 9))])
+@op("linear", level=HIR, traits=[PER_TOKEN], samples=[*_LINEAR, sample(f32(2, 5, 8), f32(8, 9))])
 def linear(
     x: TensorType, weight: TensorType, bias: TensorType | None = None, *, activation: str | None = None
 ) -> TensorType:
@@ -114,19 +115,24 @@ def linear(
     return linear_type("linear", x, weight, bias, activation)
 
 
-@op("linear_fused", level=HIR, samples=_LINEAR)
+@op("linear_fused", level=HIR, traits=[PER_TOKEN], samples=_LINEAR)
 def linear_fused(x: TensorType, weight: TensorType, bias: TensorType, *, activation: str | None = None) -> TensorType:
     """activation(x @ weight + bias) as a single MIR op under every fusion policy."""
     return linear_type("linear_fused", x, weight, bias, activation)
 
 
-@op("shared_linear_pair", level=HIR, samples=[sample(f32(3, 17), f32(17, 70), f32(17, 5))])
+@op("shared_linear_pair", level=HIR, traits=[PER_TOKEN], samples=[sample(f32(3, 17), f32(17, 70), f32(17, 5))])
 def shared_linear_pair(x: TensorType, first: TensorType, second: TensorType) -> tuple[TensorType, TensorType]:
     """x @ first and x @ second, reading x once."""
     return one_type(matmul.rule(x, first)), one_type(matmul.rule(x, second))
 
 
-@op("swiglu_ffn", level=HIR, samples=[sample(f32(3, 16, low=-1, high=1), f32(16, 40), f32(16, 40), f32(40, 16))])
+@op(
+    "swiglu_ffn",
+    level=HIR,
+    traits=[PER_TOKEN],
+    samples=[sample(f32(3, 16, low=-1, high=1), f32(16, 40), f32(16, 40), f32(40, 16))],
+)
 def swiglu_ffn(x: TensorType, up: TensorType, gate: TensorType, down: TensorType) -> TensorType:
     """(silu(x @ gate) * (x @ up)) @ down."""
     if up != gate:
@@ -135,7 +141,7 @@ def swiglu_ffn(x: TensorType, up: TensorType, gate: TensorType, down: TensorType
 
 
 @op(
-    "residual_rms_norm", level=HIR,
+    "residual_rms_norm", level=HIR, traits=[PER_TOKEN],
     samples=[
         sample(f32(3, 33), f32(3, 33), f32(33), eps=1e-6), sample(f32(2, 3, 8), f32(2, 3, 8), f32(8), f32(8), eps=0.1),
     ],
@@ -175,7 +181,7 @@ _FLAT = (f32(2, 5, 16), f32(2, 7, 8), f32(2, 7, 8))
 
 
 @op(
-    "attention_block", level=HIR,
+    "attention_block", level=HIR, traits=[MIXES_TOKENS],
     samples=[
         sample(*_FLAT, num_heads=4, head_dim=4, mask_kind="causal"),
         sample(*_FLAT, f32(2, 7, low=0, high=1), num_heads=4, head_dim=4, mask_kind="custom"),
@@ -226,7 +232,7 @@ def rotary_size(where: str, head_dim: int, n_rot: int | None, cos: TensorType) -
 
 
 @op(
-    "rope_block", level=HIR, tolerance=2e-6,
+    "rope_block", level=HIR, traits=[PER_TOKEN], tolerance=2e-6,
     samples=[
         sample(f32(2, 3, 16), f32(5, 4), f32(5, 4), head_dim=8),
         sample(f32(2, 3, 2, 8), f32(9, 4), f32(9, 4), i32(2, 3, low=0, high=9), head_dim=8, n_rot=4),
@@ -287,7 +293,7 @@ def _layer_samples() -> list[Sample]:
     ]
 
 
-@op("llama_decoder_block", level=HIR, samples=_layer_samples())
+@op("llama_decoder_block", level=HIR, traits=[MIXES_TOKENS], samples=_layer_samples())
 def llama_decoder_block(
     x: TensorType,
     input_norm: TensorType,
@@ -345,7 +351,7 @@ def _head_samples() -> list[Sample]:
     return [sample(*operands, **sizes), sample(*operands, **sizes, n_rot=2)]
 
 
-@op("qwen35_mtp_head", level=HIR, samples=_head_samples())
+@op("qwen35_mtp_head", level=HIR, traits=[MIXES_TOKENS], samples=_head_samples())
 def qwen35_mtp_head(
     x: TensorType,
     ids: TensorType,

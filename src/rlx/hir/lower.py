@@ -15,7 +15,7 @@ from rlx.hir.activations import activate
 from rlx.hir.blocks import ACTIVATIONS, heads_first, heads_shape, rotary_size, wide
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.provenance import built_from
-from rlx.ir.registry import HIR, MIR, RuleTable, get
+from rlx.ir.registry import HIR, MIR, NAMED, RuleTable, get
 from rlx.ir.rewrite import Rewriter, map_bodies
 from rlx.profile import FusionPolicy
 from rlx.types import Size, TensorType
@@ -23,7 +23,6 @@ from rlx.types import Size, TensorType
 Lowering = Callable[..., Value | tuple[Value, ...]]
 lowering: RuleTable[Lowering] = RuleTable("lowering", "src/rlx/hir/lower.py")
 direct: RuleTable[Lowering] = RuleTable("direct lowering", "src/rlx/hir/lower.py")
-LATE = ("input", "param", "state")  # leaves that are placed at their first use
 
 
 def apply_activation(x: Value, activation: str | None) -> Value:
@@ -230,7 +229,8 @@ class _LateLeaf(Value):
     __slots__ = ("leaf", "lowering")
 
     def __init__(self, lowering: _Lowering, leaf: Value) -> None:
-        self.lowering, self.leaf, self.index = lowering, leaf, leaf.index
+        super().__init__(leaf.index)
+        self.lowering, self.leaf = lowering, leaf
 
     @property
     def node(self) -> Node:  # type: ignore[override]
@@ -274,7 +274,7 @@ class _Lowering(Rewriter):
             self.place(leaf)
 
     def add(self, node: Node) -> None:
-        if node.op in LATE:
+        if node.op in NAMED:  # placed at their first use
             self.waiting[node] = None
             return
         if get(node.op).level == HIR:

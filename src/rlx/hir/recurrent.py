@@ -1,4 +1,4 @@
-"""Recurrent blocks with their lowerings: Mamba, Mamba 2 and the gated delta rule, each after a causal convolution.
+"""Recurrent blocks that stages emit, with their lowerings: Mamba, Mamba 2, the gated delta rule; each convolves first.
 
 With a runtime cache, `conv_state` and `state` carry over from earlier tokens and are written in place, and `positions`
 marks padding (negative), which leaves every state unchanged. Without them, states start at zero. Weights are as files
@@ -21,7 +21,7 @@ from rlx.hir.blocks import check_shapes
 from rlx.hir.lower import lowering, place, project, read
 from rlx.hir.ragged import check_token_rows, without_batch
 from rlx.ir.graph import Value
-from rlx.ir.registry import HIR, TAKES_PACKED, Spec, f32, i32, op, sample
+from rlx.ir.registry import HIR, MIXES_TOKENS, TAKES_PACKED, Spec, f32, i32, op, sample
 from rlx.types import Size, TensorType
 
 
@@ -126,7 +126,7 @@ _MAMBA = (f32(2, 5, 12), _small(6, 1, 3), _small(10, 6), _small(6, 4), _small(6)
 
 
 @op(
-    "mamba_block", level=HIR, traits=[TAKES_PACKED],
+    "mamba_block", level=HIR, traits=[TAKES_PACKED, MIXES_TOKENS],
     samples=[
         sample(*_MAMBA, activation="silu"),
         sample(*_MAMBA, _small(6), f32(2, 2, 6), f32(2, 6, 3), i32(2, 5, low=-1, high=9), activation="gelu",
@@ -208,7 +208,7 @@ _MAMBA2 = (f32(2, 5, 26), _small(16, 1, 3), _small(2), _small(2, 1), _small(2), 
 
 
 @op(
-    "mamba2_block", level=HIR, traits=[TAKES_PACKED],
+    "mamba2_block", level=HIR, traits=[TAKES_PACKED, MIXES_TOKENS],
     samples=[
         sample(*_MAMBA2, groups=1, eps=1e-5, activation="silu", norm_groups=2),
         sample(*_MAMBA2, _small(16), f32(2, 2, 16), f32(2, 2, 4, 4), i32(2, 5, low=-1, high=9), groups=1, eps=1e-5,
@@ -310,7 +310,7 @@ _DELTA = (f32(2, 5, 24), f32(2, 5, 16), f32(2, 5, 4), f32(2, 5, 4), _small(24, 1
 
 
 @op(
-    "delta_net_block", level=HIR, traits=[TAKES_PACKED],
+    "delta_net_block", level=HIR, traits=[TAKES_PACKED, MIXES_TOKENS],
     samples=[
         sample(*_DELTA, state_size=2, eps=1e-5), sample(*_DELTA, state_size=2, eps=1e-5, tiled=True, activation="gelu"),
         sample(*_DELTA, f32(2, 2, 24), f32(2, 4, 4, 4), i32(2, 5, low=-1, high=9), state_size=2, eps=1e-5,

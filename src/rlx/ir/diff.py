@@ -16,6 +16,7 @@ from typing import Any
 from rlx.errors import GraphError
 from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Node, Value, attr_key
+from rlx.ir.registry import HIR
 from rlx.ir.text import attr_text
 from rlx.notebook import box, marked
 
@@ -69,9 +70,9 @@ class GraphDiff:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Number of added, removed or changed nodes per HIR block."""
+        """Number of added, removed or changed nodes per HIR block: blocks themselves, or ops that they became."""
         nodes = [*self.added, *self.removed, *(after for _, after in self.changed)]
-        return dict(sorted(Counter(block for node in nodes for block in node.origin.blocks).items()))
+        return dict(sorted(Counter(block for node in nodes for block in _blocks(node)).items()))
 
     def summary(self) -> str:
         """The change in one line."""
@@ -119,6 +120,10 @@ class GraphDiff:
 
     def _repr_html_(self) -> str:
         return box(self.summary(), marked(self.lines()))
+
+
+def _blocks(node: Node) -> tuple[str, ...]:
+    return (node.op,) if node.definition.level == HIR else node.origin.blocks
 
 
 def _fold(count: int) -> Iterator[tuple[str, str]]:

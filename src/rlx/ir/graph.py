@@ -29,6 +29,7 @@ from rlx.ir.provenance import Origin, here
 from rlx.ir.quant import QuantBuilders
 from rlx.ir.value import Node as Node
 from rlx.ir.value import Value as Value
+from rlx.ir.value import bind_value
 from rlx.operand_layouts import Layout
 from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of, tensor
 
@@ -204,9 +205,9 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         attrs = attrs if type(attrs) is MappingProxyType else MappingProxyType(attrs)
         node = Node(len(self.nodes), op, operands, attrs, types, self._scope or origin or here(), self, results)
         for value in results:
-            value.node = node
+            bind_value(value, node)
         self.nodes.append(node)
-        if op in ("input", "state", "param"):
+        if op in registry.NAMED:
             self._named[attrs["name"]] = node
         return node
 
@@ -227,7 +228,8 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
             if leaf in node.operands:
                 name = old.attrs["name"]
                 raise GraphError(f"{name!r} is {leaf.type} to %{node.id} {node.op}, it cannot be {type_}")
-        leaf.node = self.nodes[old.id] = self._named[old.attrs["name"]] = replace(old, types=(type_,))
+        new = self.nodes[old.id] = self._named[old.attrs["name"]] = replace(old, types=(type_,))
+        bind_value(leaf, new)
 
     def set_outputs(self, outputs: Iterable[Value] | Value) -> Graph:
         """Set the graph's outputs; returns the graph."""
@@ -299,7 +301,7 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
     def symbols(self) -> list[str]:
         """Names of all symbols in the types of inputs and params, sorted."""
-        leaves = [n for n in self.nodes if n.op in ("input", "state", "param")]
+        leaves = [n for n in self.nodes if n.op in registry.NAMED]
         return sorted({s.name for n in leaves for d in n.types[0].shape for s in symbols_of(d)})
 
     # -- comparing ----------------------------------------------------------------------------------------------------
@@ -359,9 +361,9 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
 
 
 def _unpickle(text: str) -> Graph:
-    import rlx  # imports all op declarations, which a fresh process may lack
+    import rlx.hir  # noqa: F401  declares all ops and blocks, which a fresh process may lack
 
-    return rlx.Graph.parse(text)
+    return Graph.parse(text)
 
 
 def check_out_shape(where: str, types: Sequence[TensorType], expected: Any) -> None:

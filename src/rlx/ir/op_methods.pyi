@@ -662,33 +662,6 @@ class _Builders:
 
         `unit_offset` multiplies by 1 + weight, as in Gemma's files.
         """
-    def split_qkv(self, qkv: Operand, *, num_heads: int, out_shape: Any = None) -> tuple[Value, Value, Value]:
-        """Splits a fused projection into queries, keys and values [batch, seq, heads, head_dim]."""
-    def self_attention(
-        self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, cos: Operand | None = None,
-        sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None, *,
-        mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None,
-        style: str | Enum = 'halves', out_shape: ShapeLike | None = None
-    ) -> Value:
-        """Attention of heads [batch, seq, heads, head_dim], joined to [batch, seq, heads * head_dim].
-
-        With `cos` and `sin` queries and keys are rotated first: by the rows of these tables that `rows` picks, else by
-        `positions` (a negative one is padding), else by positions that count from 0. Masks, scale and softcap are those of
-        `attention`, styles those of `rope`.
-        """
-    def cached_self_attention(
-        self, q: Operand, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
-        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None,
-        token_rows: Operand | None = None, *, mask_kind: str | Enum = 'causal', scale: float | None = None,
-        softcap: float | None = None, style: str | Enum = 'halves', key_axes: str | Enum = 'phsd',
-        value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
-    ) -> Value:
-        """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
-
-        `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
-        place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
-        sequence of ragged tokens, and `token_rows` is the table row of each.
-        """
     def gated_ffn(
         self, x: Operand, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
         up_bias: Operand | None = None, down_bias: Operand | None = None, *, activation: str | Enum = 'silu',
@@ -701,13 +674,17 @@ class _Builders:
     ) -> Value:
         """`gated_ffn` whose gate and up are the two halves of one weight, [2 * inner, in]."""
     def moe_ffn(
-        self, x: Operand, router: Operand, gate: Operand, up: Operand, down: Operand, *, chosen: int,
-        normalise: bool = True, activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
+        self, x: Operand, router: Operand, gate: Operand, up: Operand, down: Operand,
+        shared_router: Operand | None = None, shared_gate: Operand | None = None, shared_up: Operand | None = None,
+        shared_down: Operand | None = None, *, chosen: int, normalise: bool = True, activation: str | Enum = 'silu',
+        out_shape: ShapeLike | None = None
     ) -> Value:
         """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` most likely experts of each token.
 
         `x` is [batch, seq, hidden], `router` [experts, hidden]; expert weights are stacked, [experts, out, in].
-        Probabilities are a softmax over all experts; `normalise` rescales those of the chosen ones to sum to 1.
+        Probabilities are a softmax over all experts; `normalise` rescales those of the chosen ones to sum to 1. With a
+        shared expert, which all tokens go through, sigmoid(x @ shared_router.T) * gated_ffn(x) of its weights is added;
+        `shared_router` is [1, hidden].
         """
     def patch_embedding(
         self, pixels: Operand, weight: Operand, bias: Operand | None = None, *, out_shape: ShapeLike | None = None
@@ -715,6 +692,62 @@ class _Builders:
         """One vector per patch: [batch, channels, height, width] to [batch, patches, dim], row by row.
 
         `weight` is [dim, channels, side, side].
+        """
+    def split_qkv(self, qkv: Operand, *, num_heads: int, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """Splits a fused projection into queries, keys and values [batch, seq, heads, head_dim]."""
+    def normed_heads(
+        self, x: Operand, weight: Operand, norm: Operand, bias: Operand | None = None, cos: Operand | None = None,
+        sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None, *, heads: int,
+        eps: float, unit_offset: bool = False, style: str | Enum = 'halves', out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Queries or keys with a norm of their own: rms_norm(x @ weight.T + bias) per head, [batch, seq, heads, head_dim].
+
+        `weight` is [heads * head_dim, hidden], `norm` [head_dim]; `unit_offset` multiplies by 1 + norm. With `cos` and
+        `sin`, heads are rotated after the norm, as in `self_attention`.
+        """
+    def gated_queries(
+        self, x: Operand, weight: Operand, bias: Operand | None = None, norm: Operand | None = None, *, heads: int,
+        eps: float = 1e-06, unit_offset: bool = False, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """Queries [batch, seq, heads, head_dim] and the gates of attention's output, [batch, seq, heads * head_dim].
+
+        One weight [heads * 2 * head_dim, hidden] gives the query and then the gate of each head. With `norm` [head_dim],
+        queries are normed per head, as in `normed_heads`.
+        """
+    def self_attention(
+        self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, cos: Operand | None = None,
+        sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None,
+        kept_tokens: Operand | None = None, gate: Operand | None = None, *, mask_kind: str | Enum = 'none',
+        scale: float | None = None, softcap: float | None = None, style: str | Enum = 'halves',
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Attention of heads [batch, seq, heads, head_dim], joined to [batch, seq, heads * head_dim].
+
+        With `cos` and `sin` queries and keys are rotated first: by the rows of these tables that `rows` picks, else by
+        `positions` (a negative one is padding), else by positions that count from 0. Masks, scale and softcap are those of
+        `attention`, styles those of `rope`. `kept_tokens` [batch, seq], true or at least 0.5 except for padding, also hides
+        padding; it goes with mask kinds that take no mask. The result is multiplied by sigmoid(gate).
+        """
+    def cached_self_attention(
+        self, q: Operand, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
+        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None,
+        token_rows: Operand | None = None, gate: Operand | None = None, *, mask_kind: str | Enum = 'causal',
+        scale: float | None = None, softcap: float | None = None, style: str | Enum = 'halves',
+        key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
+
+        `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
+        place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
+        sequence of ragged tokens, and `token_rows` is the table row of each. The result is multiplied by sigmoid(gate).
+        """
+    def attention_pool(
+        self, x: Operand, weight: Operand, bias: Operand, probe: Operand, *, heads: int,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Attention of one learned query, `probe` [1, 1, dim], over all tokens: [batch, seq, dim] to [batch, dim].
+
+        `weight` [3 * dim, dim] and `bias` [3 * dim] project to the query, the keys and the values, in this order.
         """
     def mamba_block(
         self, both: Operand, conv: Operand, mix: Operand, step: Operand, step_bias: Operand, rates: Operand,
@@ -1934,33 +1967,6 @@ class ValueOps:
 
         `unit_offset` multiplies by 1 + weight, as in Gemma's files.
         """
-    def split_qkv(self, *, num_heads: int, out_shape: Any = None) -> tuple[Self, Self, Self]:
-        """Splits a fused projection into queries, keys and values [batch, seq, heads, head_dim]."""
-    def self_attention(
-        self, k: Operand, v: Operand, mask: Operand | None = None, cos: Operand | None = None,
-        sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None, *,
-        mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None,
-        style: str | Enum = 'halves', out_shape: ShapeLike | None = None
-    ) -> Self:
-        """Attention of heads [batch, seq, heads, head_dim], joined to [batch, seq, heads * head_dim].
-
-        With `cos` and `sin` queries and keys are rotated first: by the rows of these tables that `rows` picks, else by
-        `positions` (a negative one is padding), else by positions that count from 0. Masks, scale and softcap are those of
-        `attention`, styles those of `rope`.
-        """
-    def cached_self_attention(
-        self, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
-        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None,
-        token_rows: Operand | None = None, *, mask_kind: str | Enum = 'causal', scale: float | None = None,
-        softcap: float | None = None, style: str | Enum = 'halves', key_axes: str | Enum = 'phsd',
-        value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
-    ) -> Self:
-        """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
-
-        `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
-        place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
-        sequence of ragged tokens, and `token_rows` is the table row of each.
-        """
     def gated_ffn(
         self, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
         up_bias: Operand | None = None, down_bias: Operand | None = None, *, activation: str | Enum = 'silu',
@@ -1973,13 +1979,16 @@ class ValueOps:
     ) -> Self:
         """`gated_ffn` whose gate and up are the two halves of one weight, [2 * inner, in]."""
     def moe_ffn(
-        self, router: Operand, gate: Operand, up: Operand, down: Operand, *, chosen: int, normalise: bool = True,
-        activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
+        self, router: Operand, gate: Operand, up: Operand, down: Operand, shared_router: Operand | None = None,
+        shared_gate: Operand | None = None, shared_up: Operand | None = None, shared_down: Operand | None = None, *,
+        chosen: int, normalise: bool = True, activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
     ) -> Self:
         """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` most likely experts of each token.
 
         `x` is [batch, seq, hidden], `router` [experts, hidden]; expert weights are stacked, [experts, out, in].
-        Probabilities are a softmax over all experts; `normalise` rescales those of the chosen ones to sum to 1.
+        Probabilities are a softmax over all experts; `normalise` rescales those of the chosen ones to sum to 1. With a
+        shared expert, which all tokens go through, sigmoid(x @ shared_router.T) * gated_ffn(x) of its weights is added;
+        `shared_router` is [1, hidden].
         """
     def patch_embedding(
         self, weight: Operand, bias: Operand | None = None, *, out_shape: ShapeLike | None = None
@@ -1987,6 +1996,61 @@ class ValueOps:
         """One vector per patch: [batch, channels, height, width] to [batch, patches, dim], row by row.
 
         `weight` is [dim, channels, side, side].
+        """
+    def split_qkv(self, *, num_heads: int, out_shape: Any = None) -> tuple[Self, Self, Self]:
+        """Splits a fused projection into queries, keys and values [batch, seq, heads, head_dim]."""
+    def normed_heads(
+        self, weight: Operand, norm: Operand, bias: Operand | None = None, cos: Operand | None = None,
+        sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None, *, heads: int,
+        eps: float, unit_offset: bool = False, style: str | Enum = 'halves', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Queries or keys with a norm of their own: rms_norm(x @ weight.T + bias) per head, [batch, seq, heads, head_dim].
+
+        `weight` is [heads * head_dim, hidden], `norm` [head_dim]; `unit_offset` multiplies by 1 + norm. With `cos` and
+        `sin`, heads are rotated after the norm, as in `self_attention`.
+        """
+    def gated_queries(
+        self, weight: Operand, bias: Operand | None = None, norm: Operand | None = None, *, heads: int,
+        eps: float = 1e-06, unit_offset: bool = False, out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """Queries [batch, seq, heads, head_dim] and the gates of attention's output, [batch, seq, heads * head_dim].
+
+        One weight [heads * 2 * head_dim, hidden] gives the query and then the gate of each head. With `norm` [head_dim],
+        queries are normed per head, as in `normed_heads`.
+        """
+    def self_attention(
+        self, k: Operand, v: Operand, mask: Operand | None = None, cos: Operand | None = None,
+        sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None,
+        kept_tokens: Operand | None = None, gate: Operand | None = None, *, mask_kind: str | Enum = 'none',
+        scale: float | None = None, softcap: float | None = None, style: str | Enum = 'halves',
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Attention of heads [batch, seq, heads, head_dim], joined to [batch, seq, heads * head_dim].
+
+        With `cos` and `sin` queries and keys are rotated first: by the rows of these tables that `rows` picks, else by
+        `positions` (a negative one is padding), else by positions that count from 0. Masks, scale and softcap are those of
+        `attention`, styles those of `rope`. `kept_tokens` [batch, seq], true or at least 0.5 except for padding, also hides
+        padding; it goes with mask kinds that take no mask. The result is multiplied by sigmoid(gate).
+        """
+    def cached_self_attention(
+        self, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
+        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None,
+        token_rows: Operand | None = None, gate: Operand | None = None, *, mask_kind: str | Enum = 'causal',
+        scale: float | None = None, softcap: float | None = None, style: str | Enum = 'halves',
+        key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """`self_attention` over a cache: appends k and v at `positions`, then attends over the cache.
+
+        `keys` and `values` are page pools and `table` maps sequences to pages, as in `kv_append`. Pools are written in
+        place; with a window they are ring buffers. With `token_rows` [tokens], the batch is one
+        sequence of ragged tokens, and `token_rows` is the table row of each. The result is multiplied by sigmoid(gate).
+        """
+    def attention_pool(
+        self, weight: Operand, bias: Operand, probe: Operand, *, heads: int, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Attention of one learned query, `probe` [1, 1, dim], over all tokens: [batch, seq, dim] to [batch, dim].
+
+        `weight` [3 * dim, dim] and `bias` [3 * dim] project to the query, the keys and the values, in this order.
         """
     def mamba_block(
         self, conv: Operand, mix: Operand, step: Operand, step_bias: Operand, rates: Operand, skip: Operand,
@@ -2060,6 +2124,7 @@ class ValueOps:
 
 class FlowValueOps(ValueOps):
     index: int
+    node: Node
     def astype(self, like: DTypeLike) -> Self:
         """Casts to another element type."""
     def cast(self, dtype: DTypeLike) -> Self:

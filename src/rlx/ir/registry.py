@@ -37,6 +37,8 @@ CHECKS_DATA = "checks data"  # run time checks its operands' data, such as indic
 CHECKS_ROWS = "checks rows"  # the same, but only for an optional operand `rows`
 CHECKS_SIZES = "checks sizes"  # run time checks symbolic sizes
 COMPOSED = "composed"  # has no kernel: replaced by its decomposition first of all
+PER_TOKEN = "per token"  # a block whose result at a token depends on that token, its position and weights only
+MIXES_TOKENS = "mixes tokens"  # a block that reads other tokens, from a state or from the same call
 SEGMENTED = "segmented"  # composed if its last operand, segment ids, is present; otherwise it has a kernel
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -67,10 +67,16 @@ class Value(ValueOps, NumpyFunctions, Operators):
     """One result of a node: a handle that `Graph.append` binds to its node. `==` is identity."""
 
     __slots__ = ("index", "node")
+    index: int
     node: Node
 
     def __init__(self, index: int = 0) -> None:
-        self.index = index
+        _set_index(self, index)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("index", "node"):
+            raise AttributeError(f"{name} of a value cannot be set: it belongs to its node")
+        super().__setattr__(name, value)
 
     # -- type -----------------------------------------------------------------------------------------------------
     @property
@@ -205,3 +211,8 @@ def _position(k: Any, size: Size) -> Size:
     if isinstance(at, int) and (at < 0 or (isinstance(size, int) and at >= size)):
         raise ShapeError(f"index: {k} lies outside an axis of size {size}")
     return at
+
+
+# The slots are written through their descriptors and read as plain attributes: a property would slow down all readers.
+_set_index = vars(Value)["index"].__set__
+bind_value = vars(Value)["node"].__set__  # (value, node): for the graph that owns both

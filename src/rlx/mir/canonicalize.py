@@ -8,6 +8,7 @@ from __future__ import annotations
 import rlx.ops  # noqa: F401  identities are built from registered ops
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import IDENTITIES, Identity, Rewriter, identity, match, rebuild, substitute
+from rlx.ir.value import bind_value
 
 FLOATS = ("f32", "f64")
 INTS = ("i32", "i64")
@@ -116,7 +117,8 @@ class _Preview(Value):
     def __init__(self, rewriter: Rewriter, node: Node) -> None:
         super().__init__()
         operands, results = rewriter.operands(node), (self,)
-        self.node = Node(-1, node.op, operands, node.attrs, node.types, node.origin, rewriter.graph, results)
+        attrs, types, origin = node.attrs, node.types, node.origin
+        bind_value(self, Node(-1, node.op, operands, attrs, types, origin, rewriter.graph, results))
 
 
 _BY_OP: dict[str, list[Identity]] = {}

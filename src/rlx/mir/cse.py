@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlx.ir.graph import Graph, Node, Value, attr_key
+from rlx.ir.registry import NAMED
 from rlx.ir.rewrite import Rewriter, rebuild
 
 
@@ -13,7 +14,7 @@ def cse(graph: Graph) -> Graph:
     seen: dict[Any, Node] = {}
     earlier: dict[Value, Value] = {}  # results of duplicates -> the same results of the first such node
     for node in graph.nodes:
-        if node.op not in ("input", "state", "param"):
+        if node.op not in NAMED:
             operands = [None if o is None else earlier.get(o, o) for o in node.operands]
             attrs = tuple((k, attr_key(v)) for k, v in sorted(node.attrs.items()))
             key = (node.op, tuple(None if o is None else (o.node.id, o.index) for o in operands), attrs, node.types)

@@ -79,12 +79,19 @@ class FusionReport:
 
     @property
     def by_block(self) -> dict[str, dict[str, int]]:
-        """Number of fusions per kind and HIR block; one that spans several blocks counts in each."""
-        counts: dict[str, Counter[str]] = {}
-        for fusion in self.fused:
-            for block in fusion.blocks:
-                counts.setdefault(block, Counter())[fusion.kind] += 1
-        return {block: dict(sorted(kinds.items())) for block, kinds in sorted(counts.items())}
+        """Number of fusions per kind and HIR block, then those that were `missed` and launches that are `separate`.
+
+        What spans several blocks counts in each.
+        """
+        counts: dict[str, dict[str, int]] = {}
+        entries = [(fusion.kind, fusion.blocks) for fusion in sorted(self.fused, key=lambda fusion: fusion.kind)]
+        entries += [("missed", miss.blocks) for miss in self.missed]
+        entries += [("separate", miss.blocks) for miss in self.separate]
+        for kind, blocks in entries:
+            for block in blocks:
+                kinds = counts.setdefault(block, {})
+                kinds[kind] = kinds.get(kind, 0) + 1
+        return dict(sorted(counts.items()))
 
     def __repr__(self) -> str:
         return f"<fusion: {len(self.fused)} fused, {len(self.missed)} missed, {len(self.separate)} separate>"
@@ -93,22 +100,24 @@ class FusionReport:
         parts = [table(("fusion", "count"), list(self.counts.items()))] if self.fused else []
         for title, misses in (("missed", self.missed), ("separate", self.separate)):
             if misses:
-                rows = [(m.kind, m.op, m.why, m.where) for m in misses]
-                parts.append(fold(f"{title} {len(rows)}", table(("fusion", "op", "why", "built at"), rows)))
+                rows = [(m.kind, m.op, m.why, ", ".join(m.blocks), m.where) for m in misses]
+                parts.append(fold(f"{title} {len(rows)}", table(("fusion", "op", "why", "blocks", "built at"), rows)))
         if self.fused:
-            rows = [(f.kind, " + ".join(f.ops), ", ".join(f.blocks), f.where) for f in self.fused]
-            parts.append(fold(f"fused {len(rows)}", table(("fusion", "ops", "blocks", "built at"), rows)))
+            fused = [(f.kind, " + ".join(f.ops), ", ".join(f.blocks), f.where) for f in self.fused]
+            parts.append(fold(f"fused {len(fused)}", table(("fusion", "ops", "blocks", "built at"), fused)))
         return box(repr(self)[1:-1], *parts)
 
     def __str__(self) -> str:
-        lines = [f"fused {len(self.fused)}", *(f"  {f}" for f in self.fused)]
-        for block, kinds in self.by_block.items():
-            lines.append(f"  in {block}: " + ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
+        lines = ["fusion is switched off (profile.fusion.skip)"] if self.skipped else []
+        lines += [f"fused {len(self.fused)}", *(f"  {f}" for f in self.fused)]
         lines += [f"missed {len(self.missed)}", *(f"  {m}" for m in self.missed)]
-        lines += [f"separate {len(self.separate)}", *(f"  {line}" for line in self.separate_lines())]
-        if self.skipped:
-            lines.insert(0, "fusion is switched off (profile.fusion.skip)")
-        return "\n".join(lines[: None if self.separate else -1])
+        if self.separate:
+            lines += [f"separate {len(self.separate)}", *(f"  {line}" for line in self.separate_lines())]
+        if blocks := self.by_block:
+            lines.append(f"blocks {len(blocks)}")
+        for block, kinds in blocks.items():
+            lines.append(f"  in {block}: " + ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
+        return "\n".join(lines)
 
     def separate_lines(self) -> Iterator[str]:
         """One line per kind of launch boundary and reason, with the first place, and how many more there are."""

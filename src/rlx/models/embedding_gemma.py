@@ -65,7 +65,7 @@ class EmbeddingGemmaLayer(GemmaDecoder):
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         heads = self.self_attention()
-        queries, keys = (heads.apply_rope(ctx, heads.project(ctx, x, which)) for which in "qk")
+        queries, keys = (heads.normed(ctx, x, which, rotated=True) for which in "qk")
         kind = MaskKind.NONE if self.reach is None else MaskKind.near(self.reach)
         attended = attend(ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", kind, self.score_scale)
         return self.output_projection(ctx, attended, x.shape[-1])

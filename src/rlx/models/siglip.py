@@ -83,14 +83,11 @@ class AttentionPool(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "AttentionPool")
         c, at = self.c, f"{self.prefix}.attention"
-        batch, seq, dim = x.shape
-        weight = ctx.load_param(f"{at}.in_proj_weight", transpose=True, shape=(dim, 3 * c.dim))
-        bias = ctx.load_param(f"{at}.in_proj_bias", shape=(3 * c.dim,))
-        probe = ctx.load_param(f"{self.prefix}.probe", shape=(1, 1, dim))
-        q = (probe @ weight[:, :dim] + bias[:dim]).reshape(1, 1, c.heads, c.head_dim)
-        both = x @ weight[:, dim:] + bias[dim:]
-        k, v = (both[:, :, i * c.dim : (i + 1) * c.dim].reshape(batch, seq, c.heads, c.head_dim) for i in (0, 1))
-        attended = q.expand(shape=(batch, 1, c.heads, c.head_dim)).attention(k, v).reshape(batch, dim)
+        dim = x.shape[-1]
+        weight = ctx.stored_param(f"{at}.in_proj_weight", transpose=True, shape=(dim, 3 * c.dim))
+        bias = ctx.stored_param(f"{at}.in_proj_bias", shape=(3 * c.dim,))
+        probe = ctx.stored_param(f"{self.prefix}.probe", shape=(1, 1, dim))
+        attended = ctx.hir().one("attention_pool", x, weight, bias, probe, heads=c.heads)
         pooled = linear(ctx, attended, f"{at}.out_proj.weight", f"{at}.out_proj.bias", out=dim)
         norm = LayerNorm(f"{self.prefix}.layernorm.weight", f"{self.prefix}.layernorm.bias", c.eps)
         ffn = GeluFfn.dinov2(self.prefix, intermediate_size=c.ffn, activation=c.activation)

@@ -16,7 +16,6 @@ from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
-import rlx
 from rlx.arrays import Array
 from rlx.backends import cache_folder
 from rlx.backends.base import Device, backend, backend_of
@@ -40,6 +39,7 @@ from rlx.runtime.signature import Signature
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import parse_type
+from rlx.version import __version__
 
 WEIGHTS = "weights"  # section of weights in the kernels' layout
 FIXED = "fixed"  # section of params that a flow computed itself, such as RoPE tables, if weights are not embedded
@@ -81,7 +81,7 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
     manifest = {
         "kind": extras.kind,
         "name": graph.name,
-        "rlx": rlx.__version__,
+        "rlx": __version__,
         "source": cache_folder.source_digest(),
         "versions": dict(backend.versions()),
         "target": asdict(compiled.target),
@@ -160,7 +160,7 @@ def _check_mode(path: Path) -> None:
 def _check_source(file: ExportFile) -> None:
     written_by, current = (
         (file.manifest["rlx"], file.manifest["source"]),
-        (rlx.__version__, cache_folder.source_digest()),
+        (__version__, cache_folder.source_digest()),
     )
     if written_by != current:
         made_by, this = (f"rlx {version} (sources {source[:12]})" for version, source in (written_by, current))

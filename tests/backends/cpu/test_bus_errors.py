@@ -24,14 +24,14 @@ import os, sys
 from rlx.cli.main import main
 from rlx.engine.model import Model
 
-look, (when, model, *files) = Model._check_usable, sys.argv[1:]
+look, (when, model, *files) = Model.check_usable, sys.argv[1:]
 def look_and_cut(self):
     if when == "late":
         look(self)
     for file in files:
         os.truncate(file, 0)
     look(self) if when == "early" else None
-Model._check_usable = look_and_cut
+Model.check_usable = look_and_cut
 code = main(["embed", "-m", model, "bal bam"])
 from rlx.backends.cpu import bus_errors
 print("llvmlite" in sys.modules, bool(bus_errors._installed), file=sys.stderr)

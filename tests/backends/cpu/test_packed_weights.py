@@ -21,9 +21,9 @@ from rlx.backends.base import backend
 from rlx.backends.cpu.forms import quantised_dots
 from rlx.backends.cpu.forms.quantised_dots import CODES
 from rlx.backends.cpu.packing import LAYOUTS
-from rlx.backends.cpu.packing.interleaved import Interleaved
 from rlx.backends.cpu.packing.panels import Panels, Quads
 from rlx.backends.cpu.packing.quantised_activations import ActivationWords
+from rlx.backends.cpu.packing.quantised_weights import Interleaved
 from rlx.cli.verify import check_products
 from rlx.dtypes import F32, F64, U8, dtype
 from rlx.errors import GraphError

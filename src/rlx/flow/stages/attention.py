@@ -11,17 +11,16 @@ import math
 from dataclasses import KW_ONLY
 from typing import Any
 
-from rlx.dtypes import BOOL, I32
 from rlx.errors import GraphError, ShapeError
 from rlx.fast_dataclass import dataclass
-from rlx.flow.blocks import linear
+from rlx.flow.blocks import linear, normed_heads
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_rows, has_positions, rope_tables_of, size_of, token_positions
 from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
+from rlx.flow.stages.norm import RmsNorm, check_eps
 from rlx.flow.state import MAIN_ROPE, DecodeBindings, FlowValue
-from rlx.hir.layers import rotate_heads
+from rlx.hir.heads import rotate_heads
 from rlx.hir.lower import default_positions
 from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind, parse_mask
@@ -61,48 +60,63 @@ class SelfAttention:
         q, k, v = (self.project(ctx, x, which) for which in "qkv")
         return self.attend_heads(ctx, q, k, v)
 
-    def attend_heads(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
-        """Like `emit`, from queries, keys and values `[batch, seq, heads, head_dim]` before RoPE."""
-        simple = self.bindings(ctx) is None and self.kv_sink is None and self.kv_out is None
-        if simple and ctx.state.padding is None:
-            return self.block(ctx, q, k, v)
-        # side outputs want rotated keys; a mask of padding and positions has no room for RoPE in the block
-        q, k = self.apply_rope(ctx, q), self.apply_rope(ctx, k)
-        self.push(self.kv_sink, k, v)
-        return self.attend_rotated(ctx, q, k, v)
+    def attend_heads(self, ctx: FlowCtx, q: Value, k: Value, v: Value, gate: Value | None = None) -> Value:
+        """Like `emit`, from queries, keys and values `[batch, seq, heads, head_dim]` before RoPE.
 
-    def block(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
+        The result is multiplied by sigmoid(gate).
+        """
+        if self.bindings(ctx) is None and self.kv_sink is None and self.kv_out is None:
+            return self.block(ctx, q, k, v, gate)
+        q, k = self.apply_rope(ctx, q), self.apply_rope(ctx, k)  # side outputs want rotated keys
+        self.push(self.kv_sink, k, v)
+        return self.attend_rotated(ctx, q, k, v, gate)
+
+    def block(self, ctx: FlowCtx, q: Value, k: Value, v: Value, gate: Value | None) -> Value:
         """Emit RoPE, the runtime's cache if there is one, and attention as one block."""
-        if parse_mask(self.mask).takes_operand:
+        padding = ctx.state.padding
+        if padding is None and parse_mask(self.mask).takes_operand:
             raise GraphError(
                 f"stage {self.stage}: mask kind {self.mask!r} reads a mask, and none flows here",
                 hint='flow.attn_mask("batch", "seq", "attention_mask") before it hides padding, with any mask kind',
             )
-        attrs: dict[str, Any] = {"mask_kind": self.mask, "scale": self.score_scale, "softcap": self.attn_logit_softcap}
-        tables: dict[str, Any] = {}
-        positions = None
-        if self.rope is not None:
-            cos, sin, rows, positions, attrs["style"] = self.tables(ctx, q)
-            tables = {"cos": cos, "sin": sin, "rows": rows}
+        attrs: dict[str, Any] = {"scale": self.score_scale, "softcap": self.attn_logit_softcap, "gate": gate}
+        tables: dict[str, Any] = {} if self.rope is None else self.block_rotation(ctx, q)
+        positions = tables.pop("positions", None)
         if ctx.state.cache is not None:
             self.check_cache()
-            return ctx.state.cache.attend(self.cached_layer(ctx), q, k, v, token_positions(ctx, q), **tables, **attrs)
+            layer, at = self.cached_layer(ctx), token_positions(ctx, q)
+            return ctx.state.cache.attend(layer, q, k, v, at, mask_kind=self.mask, **tables, **attrs)
         self.check_past(ctx)
+        kind = MaskKind.NONE if self.mask == MaskKind.CUSTOM else self.mask  # the mask of padding is the custom one
+        attrs |= {"mask_kind": kind, "kept_tokens": padding}
         return ctx.hir().one("self_attention", q, k, v, **tables, positions=positions, **attrs)
 
-    def project(self, ctx: FlowCtx, x: Value, which: str) -> Value:
-        """Project x to queries, keys or values, `[batch, seq, heads, head_dim]`."""
-        heads = self.num_heads if which == "q" else self.num_kv_heads
-        key = {"q": self.q_key, "k": self.k_key, "v": self.v_key}[which]
-        bias = key.removesuffix("weight") + "bias" if self.bias else None
-        return self.norm_heads(ctx, linear(ctx, x, key, bias, out=heads * self.head_dim, heads=heads), which)
+    def block_rotation(self, ctx: FlowCtx, x: Value) -> dict[str, Any]:
+        """Return the operands and the attribute by which a block rotates heads."""
+        return dict(zip(("cos", "sin", "rows", "positions", "style"), self.tables(ctx, x), strict=True))
 
-    def norm_heads(self, ctx: FlowCtx, heads: Value, which: str) -> Value:
-        """Apply the per-head norm of queries or keys, if the model has one."""
-        if self.norm_keys is None or which == "v":
-            return heads
-        norm = GemmaRmsNorm if self.unit_offset else RmsNorm
-        return norm(self.norm_keys["qk".index(which)], self.eps).emit(ctx, ctx.wrap(heads)).id
+    def project(self, ctx: FlowCtx, x: Value, which: str) -> Value:
+        """Project x to queries, keys or values, `[batch, seq, heads, head_dim]`; the first two normed if they are."""
+        heads = self.num_heads if which == "q" else self.num_kv_heads
+        if self.norm_keys is not None and which != "v":
+            return self.normed(ctx, x, which)
+        weight, bias = self.projection_keys(which)
+        return linear(ctx, x, weight, bias, out=heads * self.head_dim, heads=heads)
+
+    def normed(self, ctx: FlowCtx, x: Value, which: str, *, rotated: bool = False) -> Value:
+        """Project x to queries or keys with a norm per head, after RoPE if `rotated`."""
+        assert self.norm_keys is not None
+        check_eps(self.stage, self.eps)
+        return normed_heads(
+            ctx, x, (*self.projection_keys(which), self.norm_keys["qk".index(which)]), head_dim=self.head_dim,
+            heads=self.num_heads if which == "q" else self.num_kv_heads, eps=self.eps, unit_offset=self.unit_offset,
+            rotation=lambda: self.block_rotation(ctx, x) if rotated else {},
+        )  # fmt: skip
+
+    def projection_keys(self, which: str) -> tuple[str, str | None]:
+        """Return the keys of the weight and of the bias of queries, keys or values."""
+        key = {"q": self.q_key, "k": self.k_key, "v": self.v_key}[which]
+        return key, key.removesuffix("weight") + "bias" if self.bias else None
 
     def apply_rope(self, ctx: FlowCtx, x: Value) -> Value:
         """Rotate queries or keys by their positions, which follow those of the past."""
@@ -160,9 +174,9 @@ class SelfAttention:
             return None
         return ctx.flow_input(names[0]).id, ctx.flow_input(names[1]).id
 
-    def attend_rotated(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
+    def attend_rotated(self, ctx: FlowCtx, q: Value, k: Value, v: Value, gate: Value | None) -> Value:
         """Attend with queries and keys after RoPE: `[batch, seq, heads · head_dim]`."""
-        attrs: dict[str, Any] = {"scale": self.score_scale, "softcap": self.attn_logit_softcap}
+        attrs: dict[str, Any] = {"scale": self.score_scale, "softcap": self.attn_logit_softcap, "gate": gate}
         past, cache = self.bindings(ctx), ctx.state.cache
         mask: Value | None = None
         kind = self.mask
@@ -174,7 +188,9 @@ class SelfAttention:
         self.check_past(ctx)
         self.push(self.kv_out, k, v)
         if ctx.state.padding is not None:
-            mask, kind = self.padding_mask(ctx.state.padding, past)
+            self.check_padding(past)
+            kind = MaskKind.NONE if self.mask == MaskKind.CUSTOM else self.mask
+            attrs["kept_tokens"] = ctx.state.padding
         if self.use_custom_mask and past is not None:
             if past.mask is None:
                 hint = "BindDecodeInputs(..., use_custom_mask=True)"
@@ -188,17 +204,13 @@ class SelfAttention:
                 mask, kind = _combined_mask(q, k, self.mask, keep), MaskKind.BIAS
         return ctx.hir().one("self_attention", q, k, v, mask, mask_kind=kind, **attrs)
 
-    def padding_mask(self, padding: Value, past: DecodeBindings | None) -> tuple[Value, str]:
-        """Return the mask operand and the mask kind that also hide padding."""
+    def check_padding(self, past: DecodeBindings | None) -> None:
+        """Raise if a mask of padding meets a past, which it says nothing of."""
         if past is not None:
             raise GraphError(
                 f"stage {self.stage}: attn_mask is a mask of new tokens, but earlier keys are attended to as well",
                 hint="BindDecodeInputs(..., use_custom_mask=True), with a mask of all keys",
             )
-        if self.mask in (MaskKind.NONE, MaskKind.CUSTOM):
-            return padding, MaskKind.CUSTOM
-        keep = padding if padding.dtype is BOOL else padding >= 0.5
-        return keep.astype(I32) - 1, MaskKind.segments(self.mask)  # segment 0, and -1 for padding
 
     def check_cache(self) -> None:
         """Raise if a field is set that needs a cache kept by the caller."""

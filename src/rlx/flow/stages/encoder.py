@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from rlx.dtypes import I32
 from rlx.errors import GraphError, nearest
 from rlx.fast_dataclass import dataclass
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
-from rlx.flow.positions import check_rows, has_positions, kept_tokens, rope_tables_of, token_positions
+from rlx.flow.positions import check_rows, has_positions, rope_tables_of, token_positions
 from rlx.flow.stages.attention import only_where, seen_keys
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import GeluFfn, SwiGlu
@@ -55,21 +55,15 @@ def attend(
     added to the scores if there is one; it has minus infinity at padding already. With a `rotation`, RoPE is applied
     to queries and keys first.
     """
-    tables, style = (None, "halves") if rotation is None else (rotation[:3], rotation[3])
+    how: dict[str, Any] = {"scale": scale}
+    if rotation is not None:
+        how |= zip(("cos", "sin", "rows", "style"), rotation, strict=True)
     if ATTENTION_BIAS in ctx.state.named:
         mask = ctx.state.named[ATTENTION_BIAS]
         mask = mask if kind == MaskKind.NONE else only_where(seen_keys(q, k, kind), mask)
-        kind = MaskKind.BIAS
-    elif kind != MaskKind.NONE:
-        if tables is not None:
-            q, k = (x.rope(*tables, style=style) for x in (q, k))
-            tables = None
-        mask = kept_tokens(ctx, q.shape[:2], mask_input).astype(I32) - 1  # 0, and -1 for padding
-        kind = MaskKind.segments(kind)
-    else:
-        mask, kind = ctx.mask_input(mask_input, q.shape[:2]), MaskKind.CUSTOM
-    attrs = {"mask_kind": kind, "scale": scale, "style": style}
-    return ctx.hir().one("self_attention", q, k, v, mask, *(tables or (None, None, None)), **attrs)
+        return ctx.hir().one("self_attention", q, k, v, mask, mask_kind=MaskKind.BIAS, **how)
+    token_mask = ctx.mask_input(mask_input, q.shape[:2])
+    return ctx.hir().one("self_attention", q, k, v, kept_tokens=token_mask, mask_kind=kind, **how)
 
 
 def rotation_of(ctx: FlowCtx, stage: str, heads: Value, rope: str = MAIN_ROPE) -> Rotation:

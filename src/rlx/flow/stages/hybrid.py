@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY
 
 from rlx.fast_dataclass import dataclass
-from rlx.flow.blocks import linear
+from rlx.flow.blocks import gated_queries, linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.decoder import DecoderLayer, PreNormLayer
@@ -24,12 +24,13 @@ class GatedAttentionLayer(DecoderLayer):
     qk_norm: bool = True
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
-        attend, heads, size, lead = self.self_attention(), self.num_heads, self.head_dim, x.shape[:2]
-        bias = attend.q_key.removesuffix("weight") + "bias" if self.attention_bias else None
-        both = linear(ctx, x, attend.q_key, bias, out=2 * heads * size, heads=heads)
-        q, gate = attend.norm_heads(ctx, both[:, :, :, :size], "q"), both[:, :, :, size:].reshape(*lead, heads * size)
-        attended = attend.attend_heads(ctx, q, attend.project(ctx, x, "k"), attend.project(ctx, x, "v"))
-        return self.output_projection(ctx, attended * gate.sigmoid(), x.shape[-1])
+        attend = self.self_attention()
+        keys = *attend.projection_keys("q"), attend.norm_keys[0] if attend.norm_keys else None
+        q, gate = gated_queries(
+            ctx, x, keys, heads=self.num_heads, head_dim=self.head_dim, eps=self.eps, unit_offset=self.unit_offset
+        )
+        attended = attend.attend_heads(ctx, q, attend.project(ctx, x, "k"), attend.project(ctx, x, "v"), gate)
+        return self.output_projection(ctx, attended, x.shape[-1])
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlx.errors import GraphError
 from rlx.fast_dataclass import dataclass
-from rlx.flow.blocks import linear, stored_weight
+from rlx.flow.blocks import gated_weights, stored_weight
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.ffn import SwiGlu
 from rlx.flow.state import FlowValue
+from rlx.ir.graph import Value
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class MoeFfn(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need_sequence(value, "MoeFfn")
+        return ctx.wrap(ctx.hir().one("moe_ffn", x, *self.weights(ctx, x), **self.attrs))
+
+    def weights(self, ctx: FlowCtx, x: Value) -> list[Value]:
+        """Read the router's weight and those of the experts: gate, up and down."""
         router = self.router_key or f"{self.prefix}.gate.weight"
         weights = [stored_weight(ctx, router, x.shape[-1], x, self.experts)]
         sizes = {"gate": self.intermediate_size, "up": self.intermediate_size, "down": x.shape[-1]}
@@ -40,8 +46,12 @@ class MoeFfn(FlowStage):
             width = x.shape[-1] if name != "down" else weights[1].shape[1]
             shape = None if out is None else (self.experts, width, out)
             weights.append(ctx.stored_param(f"{self.prefix}.experts.{name}_proj.weight", True, shape=shape))
-        attrs = {"chosen": self.chosen, "normalise": self.normalise, "activation": self.activation}
-        return ctx.wrap(ctx.hir().one("moe_ffn", x, *weights, **attrs))
+        return weights
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Attributes of the block."""
+        return {"chosen": self.chosen, "normalise": self.normalise, "activation": self.activation}
 
     @property
     def path(self) -> str:
@@ -56,12 +66,12 @@ class SharedMoeFfn(FlowStage):
     shared_size: int | None = None  # checks the shapes of the shared expert's weights
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x, prefix = ctx.wrap(ctx.need(value, "SharedMoeFfn")), self.mixture.prefix
-        shared = SwiGlu.hf_mlp(
-            f"{prefix}.shared_expert", intermediate_size=self.shared_size, activation=self.mixture.activation
-        )
-        gate = linear(ctx, x.id, f"{prefix}.shared_expert_gate.weight", out=1, activation="sigmoid")
-        return ctx.wrap(self.mixture.emit(ctx, x).id + gate * shared.emit(ctx, x).id)
+        x, prefix = ctx.need_sequence(value, "SharedMoeFfn"), self.mixture.prefix
+        router = stored_weight(ctx, f"{prefix}.shared_expert_gate.weight", x.shape[-1], x, 1)
+        weights = self.mixture.weights(ctx, x)
+        keys = (f"{prefix}.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down"))
+        shared, _ = gated_weights(ctx, x, tuple(keys), inner=self.shared_size)
+        return ctx.wrap(ctx.hir().one("moe_ffn", x, *weights, router, *shared, **self.mixture.attrs))
 
     @property
     def path(self) -> str:

@@ -13,7 +13,8 @@ from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 
 
-def _check_eps(stage: str, eps: float) -> None:
+def check_eps(stage: str, eps: float) -> None:
+    """Raise unless the eps of a norm is a number from 0."""
     if not isinstance(eps, Real) or not 0 <= eps < math.inf:  # the square root of a negative number is NaN
         raise GraphError(f"stage {stage}: eps is {eps!r}, expected a number from 0")
 
@@ -26,7 +27,7 @@ class RmsNorm(FlowStage):
     eps: float
 
     def __post_init__(self) -> None:
-        _check_eps("RmsNorm", self.eps)
+        check_eps("RmsNorm", self.eps)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "RmsNorm")
@@ -45,7 +46,7 @@ class GemmaRmsNorm(FlowStage):
     eps: float
 
     def __post_init__(self) -> None:
-        _check_eps("GemmaRmsNorm", self.eps)
+        check_eps("GemmaRmsNorm", self.eps)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GemmaRmsNorm")
@@ -65,7 +66,7 @@ class LayerNorm(FlowStage):
     eps: float
 
     def __post_init__(self) -> None:
-        _check_eps("LayerNorm", self.eps)
+        check_eps("LayerNorm", self.eps)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LayerNorm")

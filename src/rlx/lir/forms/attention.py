@@ -10,16 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I64
-from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Node, Value
-from rlx.kv_layout import POOL_AXES
 from rlx.lir.forms.linear import Strided, multiply
-from rlx.lir.kernels import BEYOND_CAPACITY, OUTSIDE_POOL, OUTSIDE_TABLE
-from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, number
+from rlx.lir.loops import Expr, For, Index, Let, Reduce, Ref, Stmt, number
 from rlx.lir.schedule import Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
 from rlx.ops.attention import parse_mask
-from rlx.types import Size, TensorType, dim_min, product
+from rlx.types import Size, TensorType, product
 
 # The current unit and key.
 BATCH, QUERY, HEAD, KV_HEAD, KEY = Ref("b", I64), Ref("i", I64), Ref("h", I64), Ref("kv", I64), Index("t")
@@ -27,7 +24,7 @@ POSITION = Ref("position", I64)  # of the query
 Read = Callable[[Expr], Expr]  # an element of the current key or value
 
 
-class _Queries(Strided):
+class Queries(Strided):
     """A kernel with one unit per batch entry, query and head, which computes scores key by key."""
 
     def __init__(self, s: Scheduler, node: Node, q: View, kv_heads: Size) -> None:
@@ -99,7 +96,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     """`attention`, and `attention_lse`, which also returns the log-sum-exp of the scores."""
     q, k, v = (s.view(o) for o in node.operands[:3])
     results = [s.result(node, i) for i in range(len(node.types))]
-    a = _Queries(s, node, q, k.shape[2])
+    a = Queries(s, node, q, k.shape[2])
     keys, values = a.read(k), a.read(v)
     # Queries and keys end at the same position.
     a.lets.append(Let("position", QUERY + a.builder.arg("ahead", k.shape[1] - q.shape[1])))
@@ -107,132 +104,12 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         *a.score(lambda d: a.load(keys, BATCH, KEY, KV_HEAD, d)),
         *a.masked(_optional(s, node.operands[3]), a.visible(KEY)),
     ]
-    _attend(s, a, q, k.shape[1], scores, lambda j: a.load(values, BATCH, KEY, KV_HEAD, j), results)
+    attend(s, a, q, k.shape[1], scores, lambda j: a.load(values, BATCH, KEY, KV_HEAD, j), results)
     return results
 
 
-@dataclass(frozen=True)
-class CachedTokens:
-    """Operands of `cached_attention` in rectangular form: ragged tokens become a batch of single tokens."""
-
-    q: View  # [batch, seq, heads, head_dim]
-    positions: View  # [batch, seq]
-    table: View  # [rows, blocks]
-    rows: View | None  # [batch], if ragged
-    result: View
-    out: View  # the result as [batch, seq, heads, value_dim]
-
-    @classmethod
-    def of(cls, s: Scheduler, node: Node) -> CachedTokens:
-        q, _, _, positions, table, rows = node.operands
-        assert q is not None and positions is not None and table is not None
-        result = s.result(node)
-        tokens = s.view(q), s.view(positions), s.view(table)
-        if rows is None:
-            return cls(*tokens, None, result, result)
-        return cls(_single(tokens[0]), _single(tokens[1]), tokens[2], s.view(rows), result, _single(result))
-
-
-def pages_first(pool: View, axes: str) -> View:
-    """A pool transposed to [pages, kv_heads, page, dim]."""
-    return pool.transpose([axes.index(axis) for axis in POOL_AXES])
-
-
-def pools(s: Scheduler, node: Node) -> tuple[View, View]:
-    """The key and value pools of `cached_attention`, both as [pages, kv_heads, page, dim]."""
-    _, keys, values, *_ = node.operands
-    assert keys is not None and values is not None
-    return pages_first(s.view(keys), node.attrs["key_axes"]), pages_first(s.view(values), node.attrs["value_axes"])
-
-
-def _single(view: View) -> View:
-    """[tokens, ...] as [tokens, 1, ...]."""
-    return view.with_((view.shape[0], 1, *view.shape[1:]), (view.strides[0], 1, *view.strides[1:]))
-
-
-@loop_form("cached_attention")
-def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
-    """Loop over all positions of the table; in a ring, over as many from the page of the oldest visible position on.
-
-    So a ring buffer gives bitwise the same results as a full cache.
-    """
-    tokens, (keys, values) = CachedTokens.of(s, node), pools(s, node)
-    storage = node.operands[1].dtype  # type: ignore[union-attr]
-    q, (rows, blocks), pages, page = tokens.q, tokens.table.shape, keys.shape[0], values.shape[2]
-    assert isinstance(page, int)
-    a = _Queries(s, node, q, values.shape[1])
-    where, table = a.read(tokens.positions), a.read(tokens.table)
-    a.lets.append(Let("position", a.load(where, BATCH, QUERY).cast(I64)))
-    a.lets += _row(a, tokens)
-    some = dim_min(rows * blocks * pages, 1)  # 0 if there are no pages
-    size = blocks * page * some
-    capacity, count = a.builder.arg("capacity", size), size
-    present = POSITION >= 0
-    position: Expr = KEY
-    place, fits = position, capacity > POSITION
-    if node.attrs["ring"]:
-        oldest = Ref("oldest", I64)
-        a.lets += [_newest(a, tokens, where), Let("oldest", (POSITION + 1 - a.mask.window).max(0))]
-        a.lets.append(Let("begin", oldest - oldest.rem(page)))
-        position, count = KEY + Ref("begin", I64), size + page * some
-        place, fits = position % capacity, (POSITION < 0) | (Ref("newest", I64) - oldest < capacity)
-    known = Ref("known", BOOL)
-    a.lets += [
-        Check(fits, BEYOND_CAPACITY),
-        Check((POSITION < 0) | known, OUTSIDE_TABLE),
-        Let("looks", present & fits & known),
-    ]
-    visible = Ref("looks", BOOL) & a.visible(position)
-
-    listed, paged, slot = a.load(table, Ref("row", I64), place // page).cast(I64), Ref("paged", I64), place % page
-    in_pool = (listed >= 0) & (listed < a.builder.arg("pages", pages))
-    own_page = in_pool.select(listed, 0)  # page 0 replaces a page that does not exist
-    exists = Ref("exists", BOOL)
-    scores: list[Stmt] = [
-        Let("exists", in_pool),
-        Check(exists | ~visible, OUTSIDE_POOL),
-        Let("paged", own_page),
-    ]
-    key: Read
-    value: Read
-    if storage.is_packed:
-        packed_keys, packed_values = a.packed(keys, storage), a.packed(values, storage)
-        key = lambda d: packed_keys(paged, KV_HEAD, slot, d)
-        value = lambda j: packed_values(own_page, KV_HEAD, slot, j)
-    else:
-        plain_keys, plain_values = a.read(keys), a.read(values)
-        key = lambda d: a.load(plain_keys, paged, KV_HEAD, slot, d)
-        value = lambda j: a.load(plain_values, own_page, KV_HEAD, slot, j)
-    scores += [*a.score(key), *a.masked(None, visible & exists)]
-    _attend(s, a, q, count, scores, value, [tokens.out])
-    return [tokens.result]
-
-
-def _row(a: _Queries, tokens: CachedTokens) -> list[Stmt]:
-    """Define `row`, the query's row of the table, and `known`, whether it exists; if not, row 0 replaces it."""
-    if tokens.rows is None:
-        return [Let("row", BATCH), Let("known", number(True, BOOL))]
-    wanted = Ref("wanted", I64)
-    return [
-        Let("wanted", a.load(a.read(tokens.rows), BATCH).cast(I64)),
-        Let("known", (wanted >= 0) & (wanted < a.builder.arg("rows", tokens.table.shape[0]))),
-        Let("row", Ref("known", BOOL).select(wanted, 0)),
-    ]
-
-
-def _newest(a: _Queries, tokens: CachedTokens, where: int) -> Let:
-    """Define `newest`: the highest position in this call of the query's row."""
-    p = Index("p")
-    if tokens.rows is None:
-        newest = a.load(where, BATCH, p).cast(I64)
-        return Let("newest", Reduce("max", "p", a.builder.arg("queries", tokens.q.shape[1]), newest))
-    same = a.load(a.read(tokens.rows), p).cast(I64).eq(Ref("wanted", I64))
-    position = same.select(a.load(where, p).cast(I64), -1)
-    return Let("newest", Reduce("max", "p", a.builder.arg("queries", tokens.q.shape[0]), position))
-
-
-def _attend(
-    s: Scheduler, a: _Queries, q: View, keys: Size, scores: Sequence[Stmt], value: Read, results: Sequence[View]
+def attend(
+    s: Scheduler, a: Queries, q: View, keys: Size, scores: Sequence[Stmt], value: Read, results: Sequence[View]
 ) -> None:
     """softmax(scores) times values. Keys of weight 0 are skipped, even if their values are NaN; no keys give 0."""
     out, j = results[0], Index("j")
@@ -272,7 +149,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     batch, queries, heads, head_dim = q.shape
     kv_heads, value_dim = k.shape[2], v.shape[3]
     assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(value_dim, int)
-    a = _Queries(s, node, q, kv_heads)
+    a = Queries(s, node, q, kv_heads)
     scratch = TensorType((batch, heads, queries, k.shape[1]), a.kind)
     p, ds = s.temporary(scratch), s.temporary(scratch)
     keys, values, outer, sums, deltas = (a.read(view) for view in (k, v, dy, lse, delta))

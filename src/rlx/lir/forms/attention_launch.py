@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rlx.dtypes import I32, I64
 from rlx.ir.graph import Node, Value
-from rlx.lir.forms.attention import CachedTokens
+from rlx.lir.forms.kv_cache import CachedTokens
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel
 from rlx.lir.loops import Expr, Stmt
 from rlx.lir.schedule import Elements, Scheduler, map_elements

@@ -8,8 +8,8 @@ from rlx.backends.cpu.targets import KEY_BLOCK
 from rlx.dtypes import DType
 from rlx.ir.graph import Node
 from rlx.lir.forms import attention_launch
-from rlx.lir.forms.attention import cached_attention as portable
-from rlx.lir.forms.attention import pools
+from rlx.lir.forms.kv_cache import cached_attention as portable
+from rlx.lir.forms.kv_cache import pools
 from rlx.lir.schedule import Scheduler
 from rlx.lir.views import View
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.backends.cpu.packing.interleaved import Interleaved
 from rlx.backends.cpu.packing.panels import FOUR
 from rlx.backends.cpu.packing.quantised_activations import activations_for
+from rlx.backends.cpu.packing.quantised_weights import Interleaved
 from rlx.dtypes import F32, I32, I64, U8, DType
 from rlx.ir.graph import Node
 from rlx.lir.forms.matmul_launch import is_transposed, launch_matmul

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from rlx.backends.cpu.packing.interleaved import first_word, separate_fields
+from rlx.backends.cpu.packing.quantised_weights import first_word, separate_fields
 from rlx.backends.cpu.quant_blocks import Blocks
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F16, F32, I32, I64, U8, DType

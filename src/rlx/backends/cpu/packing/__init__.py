@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlx.backends.cpu.packing.interleaved import Interleaved, has_panels
 from rlx.backends.cpu.packing.panels import FOUR, Panels, Quads
 from rlx.backends.cpu.packing.quantised_activations import ActivationWords
+from rlx.backends.cpu.packing.quantised_weights import Interleaved, has_panels
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I8, I32, U8, DType
 from rlx.operand_layouts import Layout, WeightLayout

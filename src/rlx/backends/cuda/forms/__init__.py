@@ -15,7 +15,7 @@ WHERE = {
     "attention": "attention.attention",
     "attention_lse": "attention.attention",
     "attention_grad": "attention.attention_grad",
-    "cached_attention": "attention.cached_attention",
+    "cached_attention": "kv_cache.cached_attention",
     "kv_append": "kv_cache.kv_append",
 }
 

@@ -5,7 +5,6 @@
 | heads of more than 48 KB per 16 rows: 768 elements of f32, 384 of f64 | rows of a tile are in shared memory |
 | gradients with keys and values of more than that together | the same |
 | gradients whose dy, logsumexp or delta have another type than usual | one type per kernel |
-| caches whose keys or values are not rows, as those of CPUs are | kernels read whole keys |
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from collections.abc import Sequence
 from rlx.backends.cuda.attention.generator import MOST_QUERIES, TILE, takes
 from rlx.ir.graph import Node
 from rlx.lir.forms import attention_launch
-from rlx.lir.forms.attention import cached_attention as portable_cached_attention
-from rlx.lir.forms.attention import pools
 from rlx.lir.schedule import Scheduler, form_of
 from rlx.lir.views import View
 
 
 def attention(s: Scheduler, node: Node) -> Sequence[View]:
-    return (attention_launch.attention if _takes(node) else form_of(node))(s, node)
+    return (attention_launch.attention if kernel_takes(node) else form_of(node))(s, node)
 
 
 def attention_grad(s: Scheduler, node: Node) -> Sequence[View]:
@@ -34,14 +31,8 @@ def attention_grad(s: Scheduler, node: Node) -> Sequence[View]:
     return (attention_launch.attention_grad if fits and same else form_of(node))(s, node)
 
 
-def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
-    keys, values = pools(s, node)
-    if not _takes(node) or keys.strides[3] != 1 or values.strides[3] != 1:
-        return portable_cached_attention(s, node)
-    return attention_launch.cached_attention(s, node, keys, values, key_axes="sd")
-
-
-def _takes(node: Node) -> bool:
+def kernel_takes(node: Node) -> bool:
+    """Whether a tile of the kernel takes heads of this size and these types; the first two operands are q and keys."""
     q, k = node.operands[:2]
     assert q is not None and k is not None
     head_dim = q.shape[-1]

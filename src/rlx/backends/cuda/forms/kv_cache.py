@@ -1,16 +1,21 @@
-"""`kv_append` with one unit per token and head, after a launch that finds the place of each token.
+"""The KV cache: `kv_append` with one unit per token and head, `cached_attention` as a launch.
 
 The portable form appends tokens in order, so that of two tokens in one slot the last one wins; here tokens are written
-at the same time, so those that a later token overwrites are left out first. Places are found once for all layers.
+at the same time, after a launch that finds the place of each token and leaves out those that a later one overwrites.
+Places are found once for all layers. Attention keeps its portable form for what its kernels do not take (see
+`attention.py`), and for caches whose keys or values are not rows, as those of CPUs are: kernels read whole keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlx.backends.cuda.forms.attention import kernel_takes
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
-from rlx.lir.forms.kv_cache import Append, AppendOperands
+from rlx.lir.forms import attention_launch
+from rlx.lir.forms.kv_cache import Append, AppendOperands, pools
+from rlx.lir.forms.kv_cache import cached_attention as portable_cached_attention
 from rlx.lir.loops import Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, known
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit
 from rlx.lir.views import View
@@ -100,3 +105,10 @@ def _last_writers(s: Scheduler, places: View) -> View:
 def _element(builder: LoopBuilder, view: View, batch: Expr, token: Expr) -> Place:
     """The address of an element of a contiguous [batch, seq]."""
     return (batch, builder.arg("seq", view.shape[1])), (token, 1)
+
+
+def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
+    keys, values = pools(s, node)
+    if not kernel_takes(node) or keys.strides[3] != 1 or values.strides[3] != 1:
+        return portable_cached_attention(s, node)
+    return attention_launch.cached_attention(s, node, keys, values, key_axes="sd")

@@ -1,0 +1,3 @@
+"""The version of rlx, which exports, batch jobs and snapshots record."""
+
+__version__ = "0.2.0"
