@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,6 +217,12 @@ def _default_folder() -> Path:
     if not folder.is_absolute():  # an unexpanded "~" must not become a folder in the working directory
         raise RuntimeError(f"no home folder, {folder} leads nowhere")
     return folder
+
+
+def has_foreign_passes() -> bool:
+    """Whether the pipeline is not that of rlx's sources: what other passes make is not cached."""
+    pipeline = sys.modules.get("rlx.mir.pipeline")  # a warm start does not import it
+    return pipeline is not None and pipeline.PIPELINE is not pipeline.BUILT_IN
 
 
 @functools.cache

@@ -42,7 +42,6 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.container import Container
 from rlx.runtime.inputs import has_symbols
 from rlx.runtime.kv_spec import AUTO
-from rlx.runtime.program_cache import has_foreign_passes
 from rlx.runtime.session import Session
 from rlx.runtime.snapshot import from_snapshot, snapshot_records
 
@@ -82,7 +81,7 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
     store, profile = cache_folder.current(), settings["profile"]
     if store.folder is None or session.device.backend.interprets or _has_foreign_families():
         return {}
-    if profile.shows_passes or has_foreign_passes():
+    if profile.shows_passes or cache_folder.has_foreign_passes():
         return {}
     began = time.time_ns()
     try:

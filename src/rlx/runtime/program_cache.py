@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import struct
-import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -39,7 +38,7 @@ class Keys:
 
     @classmethod
     def of(cls, graph: Graph, target: Target, profile: CompileProfile) -> Keys:
-        if cache_folder.current().folder is None or has_foreign_passes() or not is_builtin(graph):
+        if cache_folder.current().folder is None or cache_folder.has_foreign_passes() or not is_builtin(graph):
             return cls(None, None)
         parts = (graph.fingerprint(), graph.name, str(target), profile.key(), cache_folder.source_digest())
         return cls(_digest(*parts), _digest(*parts, backend_of(target).identity(target)))
@@ -47,12 +46,6 @@ class Keys:
 
 def _digest(*parts: str) -> str:
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
-
-
-def has_foreign_passes() -> bool:
-    """Whether the pipeline is not that of rlx's sources."""
-    pipeline = sys.modules.get("rlx.mir.pipeline")  # a warm start does not import it
-    return pipeline is not None and pipeline.PIPELINE is not pipeline.BUILT_IN
 
 
 def is_builtin(graph: Graph) -> bool:
