@@ -338,12 +338,12 @@ def test_pieces_that_arrive_after_the_engine_has_finished_are_not_lost() -> None
 
     async def texts() -> list[str]:
         result = []
-        receive((ticket, "a"))
+        receive(engine_thread.Piece("a"))
         async for batch in generation.pieces():
             result += [piece for _, piece in batch]
             if len(result) == 1:
-                receive((ticket, "b"))
-                receive((ticket, ""))
+                receive(engine_thread.Piece("b"))
+                receive(engine_thread.Piece(""))
         return result
 
     assert asyncio.run(texts()) == ["a", "b"]

@@ -226,9 +226,8 @@ async def _answer(
         "model": served.name, "system_fingerprint": system_fingerprint(served.language),
     }  # fmt: skip
     choices = [_Choice(prepared) for _ in prepared.requests]
-    hidden = served.language.tokenizer.special_ids - served.language.marker_ids
     if request.common.stream:
-        await exchange.events(_chunks(head, request, choices, generation, hidden))
+        await exchange.events(_chunks(head, request, choices, generation))
         exchange.record |= {"finish": choices[0].finish_reason(generation.rows[0]), **_tokens(generation)}
         return
     async for batch in generation.pieces():
@@ -236,7 +235,7 @@ async def _answer(
             choices[row.index].deltas(piece, row.finished)
     listed = []
     for row, choice in zip(generation.rows, choices, strict=True):
-        entries = generation.fresh_logprobs(row, hidden) if request.logprobs else None
+        entries = row.take_logprobs() if request.logprobs else None
         listed.append(
             {"index": row.index, "message": choice.message(), "logprobs": _logprobs(entries, request.logprobs - 1),
              "finish_reason": choice.finish_reason(row), "seed": row.sequence.sampler.seed}
@@ -248,9 +247,8 @@ async def _answer(
 
 
 async def _chunks(
-    head: dict[str, Any], request: ChatRequest, choices: Sequence[_Choice], generation: Generation,
-    hidden: frozenset[int],
-) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
+    head: dict[str, Any], request: ChatRequest, choices: Sequence[_Choice], generation: Generation
+) -> AsyncIterator[list[dict[str, Any]]]:
     """Chunks of a streamed answer, in OpenAI's order: the role, deltas, the reason of the end, usage."""
     head = head | {"object": "chat.completion.chunk"}
     usage = {"usage": None} if request.common.include_usage else {}
@@ -266,7 +264,7 @@ async def _chunks(
             choice = choices[row.index]
             deltas = choice.deltas(piece, row.finished)
             if request.logprobs and (deltas or row.finished):
-                entries = _logprobs(generation.fresh_logprobs(row, hidden), request.logprobs - 1)
+                entries = _logprobs(row.take_logprobs(), request.logprobs - 1)
                 deltas = deltas or [{"content": ""}]
                 chunks += [chunk(row.index, delta, entries if i == 0 else None) for i, delta in enumerate(deltas)]
             else:

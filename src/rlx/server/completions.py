@@ -133,7 +133,7 @@ async def _answer(
     else:
         await generation.finish()
         listed = [
-            _described(request, prepared, model, choices[row.index], generation, row, row.sequence.text, True)
+            _described(request, prepared, model, choices[row.index], row, row.sequence.text, True)
             for row in generation.rows
         ]
         usage = generation.usage(len(prepared.prompts))
@@ -142,14 +142,13 @@ async def _answer(
 
 
 def _described(
-    request: CompletionRequest, prepared: _Prepared, model: LanguageModel, choice: _Choice, generation: Generation,
-    row: Row, text: str, first: bool,
+    request: CompletionRequest, prepared: _Prepared, model: LanguageModel, choice: _Choice, row: Row, text: str,
+    first: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """A choice, or a chunk of it; its first one has the prompt if that is echoed."""
     logprobs = None
     if request.logprobs is not None:
-        hidden = model.tokenizer.special_ids
-        entries: list[Logprob | None] = list(generation.fresh_logprobs(row, hidden))
+        entries: list[Logprob | None] = list(row.take_logprobs())
         texts = [entry.text for entry in entries if entry is not None]
         if first and request.echo:
             prompt = prepared.prompts[row.index // request.common.count]
@@ -174,7 +173,7 @@ async def _chunks(
         for row, piece in batch:
             first = row.index not in begun
             begun.add(row.index)
-            choice = _described(request, prepared, model, choices[row.index], generation, row, piece, first)
+            choice = _described(request, prepared, model, choices[row.index], row, piece, first)
             chunks.append(head | {"choices": [choice]} | usage)
         yield chunks
     if request.common.include_usage:

@@ -19,6 +19,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
+from rlx.engine.logprobs import Logprob
 from rlx.engine.request import Request, Ticket
 from rlx.engine.scheduler import Scheduler
 from rlx.errors import OverloadedError, RequestError, RlxError
@@ -32,6 +33,14 @@ STUCK_S = 60.0  # a step that takes longer is stuck: the server is not ready
 
 Loader = Callable[[], Any]
 Deliver = Callable[[Any], None]  # on the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of a sequence, with the log-probabilities of its tokens. The last piece has no text."""
+
+    text: str
+    logprobs: Sequence[Logprob] = ()
 
 
 @dataclass(eq=False)
@@ -179,10 +188,15 @@ class EngineThread:
         scheduler = served.scheduler
         return scheduler is not None and scheduler.statistics().requests_waiting >= self._options["max_queued"]
 
-    def submit(self, served: Served, request: Request, deliver: Callable[[tuple[Ticket, str]], None]) -> Ticket:
+    def submit(self, served: Served, request: Request, deliver: Callable[[Piece], None]) -> Ticket:
         """Run a request; its pieces are delivered on the event loop, an empty one at the end. From any thread."""
         assert served.scheduler is not None
-        ticket = served.scheduler.submit(request, lambda ticket, piece: self._post(deliver, (ticket, piece)))
+
+        def on_piece(ticket: Ticket, text: str) -> None:
+            # log-probabilities are taken here: the sequence is ahead of what the event loop has seen of it
+            self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
+
+        ticket = served.scheduler.submit(request, on_piece)
         self._wake.set()
         return ticket
 

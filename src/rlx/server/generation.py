@@ -12,7 +12,7 @@ from rlx.engine.request import Request, Ticket
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import ApiError, of_rlx
-from rlx.server.engine_thread import EngineThread, Served
+from rlx.server.engine_thread import EngineThread, Piece, Served
 
 
 @dataclass
@@ -21,11 +21,15 @@ class Row:
 
     index: int
     ticket: Ticket | None = None
-    waiting: list[str] = field(default_factory=list)  # pieces that nobody has read
+    waiting: list[Piece] = field(default_factory=list)  # that nobody has read
+    logprobs: list[Logprob] = field(default_factory=list)  # of text that was read, until they are taken
     ended: bool = False  # the engine has sent all
     finished: bool = False  # the reader has got all
-    logprobs_read: int = 0
-    text_bytes: int = 0
+
+    def take_logprobs(self) -> list[Logprob]:
+        """The log-probabilities of text that was read since the last call."""
+        taken, self.logprobs = self.logprobs, []
+        return taken
 
     @property
     def sequence(self) -> TokenSequence:
@@ -56,11 +60,9 @@ class Generation:
             raise
 
     def _receiver(self, row: Row) -> Any:
-        def receive(item: tuple[Ticket, str]) -> None:
-            _, piece = item
-            if piece:
-                row.waiting.append(piece)
-            else:  # the end; the ticket itself may be done while pieces are still on their way here
+        def receive(piece: Piece) -> None:
+            row.waiting.append(piece)
+            if not piece.text:  # the end; the ticket itself may be done while pieces are still on their way here
                 row.ended = True
             self._news.set()
 
@@ -75,7 +77,9 @@ class Generation:
             for row in self.rows:
                 if row.finished or not (row.waiting or row.ended):
                     continue
-                text, row.waiting = "".join(row.waiting), []
+                text = "".join(piece.text for piece in row.waiting)
+                row.logprobs += [entry for piece in row.waiting for entry in piece.logprobs]
+                row.waiting = []
                 row.finished = row.ended
                 if row.ended:
                     self._check(row)
@@ -125,19 +129,3 @@ class Generation:
             "prompt_per_second": round(times.prompt_per_second, 3),
             "predicted_per_second": round(times.answer_per_second, 3),
         }  # fmt: skip
-
-    def fresh_logprobs(self, row: Row, hidden: frozenset[int]) -> list[Logprob]:
-        """Log-probabilities of tokens whose text was not reported yet; none of tokens that are not in the text."""
-        known = row.sequence.logprobs or []
-        fresh = known[row.logprobs_read : len(known)]
-        row.logprobs_read += len(fresh)
-        result = []
-        limit = len(row.sequence.text.encode()) if row.sequence.finish_reason else None
-        for entry in fresh:
-            if entry.token in hidden:
-                continue
-            if limit is not None and row.text_bytes >= limit:
-                break  # of a stop string
-            row.text_bytes += len(entry.bytes)
-            result.append(entry)
-        return result

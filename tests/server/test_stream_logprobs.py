@@ -1,0 +1,66 @@
+"""Log-probabilities of streams: the same entries as in a plain answer, however late the event loop is."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from rlx.server.exchange import Exchange
+
+pytestmark = pytest.mark.serve
+STREAMS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2},
+    "/v1/completions": {"prompt": "the cat", "logprobs": 2},
+}
+
+
+def entries_of(choice: dict[str, Any]) -> list[Any]:
+    """Comparable entries of a choice or a chunk."""
+    listed = choice["logprobs"] or {}
+    if "tokens" in listed:
+        return list(zip(*(listed[n] for n in ("tokens", "token_logprobs", "top_logprobs", "text_offset")), strict=True))
+    return list(listed.get("content") or [])
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    if "text" in choice:
+        return str(choice["text"])
+    return (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+
+
+@pytest.fixture(params=[0.0, 0.01])
+def lag(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks the event loop at every write, so that the engine runs far ahead of it."""
+    write = Exchange.write
+
+    async def late(self: Exchange, data: bytes, more: bool = True) -> None:
+        time.sleep(request.param)
+        await write(self, data, more)
+
+    monkeypatch.setattr(Exchange, "write", late)
+
+
+@pytest.mark.parametrize("path", list(STREAMS))
+def test_streams_have_the_entries_of_plain_answers(http: Any, lag: None, path: str) -> None:
+    for seed in range(6):
+        body = STREAMS[path] | {"model": "tiny", "seed": seed, "max_tokens": 60, "logit_bias": {"0": -100, "2": -100}}
+        text = text_of(http.post(path, json=body).json()["choices"][0])
+        for stop in ([], [text[24:29]], [text[:3]]):
+            wanted = http.post(path, json=body | {"stop": stop}).json()["choices"][0]
+            assert wanted["finish_reason"] == ("stop" if stop else "length")
+            streamed, sent = list[Any](), ""
+            with http.stream("POST", path, json=body | {"stop": stop, "stream": True}) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        choice = json.loads(line[6:])["choices"][0]
+                        sent += text_of(choice)
+                        streamed += entries_of(choice)
+                        # all but the last token are in the text: that one may reach into what is held back
+                        sizes = [len(entry["bytes"]) for entry in streamed[:-1] if isinstance(entry, dict)]
+                        assert sum(sizes) <= len(sent.encode())
+            assert sent == text_of(wanted) == text[: len(sent)]
+            assert streamed == entries_of(wanted)
+            assert streamed or not sent
