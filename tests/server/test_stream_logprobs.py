@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+import rlx
 from rlx.server.exchange import Exchange
+
+from .load import Answer, text_entries
 
 pytestmark = pytest.mark.serve
 STREAMS = {
@@ -64,3 +67,21 @@ def test_streams_have_the_entries_of_plain_answers(http: Any, lag: None, path: s
             assert sent == text_of(wanted) == text[: len(sent)]
             assert streamed == entries_of(wanted)
             assert streamed or not sent
+
+
+def test_the_load_test_sees_missing_and_wrong_entries(model: rlx.LanguageModel) -> None:
+    wanted = model.chat("hi", max_tokens=8, logprobs=3)
+    entries = text_entries(model, wanted, 2)
+    answer = Answer()
+    answer.text, answer.finish, answer.entries = wanted.text, wanted.finish_reason, entries  # type: ignore[assignment]
+    assert len(entries) == 8 and answer.difference(wanted, entries, False) is None
+    wrong = [entries[:-1], [*entries, entries[-1]]]
+    for key, value in (("bytes", []), ("top_logprobs", []), ("logprob", -0.5), ("token", "?")):
+        wrong.append([{**entries[0], key: value}, *entries[1:]])
+    for listed in wrong:
+        answer.entries = listed
+        assert answer.difference(wanted, entries, False)
+    answer.text, answer.entries = wanted.text[:3], entries[:3]
+    assert answer.difference(wanted, entries, True) is None
+    answer.entries = entries[1:3]
+    assert answer.difference(wanted, entries, True)
