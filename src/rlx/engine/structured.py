@@ -66,16 +66,16 @@ class Structure:
             )
         return structure
 
-    def lark(self) -> str:
-        """The grammar in llguidance's dialect of Lark, with the rule `answer` at its top."""
+    def lark(self, rule: str = "answer") -> str:
+        """The grammar in llguidance's dialect of Lark, with this rule at its top."""
         match self.kind:
             case "schema":
-                return f"answer: %json {self.text}\n"
+                return f"{rule}: %json {self.text}\n"
             case "regex":
-                return f"answer: {regex_literal(self.text)}\n"
+                return f"{rule}: {regex_literal(self.text)}\n"
             case "choice":
-                return "answer: " + " | ".join(json.dumps(text) for text in json.loads(self.text)) + "\n"
-        return f"answer: @{NESTED}\n"
+                return f"{rule}: " + " | ".join(json.dumps(text) for text in json.loads(self.text)) + "\n"
+        return f"{rule}: @{NESTED}\n"
 
     @property
     def nested(self) -> str | None:

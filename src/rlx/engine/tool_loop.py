@@ -16,7 +16,7 @@ from rlx.errors import RequestError
 
 if TYPE_CHECKING:
     from rlx.engine.language_model import Completion, LanguageModel
-    from rlx.engine.structured import Constraint
+    from rlx.engine.structured import Constraint, Structure
 
 Messages = Sequence[Mapping[str, Any]]
 _ID_SYMBOLS = string.ascii_letters + string.digits
@@ -59,21 +59,33 @@ def _with_object(call: Any, where: str) -> Any:
 
 
 def call_constraint(
-    model: LanguageModel, tools: Sequence[Tool], mode: str, tokens: Sequence[int], *, parallel: bool = True
-) -> Constraint | None:
+    model: LanguageModel, tools: Sequence[Tool], mode: str, tokens: Sequence[int], *, parallel: bool = True,
+    form: Structure | None = None,
+) -> Constraint | None:  # fmt: skip
     """The grammar of an answer: calls if they are required, valid calls in a text if there are strict tools.
 
-    In a text, arguments of tools that are not strict may be any object.
+    With a `form`, an answer calls tools or follows it. Arguments of tools that are not strict may be any object unless
+    a call is required.
     """
+    if mode == "none" or not tools:
+        return None if form is None else model.grammars.follow(form, tokens, answer=True)
+    if mode == "required" and form is not None:
+        raise RequestError(
+            f"tool_choice: a required call and {form.kind} exclude each other", hint='tool_choice="auto" allows both'
+        )
     strict = any(tool.strict for tool in tools)
-    if mode == "none" or not tools or (mode == "auto" and not strict and parallel):
+    if mode == "auto" and form is None and (not model.tool_format.trigger or (not strict and parallel)):
         return None
     if mode == "auto" and not model.tool_format.trigger:
-        return None
+        raise RequestError(
+            "tools: the model writes calls without a marker, so tools and a form exclude each other",
+            hint='tool_choice="none", or leave one out',
+        )
     if mode == "auto":
         tools = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in tools]
-    rules = call_rules(model.tool_format, tools, model.grammars, parallel=parallel, text=mode == "auto")
-    return model.grammars.constraint(rules, "tools", tokens, answer=True)
+    text = mode == "auto" and form is None
+    rules = call_rules(model.tool_format, tools, model.grammars, parallel=parallel, text=text, form=form)
+    return model.grammars.constraint(rules, "tools", tokens, True, None if form is None else form.nested)
 
 
 def answer_parser(model: LanguageModel, tokens: Sequence[int], tools: Sequence[Tool] = ()) -> AnswerParser:
@@ -100,9 +112,12 @@ def calls_of(events: Sequence[Event], known: ToolFormat) -> tuple[str, list[Tool
 
 def answer_with_tools(
     model: LanguageModel, messages: Messages, tools: Sequence[Any], choice: Any,
-    answer: Callable[[list[int], Mapping[str, Any]], Completion],
+    answer: Callable[[list[int], Constraint | None], Completion], form: Structure | None = None,
 ) -> Completion:  # fmt: skip
-    """Answer a conversation; functions among the tools are called, at most `ROUNDS` times in a row."""
+    """Answer a conversation; functions among the tools are called, at most `ROUNDS` times in a row.
+
+    `answer` generates under a constraint; the text without calls follows `form`.
+    """
     listed = [replace(tool, strict=True) if tool.function else tool for tool in tools_of(tools)]
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):  # the name of a function
         choice = {"type": "function", "name": choice}
@@ -113,8 +128,7 @@ def answer_with_tools(
     for number in range(ROUNDS + 1):
         mode = "none" if number == ROUNDS else mode
         tokens = model.chat_tokens(for_template(conversation, known), tools=descriptions)
-        constraint = call_constraint(model, callable_tools, mode, tokens)
-        completion = answer(tokens, {} if constraint is None else {"allowed": constraint})
+        completion = answer(tokens, call_constraint(model, callable_tools, mode, tokens, form=form))
         parser = answer_parser(model, tokens, listed if mode != "none" else ())
         text, calls = calls_of(parser.push(completion.text) + parser.end(), known)
         functions = {tool.name: tool.function for tool in listed if tool.function is not None}

@@ -55,12 +55,13 @@ class ChatRequest:
             raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
         tools = tools_of(fields.get("tools") or [])
         choice = fields.get("tool_choice")
-        choose_tools(tools, choice)
+        _, mode = choose_tools(tools, choice)
         parallel = fields.flag("parallel_tool_calls", True)
         variables = _template_variables(fields)
         fields.refuse(UNSUPPORTED, lambda value: value in (["text"], [], "none", {}))
-        if tools and common.structure is not None and choice not in (None, "none", "auto"):
-            raise invalid("response_format: excludes a required tool call", "response_format")
+        if common.structure is not None and mode == "required":
+            reason = f"tool_choice requires a call, and the {common.structure.kind} excludes one"
+            raise invalid(f"response_format and tool_choice: {reason}", "response_format")
         logprobs = (top or 0) + 1 if wanted else 0
         return cls(
             common, [_message(m, i) for i, m in enumerate(messages)], tools, choice, parallel, logprobs, variables
@@ -121,8 +122,8 @@ class _Prepared:
         self._model, self.tokens = model, tokens
 
         def allowed(prompt: Sequence[int]) -> Allowed | None:
-            calls = call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel)
-            return calls if calls is not None else request.common.structured(model, prompt, True)
+            form = request.common.structure
+            return call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel, form=form)
 
         self.requests: list[Request] = request.common.requests(
             [tokens], exchange, logprobs=request.logprobs, answer=True, allowed=allowed
