@@ -184,6 +184,28 @@ def test_the_queue_is_bounded(loaders: Any) -> None:
             one.close()
 
 
+def test_the_sequences_of_a_request_are_queued_together(loaders: Any) -> None:
+    """More choices than may wait are no overload if there are rows for them."""
+    import httpx2 as httpx
+
+    with running({"tiny": loaders["tiny"]}, rows=4, max_queued=2) as server:
+        slow_down(server)
+        with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
+            answer = client.post("/v1/chat/completions", json=BODY | {"n": 6})
+            assert answer.status_code == 200 and len(answer.json()["choices"]) == 6
+            refused = client.post("/v1/chat/completions", json=BODY | {"n": 7})
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == "too_many_sequences"
+            prompts = {"model": "tiny", "prompt": ["a"] * 7, "max_tokens": 1}
+            assert client.post("/v1/completions", json=prompts).status_code == 400
+            with connect(server.address) as one:
+                one.sendall(request_bytes(body=json_bytes(LONG | {"n": 4})))
+                assert until(lambda: statistics(server).requests_running == 4)
+                submitted = statistics(server).requests_waiting
+                full = client.post("/v1/chat/completions", json=BODY | {"n": 3})
+                assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+                assert statistics(server).requests_waiting == submitted  # none of the three
+
+
 def test_embeddings_have_a_queue_of_their_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "MAX_EMBEDDINGS", 0)
     embeddings = server.state.engine.served["encoder"].embeddings

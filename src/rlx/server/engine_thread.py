@@ -20,7 +20,7 @@ from rlx.arrays import Array
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.logprobs import Logprob
-from rlx.engine.request import Request, Ticket
+from rlx.engine.request import OnPiece, Request, Ticket
 from rlx.engine.scheduler import Scheduler
 from rlx.errors import OverloadedError, RequestError, RlxError
 from rlx.fast_dataclass import dataclass
@@ -188,17 +188,22 @@ class EngineThread:
         scheduler = served.scheduler
         return scheduler is not None and scheduler.statistics().requests_waiting >= self._options["max_queued"]
 
-    def submit(self, served: Served, request: Request, deliver: Callable[[Piece], None]) -> Ticket:
-        """Run a request; its pieces are delivered on the event loop, an empty one at the end. From any thread."""
+    def submit(
+        self, served: Served, requests: Sequence[Request], receivers: Sequence[Callable[[Piece], None]]
+    ) -> list[Ticket]:
+        """Run all of the requests, or raise; from any thread.
+
+        Their pieces are delivered to the receivers on the event loop, an empty one at the end.
+        """
         assert served.scheduler is not None
 
-        def on_piece(ticket: Ticket, text: str) -> None:
+        def on_piece(deliver: Callable[[Piece], None]) -> OnPiece:
             # log-probabilities are taken here: the sequence is ahead of what the event loop has seen of it
-            self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
+            return lambda ticket, text: self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
 
-        ticket = served.scheduler.submit(request, on_piece)
+        tickets = served.scheduler.submit_all(requests, [on_piece(deliver) for deliver in receivers])
         self._wake.set()
-        return ticket
+        return tickets
 
     def embed(self, served: Served, job: EmbeddingJob) -> None:
         assert served.embeddings is not None

@@ -11,7 +11,7 @@ from rlx.engine.logprobs import Logprob
 from rlx.engine.request import Request, Ticket
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import ApiError, of_rlx
+from rlx.server.api_errors import ApiError, invalid, of_rlx
 from rlx.server.engine_thread import EngineThread, Piece, Served
 
 
@@ -37,6 +37,14 @@ class Row:
         return self.ticket.sequence
 
 
+def check_count(served: Served, count: int) -> None:
+    """Refuse a request with more sequences than there can ever be room for."""
+    assert served.scheduler is not None
+    if count > served.scheduler.capacity:
+        most = f"at most {served.scheduler.capacity} may run and wait at the same time (--rows and --max-queued)"
+        raise invalid(f"n: the request has {count} sequences, {most}", "n", "too_many_sequences")
+
+
 class Generation:
     """Runs requests, and gives their pieces as they come. Close it to cancel what still runs."""
 
@@ -47,11 +55,13 @@ class Generation:
 
     async def start(self, requests: Sequence[Request]) -> None:
         """Submit the requests; raises ApiError if they are refused."""
+        check_count(self._served, len(requests))
         self.rows = [Row(i) for i in range(len(requests))]
 
         def submit() -> None:
-            for row, request in zip(self.rows, requests, strict=True):
-                row.ticket = self._engine.submit(self._served, request, self._receiver(row))
+            tickets = self._engine.submit(self._served, requests, [self._receiver(row) for row in self.rows])
+            for row, ticket in zip(self.rows, tickets, strict=True):
+                row.ticket = ticket
 
         try:
             await asyncio.to_thread(submit)
