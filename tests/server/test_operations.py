@@ -412,7 +412,7 @@ def test_long_work_between_steps_does_not_stop_the_others() -> None:
     def parts(count: int) -> Any:
         for _ in range(count):
             order.append("part")
-            yield
+            yield 1
 
     async def main() -> None:
         engine.start(loop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from rlx.engine.call_sizes import CHUNK
@@ -14,10 +14,11 @@ from rlx.engine.request import Request
 from rlx.engine.scheduler import SLICE
 from rlx.engine.scoring import ScoredText, score_steps
 from rlx.fast_dataclass import dataclass
+from rlx.server.api_errors import ApiError
 from rlx.server.engine_thread import EngineThread, Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
-from rlx.server.generation import Generation, Row
+from rlx.server.generation import Generation, Row, check_count
 from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
 from rlx.server.state import State
 
@@ -72,8 +73,9 @@ class _Prepared:
 class _Choice:
     """The text of a choice so far, and the places of its tokens."""
 
-    def __init__(self, before: str, entries: Sequence[Logprob | None]) -> None:
-        self.before, self.entries = before, list(entries)
+    def __init__(self, before: str) -> None:
+        self.before = before
+        self.entries: list[Logprob | None] = []  # of the prompt
         self.offset = 0  # characters reported
 
     def logprobs(self, entries: Sequence[Logprob | None], tokens: Sequence[str], top: int) -> dict[str, Any]:
@@ -115,22 +117,32 @@ async def _answer(
     generation: Generation,
 ) -> None:  # fmt: skip
     model = served.language
-    scores: list[list[Logprob | None]] = [[] for _ in prepared.prompts]
-    if request.echo and request.logprobs is not None:
-        for i, tokens in enumerate(prepared.prompts):
-            namespace = prepared.requests[i * request.common.count].namespace
-            scores[i] = await _prompt_logprobs(state.engine, served, tokens, request.logprobs, namespace)
-    await generation.start(prepared.requests)
     head = {
         "id": f"cmpl-{exchange.id}", "object": "text_completion", "created": int(time.time()), "model": served.name,
         "system_fingerprint": system_fingerprint(model),
     }  # fmt: skip
     count = request.common.count
     befores = [model.tokenizer.decode(tokens, skip_special=True) if request.echo else "" for tokens in prepared.prompts]
-    choices = [_Choice(befores[i // count], scores[i // count]) for i in range(len(prepared.requests))]
+    choices = [_Choice(befores[i // count]) for i in range(len(prepared.requests))]
+
+    async def score_and_start() -> None:
+        scores = await _prompt_logprobs(exchange, state.engine, served, prepared, request)
+        for i, choice in enumerate(choices):
+            choice.entries = scores[i // count]
+        await generation.start(prepared.requests)
+
+    scored = request.echo and request.logprobs is not None
+    if scored:
+        check_count(served, len(prepared.requests))
+        assert served.scheduler is not None
+        served.scheduler.check_room([one.tokens for one in prepared.requests])  # before the work, not after it
     if request.common.stream:
-        await exchange.events(_chunks(head, request, prepared, model, choices, generation))
+        if not scored:
+            await generation.start(prepared.requests)
+        begin = score_and_start if scored else None  # after the head of the answer, so that comments are sent meanwhile
+        await exchange.events(_chunks(head, request, prepared, model, choices, generation, begin))
     else:
+        await (score_and_start() if scored else generation.start(prepared.requests))
         await generation.finish()
         listed = [
             _described(request, prepared, model, choices[row.index], row, row.sequence.text, True)
@@ -164,8 +176,10 @@ def _described(
 
 async def _chunks(
     head: dict[str, Any], request: CompletionRequest, prepared: _Prepared, model: LanguageModel,
-    choices: Sequence[_Choice], generation: Generation,
+    choices: Sequence[_Choice], generation: Generation, begin: Callable[[], Awaitable[None]] | None,
 ) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
+    if begin is not None:
+        await begin()
     begun: set[int] = set()
     usage = {"usage": None} if request.common.include_usage else {}
     async for batch in generation.pieces():
@@ -181,15 +195,26 @@ async def _chunks(
 
 
 async def _prompt_logprobs(
-    engine: EngineThread, served: Served, tokens: list[int], top: int, namespace: str
-) -> list[Logprob | None]:
-    """Log-probabilities of a prompt's tokens; the first has none. While others generate, it takes short steps."""
-    score, scheduler = Score([]), served.scheduler
+    exchange: Exchange, engine: EngineThread, served: Served, prepared: _Prepared, request: CompletionRequest
+) -> list[list[Logprob | None]]:
+    """Log-probabilities of the prompts' tokens; the first of each has none. While others generate, steps are short."""
+    scheduler, scores = served.scheduler, [Score([]) for _ in prepared.prompts]
 
     def max_tokens() -> int:
         return SLICE if scheduler is not None and scheduler.busy else CHUNK
 
-    text = ScoredText(tokens, 1)
-    steps = score_steps(served.language, [text], [score], top, namespace=("", namespace), max_tokens=max_tokens)
-    await engine.run(steps)
-    return [None, *score.tokens][: len(tokens)]
+    def steps() -> Iterator[int]:
+        for tokens, score in zip(prepared.prompts, scores, strict=True):
+            yield from score_steps(
+                served.language, [ScoredText(tokens, 1)], [score], request.logprobs or 0,
+                namespace=("", exchange.namespace), max_tokens=max_tokens,
+            )  # fmt: skip
+
+    deadline = prepared.requests[0].deadline
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+            await engine.run(steps(), exchange.client, sum(map(len, prepared.prompts)))
+    except TimeoutError as error:
+        message = f"the log-probabilities of the prompt took more than {request.common.timeout:g} seconds"
+        raise ApiError(408, message, code="timeout") from error
+    return [[None, *score.tokens][: len(tokens)] for tokens, score in zip(prepared.prompts, scores, strict=True)]

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.fair_shares import FairShares
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.logprobs import Logprob
 from rlx.engine.request import OnPiece, Request, Ticket
@@ -118,6 +119,16 @@ class EmbeddingQueue:
                 self._waiting.remove(job)
 
 
+@dataclass(eq=False)
+class _Job:
+    """Work between two steps of the engine."""
+
+    steps: Iterator[int]  # each says how many tokens it took
+    future: asyncio.Future[None]
+    client: str
+    tokens: int  # that are left
+
+
 @dataclass
 class Served:
     """A model, and what runs its requests."""
@@ -158,7 +169,9 @@ class EngineThread:
         self.active = 0  # requests, counted on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[tuple[Deliver, Any]] = []
-        self._jobs: deque[tuple[Iterator[None], asyncio.Future[None]]] = deque()
+        self._jobs: list[_Job] = []
+        self._jobs_lock = threading.Lock()
+        self._job_shares = FairShares()
         self._wake = threading.Event()
         self._stopping = False
         self._step_began = 0.0  # clock; 0: no step runs
@@ -210,10 +223,21 @@ class EngineThread:
         served.embeddings.submit(job)
         self._wake.set()
 
-    async def run(self, steps: Iterator[None]) -> None:
-        """Run an iterator to its end, one item between two steps of the engine, or until nobody awaits it."""
+    async def run(self, steps: Iterator[int], client: str = "", tokens: int = 0) -> None:
+        """Run an iterator to its end, one item between two steps of the engine, or until nobody awaits it.
+
+        Each item says how many tokens it took, of `tokens` in all: clients take turns by them. Raises OverloadedError
+        if as many wait as may.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._jobs.append((steps, future))
+        most, most_tokens = self._options["max_queued"], self._options["max_queued_tokens"]
+        with self._jobs_lock:
+            waiting = sum(job.tokens for job in self._jobs)
+            too_many = most_tokens is not None and self._jobs and waiting + tokens > most_tokens
+            if len(self._jobs) >= most or too_many:
+                message = f"{len(self._jobs)} prompts with {waiting} tokens wait for their log-probabilities"
+                raise OverloadedError(f"engine: {message}", retry_after=1.0)
+            self._jobs.append(_Job(steps, future, client, tokens))
         self._wake.set()
         await future
 
@@ -262,22 +286,34 @@ class EngineThread:
                     busy |= served.embeddings.step(self._post)
             except Exception as error:  # a defect: requests that it belongs to time out, the others go on
                 LOG.error("%s: a step failed: %s", served.name, type(error).__name__, exc_info=not_private(error))
-        if self._jobs:
-            self._step_job(*self._jobs.popleft())
-            busy = True
+        busy |= self._step_job()
         self._step_began = 0.0
         self._flush()
         return busy
 
-    def _step_job(self, steps: Iterator[None], future: asyncio.Future[None]) -> None:
+    def _step_job(self) -> bool:
+        """One item of the job whose turn it is: by turns between clients, then between the jobs of a client."""
+        with self._jobs_lock:
+            self._jobs = [job for job in self._jobs if not job.future.cancelled()]
+            if not self._jobs:
+                return False
+            clients = {job.client for job in self._jobs}
+            self._job_shares.keep(clients)
+            client = self._job_shares.choose(clients)
+            job = next(job for job in self._jobs if job.client == client)
+            self._jobs.remove(job)
         try:
-            if not future.cancelled():
-                next(steps)
-                self._jobs.append((steps, future))
+            tokens = next(job.steps)
         except StopIteration:
-            self._post(_resolve, (future, None))
+            self._post(_resolve, (job.future, None))
         except Exception as error:
-            self._post(_resolve, (future, error))
+            self._post(_resolve, (job.future, error))
+        else:
+            self._job_shares.charge(client, tokens)
+            job.tokens -= tokens
+            with self._jobs_lock:
+                self._jobs.append(job)
+        return True
 
     def _flush(self) -> None:
         if self._outbox and self._loop is not None and not self._loop.is_closed():
