@@ -12,20 +12,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from limits import LONGEST_S
 
 import rlx
 from rlx.cli.main import main
 from rlx.errors import OverloadedError
-from rlx.server import engine_thread, exchange
+from rlx.server import completions, engine_thread, exchange
 from rlx.server.exchange import Exchange
 from rlx.server.generation import Generation, Row
+from rlx.server.guard import Guard
+from rlx.server.metrics import Metrics
 from rlx.server.serve import Server, running
 from rlx.server.settings import ServerSettings
 
@@ -289,6 +292,76 @@ def test_a_running_stream_has_some_time_when_the_server_stops(loaders: Any, grac
         assert b'"finish_reason":"length"' in data and data.count(b"data: ") > 100
     else:
         assert b'"code":"stopping"' in data and b"[DONE]" not in data
+
+
+def test_embeddings_and_scores_are_answered_when_the_server_stops(
+    loaders: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ServerSettings(port=0, grace=0.1, log_requests=True)
+    started: list[str] = []
+
+    def endless(*_: Any, **__: Any) -> Iterator[int]:
+        started.append("score")
+        while True:
+            time.sleep(0.005)
+            yield 1
+
+    def slow(rows: list[list[int]]) -> Any:
+        started.append("embed")
+        time.sleep(0.05)
+        return np.zeros((len(rows), 4), np.float32)
+
+    monkeypatch.setattr(completions, "score_steps", endless)
+    monkeypatch.setattr(engine_thread, "EMBED_TOKENS", 1)  # a row per step
+    with running(loaders, settings) as server:
+        monkeypatch.setattr(server.state.engine.served["encoder"].model, "embed_tokens", slow)
+        echo = {"model": "tiny", "prompt": "the cat", "max_tokens": 1, "echo": True, "logprobs": 1}
+        bodies = {
+            "/v1/embeddings": {"model": "encoder", "input": ["the cat"] * 200}, "/v1/completions": echo,
+            "/completions": echo | {"stream": True},
+        }  # fmt: skip
+        clients = [connect(server.address) for _ in bodies]
+        for one, (path, body) in zip(clients, bodies.items(), strict=True):
+            one.sendall(request_bytes(path=path, body=json_bytes(body)))
+        assert until(lambda: started.count("score") == 2 and "embed" in started)
+        server.should_exit = True
+        answers = []
+        for one in clients:
+            data = b""
+            while piece := one.recv(1 << 16):
+                data += piece
+            answers.append(data)
+            one.close()
+    for answer in answers[:2]:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503") and json.loads(body)["error"]["code"] == "stopping"
+    assert b'"code":"stopping"' in answers[2] and b"[DONE]" not in answers[2]
+    log = capfd.readouterr().err
+    assert "Traceback" not in log
+    statuses = [json.loads(line)["status"] for line in log.splitlines() if line.startswith("{")]
+    assert sorted(statuses) == [200, 503, 503]
+
+
+def test_a_request_that_is_cancelled_is_answered_in_json() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def endless(*_: Any) -> None:
+        await asyncio.sleep(LONGEST_S)
+
+    async def main() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"127.0.0.1")], "client": None}
+        metrics = Metrics()
+        task = asyncio.create_task(Guard(endless, ServerSettings(), metrics)(scope, endless, send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+        assert 'status="503"' in "".join(metrics.requests.lines())
+
+    asyncio.run(main())
+    assert sent[0]["status"] == 503 and json.loads(sent[1]["body"])["error"]["code"] == "stopping"
 
 
 def _ready(address: str) -> bool:

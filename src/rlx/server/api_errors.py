@@ -34,6 +34,10 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "5"})
+
+
 def of_rlx(error: RlxError) -> ApiError:
     """The answer for an error of rlx. Only messages about the request are shown; others may name files."""
     message = str(error) + (f" (hint: {error.hint})" if error.hint else "")

@@ -25,6 +25,7 @@ from rlx.engine.request import OnPiece, Request, Ticket
 from rlx.engine.scheduler import Scheduler
 from rlx.errors import OverloadedError, RequestError, RlxError
 from rlx.fast_dataclass import dataclass
+from rlx.server.api_errors import stopping
 
 LOG = logging.getLogger("rlx.server")
 EMBED_TOKENS = 16384  # per call, so that decode steps of other models wait no longer
@@ -66,9 +67,12 @@ class EmbeddingQueue:
         self._model = model
         self._waiting: deque[EmbeddingJob] = deque()
         self._lock = threading.Lock()
+        self._closed = False
 
     def submit(self, job: EmbeddingJob) -> None:
         with self._lock:
+            if self._closed:
+                raise stopping()
             if len(self._waiting) >= MAX_EMBEDDINGS:
                 raise OverloadedError(f"{MAX_EMBEDDINGS} requests wait already", retry_after=1.0)
             self._waiting.append(job)
@@ -112,6 +116,14 @@ class EmbeddingQueue:
                 if end < len(job.rows):
                     break
         return [(job, rows) for job, rows in parts if rows]
+
+    def close(self, deliver: Callable[[Deliver, Any], None]) -> None:
+        """End the jobs that wait: the server stops."""
+        with self._lock:
+            self._closed = True
+            jobs, self._waiting = self._waiting, deque()
+        for job in jobs:
+            deliver(job.done, stopping())
 
     def _remove(self, job: EmbeddingJob) -> None:
         with self._lock:
@@ -214,7 +226,12 @@ class EngineThread:
             # log-probabilities are taken here: the sequence is ahead of what the event loop has seen of it
             return lambda ticket, text: self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
 
-        tickets = served.scheduler.submit_all(requests, [on_piece(deliver) for deliver in receivers])
+        try:
+            tickets = served.scheduler.submit_all(requests, [on_piece(deliver) for deliver in receivers])
+        except RequestError:
+            if self._stopping:  # the scheduler is closed
+                raise stopping() from None
+            raise
         self._wake.set()
         return tickets
 
@@ -232,6 +249,8 @@ class EngineThread:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         most, most_tokens = self._options["max_queued"], self._options["max_queued_tokens"]
         with self._jobs_lock:
+            if self._stopping:
+                raise stopping()
             waiting = sum(job.tokens for job in self._jobs)
             too_many = most_tokens is not None and self._jobs and waiting + tokens > most_tokens
             if len(self._jobs) >= most or too_many:
@@ -260,11 +279,23 @@ class EngineThread:
                     self._wake.wait(IDLE_S)
                     self._wake.clear()
         finally:
-            for served in self.served.values():
-                if served.scheduler is not None:
-                    served.scheduler.close()
-                self._flush()
-                served.model.close()
+            self._close()
+
+    def _close(self) -> None:
+        """End all requests, and close the models."""
+        self._stopping = True
+        with self._jobs_lock:
+            jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            self._post(_resolve, (job.future, stopping()))
+        for served in self.served.values():
+            if served.scheduler is not None:
+                served.scheduler.close()
+            if served.embeddings is not None:
+                served.embeddings.close(self._post)
+        self._flush()
+        for served in self.served.values():
+            served.model.close()
 
     def _add(self, name: str, model: Any) -> None:
         if isinstance(model, LanguageModel):

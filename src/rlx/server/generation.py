@@ -11,7 +11,7 @@ from rlx.engine.logprobs import Logprob
 from rlx.engine.request import Request, Ticket
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import ApiError, invalid, of_rlx
+from rlx.server.api_errors import invalid, of_rlx, stopping
 from rlx.server.engine_thread import EngineThread, Piece, Served
 
 
@@ -108,7 +108,7 @@ class Generation:
         if error is not None:
             raise of_rlx(error)
         if row.sequence.finish_reason not in ("stop", "length"):
-            raise ApiError(503, "the server is stopping", code="stopping")
+            raise stopping()
 
     def close(self) -> None:
         """Cancel what still runs."""

@@ -8,7 +8,7 @@ from dataclasses import field
 
 from rlx.errors import nearest
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import ApiError, invalid
+from rlx.server.api_errors import ApiError, invalid, stopping
 from rlx.server.engine_thread import EngineThread, Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
@@ -26,7 +26,7 @@ class State:
 
     def check_ready(self) -> None:
         if self.stopping:
-            raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "5"})
+            raise stopping()
         if not self.engine.loaded.is_set():
             raise ApiError(503, "the model is loading", code="loading", headers={"retry-after": "1"})
 
