@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import shutil
@@ -207,6 +208,43 @@ def test_the_sequences_of_a_request_are_queued_together(loaders: Any) -> None:
                 full = client.post("/v1/chat/completions", json=BODY | {"n": 3})
                 assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
                 assert statistics(server).requests_waiting == submitted  # none of the three
+
+
+def test_keys_and_values_have_a_limit_by_default(
+    loaders: Any, model: rlx.LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short it is one context: requests that need more together take turns, with the same answers."""
+    import httpx2 as httpx
+
+    pool = model.caches
+    monkeypatch.setattr(engine_thread, "available", lambda: 64 << 30)
+    assert engine_thread.default_cache_bytes(pool) == 8 << 30
+    assert engine_thread.default_cache_bytes(pool, 2) == 4 << 30
+    monkeypatch.setattr(engine_thread, "available", lambda: 4 << 30)
+    assert engine_thread.default_cache_bytes(pool) == 1 << 30
+    monkeypatch.setattr(engine_thread, "available", lambda: 0)
+    least = engine_thread.default_cache_bytes(pool)
+    assert pool.bytes_for(model.context) < least < 2 * pool.bytes_for(model.context)
+    with running({"tiny": loaders["tiny"]}, rows=4) as server:
+        scheduler = server.state.engine.served["tiny"].scheduler
+        assert scheduler is not None and scheduler.pool.limit == least and scheduler.context == model.context
+        body = LONG | {"max_tokens": 600, "temperature": 0}
+        texts: list[str] = []
+
+        def ask() -> None:
+            with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
+                answer = client.post("/v1/chat/completions", json=body).json()
+                texts.append(answer["choices"][0]["message"]["content"])
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        numbers = statistics(server)
+        assert 0 < numbers.kv_used_ratio <= 1 and numbers.preemptions_total > 0
+        bias = {int(token): -math.inf for token in LONG["logit_bias"]}
+        assert texts == [model.chat("hi", max_tokens=600, logit_bias=bias).text] * 4
 
 
 def test_embeddings_have_a_queue_of_their_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,19 @@ from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.fair_shares import FairShares
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.logprobs import Logprob
+from rlx.engine.page_pool import PagePool
 from rlx.engine.request import OnPiece, Request, Ticket
 from rlx.engine.scheduler import Scheduler
 from rlx.errors import OverloadedError, RequestError, RlxError
 from rlx.fast_dataclass import dataclass
+from rlx.free_memory import available
 from rlx.server.api_errors import stopping
 
 LOG = logging.getLogger("rlx.server")
 EMBED_TOKENS = 16384  # per call, so that decode steps of other models wait no longer
 MAX_EMBEDDINGS = 512  # requests that wait
+MAX_CACHE = 8 << 30  # bytes of keys and values, unless a setting says otherwise, and
+CACHE_SHARE = 4  # at most a quarter of the free memory
 IDLE_S = 0.5
 STUCK_S = 60.0  # a step that takes longer is stuck: the server is not ready
 
@@ -299,7 +303,10 @@ class EngineThread:
 
     def _add(self, name: str, model: Any) -> None:
         if isinstance(model, LanguageModel):
-            self.served[name] = Served(name, model, scheduler=Scheduler(model, **self._options))
+            options = dict(self._options)
+            if options["cache_bytes"] is None:
+                options["cache_bytes"] = default_cache_bytes(model.caches, len(self._loaders))
+            self.served[name] = Served(name, model, scheduler=Scheduler(model, **options))
         elif isinstance(model, EmbeddingModel):
             self.served[name] = Served(name, model, embeddings=EmbeddingQueue(model))
         else:
@@ -350,6 +357,16 @@ class EngineThread:
         if self._outbox and self._loop is not None and not self._loop.is_closed():
             items, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(_deliver, items)
+
+
+def default_cache_bytes(pool: PagePool, models: int = 1) -> int:
+    """Bytes of keys and values of one of several models, where none are given; at least one whole context.
+
+    Without a limit, requests would be admitted until the process is killed for its memory.
+    """
+    free = available() if pool.memory.is_host else pool.memory.free_bytes()
+    wanted = MAX_CACHE if free is None else min(max(free, 0) // CACHE_SHARE, MAX_CACHE)
+    return max(wanted // max(models, 1), pool.bytes_for(pool.context) + pool.bytes_for(1))
 
 
 def _resolve(outcome: tuple[asyncio.Future[None], Exception | None]) -> None:
