@@ -31,6 +31,17 @@ pytestmark = pytest.mark.serve
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 SOURCES = sorted((Path(rlx.__file__).parent / "server").glob("*.py"))
 KEY, OTHER_KEY = "a-long-enough-key", "another-good-key"
+_SCHEMA = {"name": "x", "schema": {"const": 1}, "odd": 1}
+_FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+INNER_FIELDS: list[tuple[dict[str, Any], str]] = [  # that mean nothing, and their paths
+    ({"stream_options": {"odd": 1}}, "stream_options.odd"),
+    ({"response_format": {"type": "text", "odd": 1}}, "response_format.odd"),
+    ({"response_format": {"type": "json_schema", "json_schema": _SCHEMA}}, "response_format.json_schema.odd"),
+    ({"messages": [{"role": "user", "content": "hi", "odd": 1}]}, "messages[0].odd"),
+    ({"tools": [{"type": "function", "function": _FUNCTION | {"odd": 1}}]}, "tools[0].function.odd"),
+    ({"cache_prompt": False}, "cache_prompt"),
+    ({"verbosity": "low"}, "verbosity"),
+]
 
 
 # -- parameters without bounds (CVE-2026-34756), numbers that parsers let through -------------------------------------
@@ -108,6 +119,9 @@ def test_what_cannot_be_enforced_is_named(http: Any) -> None:
 def test_unknown_fields_are_said(http: Any, loaders: Any) -> None:
     answer = http.post("/v1/chat/completions", json=BODY | {"no_such_field": 1, "user": "me"})
     assert answer.status_code == 200 and answer.headers["x-rlx-ignored"] == "no_such_field"
+    for body, name in INNER_FIELDS:
+        answer = http.post("/v1/chat/completions", json=BODY | body)
+        assert answer.status_code == 200 and answer.headers["x-rlx-ignored"] == name, (name, answer.text)
 
 
 def test_prompts_that_are_too_long_are_never_cut(http: Any) -> None:
@@ -347,6 +361,12 @@ def test_named_origins_may_call(guarded: Server) -> None:
         assert "access-control-allow-credentials" not in asked.headers
         strict = client.post("/v1/chat/completions", json=BODY | {"odd": 1}, headers={"x-api-key": KEY})
         assert strict.status_code == 400 and "odd" in strict.json()["error"]["message"]
+        for body, name in INNER_FIELDS:
+            strict = client.post("/v1/chat/completions", json=BODY | body, headers={"x-api-key": KEY})
+            assert strict.status_code == 400 and name in strict.json()["error"]["message"], name
+            assert strict.json()["error"]["code"] == "unknown_field"
+        known = {"cache_prompt": True, "verbosity": "medium", "user": "u", "stream_options": {"include_usage": True}}
+        assert client.post("/v1/chat/completions", json=BODY | known, headers={"x-api-key": KEY}).status_code == 200
 
 
 def test_keys_are_compared_in_constant_time_and_not_kept() -> None:

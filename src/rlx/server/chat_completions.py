@@ -23,6 +23,11 @@ from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system
 from rlx.server.state import State
 
 TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")  # that requests may set
+MESSAGE = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal",
+    "annotations",
+)  # fmt: skip  # members of messages that templates know
+FUNCTION = ("name", "description", "parameters", "strict")  # members of a tool's function
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 UNSUPPORTED = {
     "audio": "rlx writes text", "modalities": "rlx writes text", "prediction": "there are no predicted outputs",
@@ -48,12 +53,19 @@ class ChatRequest:
         messages = fields.get("messages")
         if not isinstance(messages, list) or not messages:
             raise fields.wrong("messages", "a list of messages")
+        fields.objects("messages", MESSAGE)
         common = read_common(fields, state.settings)
         wanted = fields.flag("logprobs")
         top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
         if top and not wanted:
             raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
         tools = tools_of(fields.get("tools") or [])
+        for tool in fields.objects("tools", ("type",)) if tools else ():
+            inner = tool.inner("function")
+            if inner is not None:
+                inner.ignore(*FUNCTION)
+            else:
+                tool.ignore(*FUNCTION)
         choice = fields.get("tool_choice")
         _, mode = choose_tools(tools, choice)
         parallel = fields.flag("parallel_tool_calls", True)
@@ -92,7 +104,7 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
                 variables[name] = value
         for name in inner.unread():
             known = ", ".join(TEMPLATE_VARIABLES)
-            raise invalid(f"chat_template_kwargs.{name[:40]}: known are {known}", "chat_template_kwargs")
+            raise invalid(f"{name[:80]}: known are {known}", "chat_template_kwargs")
     continued = fields.flag("continue_final_message")
     prompted = fields.flag("add_generation_prompt", not continued)
     if continued and prompted:

@@ -26,8 +26,7 @@ MAX_LOGPROBS = 20
 LONGEST = 1 << 31
 # notes of the user, which change nothing here
 NOTES = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
-    "cache_prompt", "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
 
 
@@ -82,6 +81,8 @@ def read_common(fields: Fields, settings: ServerSettings) -> Common:
         options.ignore("include_obfuscation")
     timeout = fields.number("timeout", 0.001, 86400)
     fields.ignore(*NOTES)
+    fields.expect("cache_prompt", True)
+    fields.expect("verbosity", "medium")
     return Common(
         count or 1, longest if newer is None else newer,
         tuple(fields.strings("stop", count=MAX_STOPS, limit=MAX_STOP)), _sampling(fields, settings),
@@ -160,7 +161,7 @@ def _structure(fields: Fields) -> Structure | None:
             "regex": other.get("regex"), "choice": other.get("choice"), "grammar": other.get("grammar"),
         }  # fmt: skip
         for name in other.unread():
-            raise invalid(f"structured_outputs.{name}: known are json, regex, choice, grammar", "structured_outputs")
+            raise invalid(f"{name}: known are json, regex, choice, grammar", "structured_outputs")
     for name, kind in (("json_schema", "schema"), ("grammar", "grammar"), ("regex", "regex"), ("choice", "choice")):
         value = fields.get(name)
         if value is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import field
+from itertools import islice
 
 from rlx.errors import nearest
 from rlx.fast_dataclass import dataclass
@@ -57,7 +58,7 @@ class State:
 
     def check_unread(self, fields: Fields, exchange: Exchange) -> None:
         """Say which fields mean nothing here: in a header, or as an error of a strict server."""
-        names = sorted(name[:40] for name in fields.unread())[:16]
+        names = sorted(name[:80] for name in islice(fields.unread(), 16))
         if names and self.settings.strict:
             raise invalid("unknown fields: " + ", ".join(names), names[0], "unknown_field")
         safe = [name for name in names if name.isascii() and name.isprintable()]
