@@ -271,6 +271,31 @@ def test_completions(client: Any, model: rlx.LanguageModel) -> None:
     assert chunks[-1].choices[0].finish_reason == expected.finish_reason
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_offsets_point_into_the_text(http: Any, model: rlx.LanguageModel, stream: bool) -> None:
+    """Special tokens have no text, and the tokens of one character begin together."""
+    tokenizer = model.tokenizer
+    special = sorted(tokenizer.special_ids)[0]
+    prompt = [*tokenizer.encode("aé"), special, *tokenizer.encode("漢b")]
+    body = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 5, "max_tokens": 20, "stream": stream,
+            "regex": "(é|漢|[a-z])+", "seed": 3}  # fmt: skip
+    answer = http.post("/v1/completions", json=body)
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    bodies = [json.loads(line) for line in (lines if stream else [answer.text])]
+    text, tokens, offsets, likeliest = "", list[str](), list[int](), list[Any]()
+    for choice in (one["choices"][0] for one in bodies):
+        text += choice["text"]
+        tokens += choice["logprobs"]["tokens"]
+        offsets += choice["logprobs"]["text_offset"]
+        likeliest += choice["logprobs"]["top_logprobs"]
+    assert text.startswith("aé漢b")
+    assert offsets[: len(prompt)] == [0, 1, 1, 2, 2, 2, 2, 3] and tokens[1:3] == ["bytes:\\xc3", "bytes:\\xa9"]
+    for token, offset in zip(tokens, offsets, strict=True):
+        if not token.startswith("bytes:") and token != tokenizer.token_bytes(special).decode():
+            assert text[offset : offset + len(token)] == token
+    assert offsets == sorted(offsets) and all(len(top) == 5 for top in likeliest if top is not None)
+
+
 def test_logprobs_of_a_prompt_are_scores(http: Any, model: rlx.LanguageModel) -> None:
     """OpenAI's types forbid the null of the first token, which OpenAI itself sends."""
     body = {"model": "tiny", "prompt": "Hello, you", "echo": True, "logprobs": 2, "max_tokens": 0}

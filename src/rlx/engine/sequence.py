@@ -146,19 +146,19 @@ class Sequence:
         self.text += last
         return last
 
-    def take_logprobs(self) -> list[Logprob]:
-        """The log-probabilities of tokens whose text was returned since the last call.
+    def take_logprobs(self) -> list[tuple[int, Logprob]]:
+        """The log-probabilities of tokens whose text was returned since the last call, and where in it they begin.
 
         A token counts as returned with the first character of its text. Tokens outside the text have none: special
         ones, and those of a stop string.
         """
-        taken: list[Logprob] = []
+        taken: list[tuple[int, Logprob]] = []
         complete = bool(self.finish_reason) and self._decoded <= len(self.text)  # no stop string was cut off
         for start in self._starts[self._taken :]:
             if start is not None and start >= len(self.text) and not complete:
                 break
             if start is not None and self.logprobs is not None:
-                taken.append(self.logprobs[self._taken])
+                taken.append((start, self.logprobs[self._taken]))
             self._taken += 1
         return taken
 

@@ -294,10 +294,10 @@ async def _chunks(
         yield [head | {"choices": [], "usage": generation.usage(), "timings": generation.timings()}]
 
 
-def _logprobs(entries: Sequence[Logprob] | None, top: int) -> dict[str, Any] | None:
+def _logprobs(entries: Sequence[tuple[int, Logprob]] | None, top: int) -> dict[str, Any] | None:
     if entries is None:
         return None
-    content = [_entry(e) | {"top_logprobs": [_entry(t) for t in e.top[:top]]} for e in entries]
+    content = [_entry(e) | {"top_logprobs": [_entry(t) for t in e.top[:top]]} for _, e in entries]
     return {"content": content, "refusal": None}
 
 

@@ -14,6 +14,7 @@ from rlx.engine.request import Request
 from rlx.engine.scheduler import SLICE
 from rlx.engine.scoring import ScoredText, score_steps
 from rlx.fast_dataclass import dataclass
+from rlx.formats.tokenizer import Tokenizer
 from rlx.server.api_errors import ApiError
 from rlx.server.engine_thread import EngineThread, Served
 from rlx.server.exchange import Exchange
@@ -70,27 +71,60 @@ class _Prepared:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Token:
+    """A token of a choice, where its text begins, and its log-probability if it has one."""
+
+    data: bytes
+    offset: int
+    entry: Logprob | None
+
+
 class _Choice:
-    """The text of a choice so far, and the places of its tokens."""
+    """The echoed prompt of a choice."""
 
     def __init__(self, before: str) -> None:
         self.before = before
         self.entries: list[Logprob | None] = []  # of the prompt
-        self.offset = 0  # characters reported
 
-    def logprobs(self, entries: Sequence[Logprob | None], tokens: Sequence[str], top: int) -> dict[str, Any]:
-        offsets = []
-        for text in tokens:
-            offsets.append(self.offset)
-            self.offset += len(text)
-        return {
-            "tokens": list(tokens),
-            "token_logprobs": [None if e is None else max(e.logprob, -9999.0) for e in entries],
-            "top_logprobs": [
-                None if e is None else {t.text: max(t.logprob, -9999.0) for t in e.top[:top]} for e in entries
-            ],
-            "text_offset": offsets,
-        }
+    def prompt_tokens(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> list[_Token]:
+        """The tokens of the prompt; special ones have no text, and those of one character begin together."""
+        stream, offset, result = tokenizer.stream(skip_special=True), 0, list[_Token]()
+        for token, entry in zip(prompt, self.entries, strict=True):
+            result.append(_Token(tokenizer.token_bytes(token), offset, entry))
+            offset += len(stream.push(token))
+        return result
+
+
+def _logprobs(tokens: Sequence[_Token], top: int) -> dict[str, Any]:
+    entries = [token.entry for token in tokens]
+    return {
+        "tokens": [_name(token.data) for token in tokens],
+        "token_logprobs": [None if e is None else max(e.logprob, -9999.0) for e in entries],
+        "top_logprobs": [None if e is None else _top(e.top[:top]) for e in entries],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _top(entries: Sequence[Logprob]) -> dict[str, float]:
+    """Log-probabilities by text. Tokens of equal text are told apart by their bytes' form, or by their ids."""
+    result: dict[str, float] = {}
+    for e in entries:
+        names = (_name(e.bytes), _bytes_name(e.bytes), f"token_id:{e.token}")
+        result[next(name for name in names if name not in result)] = max(e.logprob, -9999.0)
+    return result
+
+
+def _name(data: bytes) -> str:
+    """A token's text, or its bytes if they are part of a character, in OpenAI's form."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return _bytes_name(data)
+
+
+def _bytes_name(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 async def completions(exchange: Exchange, state: State) -> None:
@@ -160,13 +194,11 @@ def _described(
     """A choice, or a chunk of it; its first one has the prompt if that is echoed."""
     logprobs = None
     if request.logprobs is not None:
-        entries: list[Logprob | None] = list(row.take_logprobs())
-        texts = [entry.text for entry in entries if entry is not None]
+        tokens = [_Token(e.bytes, len(choice.before) + start, e) for start, e in row.take_logprobs()]
         if first and request.echo:
             prompt = prepared.prompts[row.index // request.common.count]
-            entries = [*choice.entries, *entries]
-            texts = [model.tokenizer.token_bytes(t).decode("utf-8", "replace") for t in prompt] + texts
-        logprobs = choice.logprobs(entries, texts, request.logprobs)
+            tokens = choice.prompt_tokens(model.tokenizer, prompt) + tokens
+        logprobs = _logprobs(tokens, request.logprobs)
     return {
         "index": row.index, "text": (choice.before if first else "") + text, "logprobs": logprobs,
         "finish_reason": row.sequence.finish_reason if row.finished else None,

@@ -43,10 +43,13 @@ Deliver = Callable[[Any], None]  # on the event loop
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of a sequence, with the log-probabilities of its tokens. The last piece has no text."""
+    """New text of a sequence, with the log-probabilities of its tokens and where in the text these begin.
+
+    The last piece has no text.
+    """
 
     text: str
-    logprobs: Sequence[Logprob] = ()
+    logprobs: Sequence[tuple[int, Logprob]] = ()
 
 
 @dataclass(eq=False)

@@ -22,12 +22,12 @@ class Row:
     index: int
     ticket: Ticket | None = None
     waiting: list[Piece] = field(default_factory=list)  # that nobody has read
-    logprobs: list[Logprob] = field(default_factory=list)  # of text that was read, until they are taken
+    logprobs: list[tuple[int, Logprob]] = field(default_factory=list)  # of text that was read, until they are taken
     ended: bool = False  # the engine has sent all
     finished: bool = False  # the reader has got all
 
-    def take_logprobs(self) -> list[Logprob]:
-        """The log-probabilities of text that was read since the last call."""
+    def take_logprobs(self) -> list[tuple[int, Logprob]]:
+        """The log-probabilities of text that was read since the last call, and where in it their tokens begin."""
         taken, self.logprobs = self.logprobs, []
         return taken
 
