@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from limits import LONGEST_S
 import rlx
 from rlx.cli.main import main
 from rlx.errors import OverloadedError
-from rlx.server import completions, engine_thread, exchange
+from rlx.server import completions, connections, engine_thread, exchange
 from rlx.server.exchange import Exchange
 from rlx.server.generation import Generation, Row
 from rlx.server.guard import Guard
@@ -253,6 +255,62 @@ def test_embeddings_have_a_queue_of_their_own(server: Server, monkeypatch: pytes
     assert embeddings is not None
     with pytest.raises(OverloadedError):
         embeddings.submit(engine_thread.EmbeddingJob([[1]], lambda _: None))
+
+
+def test_embeddings_wait_by_tokens_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def embed_tokens(rows: list[list[int]]) -> Any:
+        calls.append(len(rows))
+        return np.array([[row[0]] for row in rows], np.float32)
+
+    monkeypatch.setattr(engine_thread, "MAX_EMBEDDING_TOKENS", 40_000)
+    queue = engine_thread.EmbeddingQueue(SimpleNamespace(embed_tokens=embed_tokens))  # type: ignore[arg-type]
+    done: list[str] = []
+
+    def job(client: str, rows: int) -> engine_thread.EmbeddingJob:
+        return engine_thread.EmbeddingJob([[i] * 512 for i in range(rows)], lambda _: done.append(client), client)
+
+    jobs = [job("large", 64), job("small", 4)]
+    for one in jobs:
+        queue.submit(one)
+    with pytest.raises(OverloadedError, match="34816 tokens wait"):
+        queue.submit(job("small", 16))
+    results: dict[int, Any] = {}
+    while queue.step(lambda deliver, item: (deliver(item), results.__setitem__(len(done), item))):
+        pass
+    assert done == ["small", "large"] and calls[0] == 32  # the small one does not wait for the large one
+    assert results[2][:, 0].tolist() == list(range(64))
+    queue.submit(job("large", 100))  # nobody else waits
+
+
+def test_embeddings_have_a_deadline(server: Server, http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = server.state.engine.served["encoder"].model
+    embed_tokens = model.embed_tokens
+
+    def slow(rows: Any) -> Any:
+        time.sleep(0.2)
+        return embed_tokens(rows)
+
+    monkeypatch.setattr(model, "embed_tokens", slow)
+    late = http.post("/v1/embeddings", json={"model": "encoder", "input": "the cat", "timeout": 0.05})
+    assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
+    assert http.post("/v1/embeddings", json={"model": "encoder", "input": "the cat"}).status_code == 200
+
+
+def test_a_reader_that_never_reads_is_cut_off(loaders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "READ_S", 0.3)
+    with running({"tiny": loaders["tiny"]}) as server:
+        address = urlsplit(server.address)
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.connect((address.hostname, address.port))
+            body = LONG | {"n": 8, "logprobs": True, "top_logprobs": 20, "stream": True}
+            one.sendall(request_bytes(body=json_bytes(body)))
+            assert until(lambda: server.state.active == 1)
+            assert until(lambda: server.state.active == 0, LONGEST_S)
+        assert until(lambda: statistics(server).cancelled_total == {"decode": 8})
+        assert not server.server_state.connections
 
 
 def test_a_request_has_a_deadline(http: Any) -> None:

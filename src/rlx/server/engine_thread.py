@@ -31,7 +31,8 @@ from rlx.server.api_errors import stopping
 
 LOG = logging.getLogger("rlx.server")
 EMBED_TOKENS = 16384  # per call, so that decode steps of other models wait no longer
-MAX_EMBEDDINGS = 512  # requests that wait
+MAX_EMBEDDINGS = 512  # requests that wait, and
+MAX_EMBEDDING_TOKENS = 1 << 22  # their tokens; one request may have more
 MAX_CACHE = 8 << 30  # bytes of keys and values, unless a setting says otherwise, and
 CACHE_SHARE = 4  # at most a quarter of the free memory
 IDLE_S = 0.5
@@ -58,6 +59,7 @@ class EmbeddingJob:
 
     rows: Sequence[Sequence[int]]
     done: Callable[[Array | BaseException], None]  # called on the event loop
+    client: str = ""  # for fair shares
     cancelled: bool = False  # its client has left
     vectors: list[Array] = field(default_factory=list)  # of the first rows
 
@@ -65,6 +67,11 @@ class EmbeddingJob:
     def finished(self) -> int:
         """Rows that are embedded."""
         return sum(map(len, self.vectors))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(map(len, self.rows))
 
 
 class EmbeddingQueue:
@@ -74,6 +81,7 @@ class EmbeddingQueue:
         self._model = model
         self._waiting: deque[EmbeddingJob] = deque()
         self._lock = threading.Lock()
+        self._shares = FairShares()
         self._closed = False
 
     def submit(self, job: EmbeddingJob) -> None:
@@ -82,6 +90,9 @@ class EmbeddingQueue:
                 raise stopping()
             if len(self._waiting) >= MAX_EMBEDDINGS:
                 raise OverloadedError(f"{MAX_EMBEDDINGS} requests wait already", retry_after=1.0)
+            waiting = sum(other.tokens for other in self._waiting)
+            if waiting and waiting + job.tokens > MAX_EMBEDDING_TOKENS:
+                raise OverloadedError(f"{waiting} tokens wait to be embedded already", retry_after=1.0)
             self._waiting.append(job)
 
     @property
@@ -110,19 +121,32 @@ class EmbeddingQueue:
         return True
 
     def _next_parts(self) -> list[tuple[EmbeddingJob, Sequence[Sequence[int]]]]:
-        """The next rows of jobs in their order, as many as one call takes; jobs whose client has left are dropped."""
-        parts, size = list[tuple[EmbeddingJob, Sequence[Sequence[int]]]](), 0
+        """The next rows, as many as one call takes: by turns between clients, in order of arrival within a client.
+
+        Jobs whose client has left are dropped.
+        """
         with self._lock:
             self._waiting = deque(job for job in self._waiting if not job.cancelled)
-            for job in self._waiting:
-                first = end = job.finished
-                while end < len(job.rows) and (size == 0 or size + len(job.rows[end]) <= EMBED_TOKENS):
-                    size += len(job.rows[end])
-                    end += 1
-                parts.append((job, job.rows[first:end]))
-                if end < len(job.rows):
-                    break
-        return [(job, rows) for job, rows in parts if rows]
+            jobs = {job: [job.finished, job.finished] for job in self._waiting}  # the first row and the end
+        queues: dict[str, deque[EmbeddingJob]] = {}
+        for job in jobs:
+            queues.setdefault(job.client, deque()).append(job)
+        self._shares.keep(queues)
+        size = 0
+        while queues:
+            client = self._shares.choose(queues)
+            job = queues[client][0]
+            tokens = len(job.rows[jobs[job][1]])
+            if size and size + tokens > EMBED_TOKENS:
+                break
+            size += tokens
+            self._shares.charge(client, tokens)
+            jobs[job][1] += 1
+            if jobs[job][1] == len(job.rows):
+                queues[client].popleft()
+                if not queues[client]:
+                    del queues[client]
+        return [(job, job.rows[first:end]) for job, (first, end) in jobs.items() if end > first]
 
     def close(self, deliver: Callable[[Deliver, Any], None]) -> None:
         """End the jobs that wait: the server stops."""
