@@ -96,6 +96,22 @@ def test_a_stuck_step_is_not_ready(server: Server, http: Any, monkeypatch: pytes
     assert until(lambda: http.get("/ready").status_code == 200)
 
 
+def test_steps_that_keep_failing_are_not_ready(loaders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "IDLE_S", 0.01)
+    with running({"tiny": loaders["tiny"]}) as server:
+        scheduler = server.state.engine.served["tiny"].scheduler
+        assert scheduler is not None and _ready(server.address)
+        step = scheduler.step
+
+        def broken() -> bool:
+            raise ValueError("broken")
+
+        scheduler.step = broken  # type: ignore[method-assign]
+        assert until(lambda: not _ready(server.address))
+        scheduler.step = step  # type: ignore[method-assign]
+        assert until(lambda: _ready(server.address))
+
+
 def test_metrics_are_prometheus(http: Any) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     http.post("/v1/chat/completions", json=BODY)

@@ -44,6 +44,41 @@ INNER_FIELDS: list[tuple[dict[str, Any], str]] = [  # that mean nothing, and the
 ]
 
 
+# -- errors name the field at fault -----------------------------------------------------------------------------------
+_CALL = {"id": "x", "type": "function", "function": {"name": ["x"], "arguments": "{}"}}
+_BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x" * 2000}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+        ("/v1/chat/completions", {"response_format": _BAD_SCHEMA}, "response_format"),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object", "schema": {"propertes": {}}}},
+         "response_format"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("/v1/completions", {"prompt": "x", "json_schema": {"not": {}}}, "json_schema"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "", "tool_calls": [_CALL]}]},
+         "messages[0].tool_calls[0].function.name"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(http: Any, path: str, body: dict[str, Any], param: str) -> None:
+    common = {k: v for k, v in BODY.items() if k != "messages" or path.endswith("chat/completions")}
+    answer = http.post(path, json=common | body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert "TypeError" not in answer.text
+
+
+@pytest.mark.parametrize("name", ["Content-Type", "Content-Encoding"])
+def test_doubled_headers_of_a_body_are_refused(server: Server, name: str) -> None:
+    value = {"Content-Type": "application/json", "Content-Encoding": "identity"}[name]
+    data = request_bytes(body=json_bytes(BODY), headers={name: value})
+    assert status_of(server.address, data) == 200
+    other = f"{name}: {value}\r\n{name}: text/plain\r\n".encode()
+    assert status_of(server.address, data.replace(f"{name}: {value}\r\n".encode(), other)) == 415
+
+
 # -- parameters without bounds (CVE-2026-34756), numbers that parsers let through -------------------------------------
 NUMBERS = ("n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "top_logprobs",
            "frequency_penalty", "presence_penalty", "repetition_penalty", "timeout", "best_of")  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlx.engine.answer_parser import AnswerParser, Event
+from rlx.engine.sampler import short_repr
 from rlx.engine.thinking import is_thinking, tail_of
 from rlx.engine.tools import ROUNDS, Tool, ToolCall, ToolFormat, call_rules, choose_tools, tools_of
 from rlx.errors import RequestError
@@ -30,9 +31,7 @@ def new_id(known: ToolFormat) -> str:
 
 
 def for_template(messages: Messages, known: ToolFormat | None) -> list[Mapping[str, Any]]:
-    """Messages whose tool calls have arguments in the form that the template wants."""
-    if known is None or known.as_text:
-        return list(messages)
+    """Messages whose tool calls are checked, with arguments in the form that the template wants."""
     result: list[Mapping[str, Any]] = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -40,15 +39,25 @@ def for_template(messages: Messages, known: ToolFormat | None) -> list[Mapping[s
         calls = message.get("tool_calls")
         copy = dict(message)
         if isinstance(calls, Sequence) and not isinstance(calls, str):
-            copy["tool_calls"] = [_with_object(call, f"messages[{i}].tool_calls[{j}]") for j, call in enumerate(calls)]
+            places = [f"messages[{i}].tool_calls[{j}]" for j in range(len(calls))]
+            for call, place in zip(calls, places, strict=True):
+                _check_call(call, place)
+            if known is not None and not known.as_text:
+                copy["tool_calls"] = [_with_object(call, place) for call, place in zip(calls, places, strict=True)]
         result.append(copy)
     return result
 
 
-def _with_object(call: Any, where: str) -> Any:
+def _check_call(call: Any, where: str) -> None:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function: expected an object")
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.function.name: expected a text, found {short_repr(function.get('name'))}")
+
+
+def _with_object(call: Any, where: str) -> Any:
+    function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

@@ -11,10 +11,11 @@ from rlx.engine.answer_parser import AnswerParser, Event
 from rlx.engine.logprobs import Logprob
 from rlx.engine.request import Request
 from rlx.engine.sampler import Allowed
+from rlx.engine.structured import KINDS
 from rlx.engine.tool_loop import answer_parser, call_constraint, for_template, new_id
 from rlx.engine.tools import Tool, choose_tools, tools_of
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import invalid
+from rlx.server.api_errors import invalid, naming
 from rlx.server.engine_thread import Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
@@ -135,7 +136,8 @@ class _Prepared:
 
         def allowed(prompt: Sequence[int]) -> Allowed | None:
             form = request.common.structure
-            return call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel, form=form)
+            with naming("tools" if form is None else request.common.structure_field, KINDS):
+                return call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel, form=form)
 
         self.requests: list[Request] = request.common.requests(
             [tokens], exchange, logprobs=request.logprobs, answer=True, allowed=allowed

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -36,6 +36,7 @@ MAX_EMBEDDING_TOKENS = 1 << 22  # their tokens; one request may have more
 MAX_CACHE = 8 << 30  # bytes of keys and values, unless a setting says otherwise, and
 CACHE_SHARE = 4  # at most a quarter of the free memory
 IDLE_S = 0.5
+MAX_FAILURES = 3  # steps in a row that may raise before the server is not ready
 STUCK_S = 60.0  # a step that takes longer is stuck: the server is not ready
 
 Loader = Callable[[], Any]
@@ -218,6 +219,7 @@ class EngineThread:
         self._wake = threading.Event()
         self._stopping = False
         self._step_began = 0.0  # clock; 0: no step runs
+        self._failures: Counter[str] = Counter()  # steps in a row that raised, by model
         self._thread = threading.Thread(target=self._run, name="rlx-engine", daemon=True)
 
     # -- event loop --
@@ -237,7 +239,8 @@ class EngineThread:
         """Whether requests are taken, and the engine is alive."""
         began = self._step_began
         stuck = bool(began) and time.monotonic() - began > STUCK_S
-        return self.loaded.is_set() and self._thread.is_alive() and not stuck and not self._stopping
+        broken = max(self._failures.values(), default=0) >= MAX_FAILURES
+        return self.loaded.is_set() and self._thread.is_alive() and not (stuck or broken or self._stopping)
 
     def is_full(self, served: Served) -> bool:
         """Whether as many requests of a model wait as may."""
@@ -349,7 +352,9 @@ class EngineThread:
                     busy |= served.scheduler.step()
                 elif served.embeddings is not None:
                     busy |= served.embeddings.step(self._post)
+                self._failures[served.name] = 0
             except Exception as error:  # a defect: requests that it belongs to time out, the others go on
+                self._failures[served.name] += 1
                 LOG.error("%s: a step failed: %s", served.name, type(error).__name__, exc_info=not_private(error))
         busy |= self._step_job()
         self._step_began = 0.0

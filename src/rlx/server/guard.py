@@ -125,10 +125,10 @@ class Guard:
         return self._settings.keys.match(given_keys[0]) if len(given_keys) == 1 else None
 
     def _check_body(self, headers: dict[str, list[str]]) -> None:
-        kind = headers.get("content-type", [""])[0].split(";")[0].strip().lower()
-        if kind != "application/json":
+        kinds = headers.get("content-type", [])
+        if len(kinds) != 1 or kinds[0].split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be application/json", code="content_type")
-        if headers.get("content-encoding", ["identity"])[0].lower() != "identity":
+        if [name.lower() for name in headers.get("content-encoding", ["identity"])] != ["identity"]:
             raise ApiError(415, "compressed bodies are not read", code="content_encoding")
         length = headers.get("content-length", ["0"])[0]
         if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY:
