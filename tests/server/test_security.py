@@ -109,6 +109,29 @@ def test_hostile_numbers_are_answered_at_once(http: Any, name: str) -> None:
     assert resident_bytes() - before < 64 << 20
 
 
+@pytest.mark.parametrize("name", NUMBERS)
+def test_zero_is_answered_at_once(http: Any, name: str) -> None:
+    start = time.perf_counter()
+    body = {k: v for k, v in BODY.items() if (k, name) != ("max_tokens", "max_completion_tokens")}
+    body |= {"logprobs": True} if name == "top_logprobs" else {}
+    answer = http.post("/v1/chat/completions", json=body | {name: 0})
+    assert answer.status_code == (400 if name in ("n", "best_of", "timeout", "repetition_penalty") else 200)
+    assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "zero"), [("/v1/completions", "logprobs", 200), ("/v1/embeddings", "dimensions", 400)]
+)
+def test_numbers_of_other_paths(http: Any, path: str, name: str, zero: int) -> None:
+    base = {"model": "encoder", "input": "the cat"} if path.endswith("embeddings") else {"model": "tiny", "prompt": "x"}
+    for text in ("0", "-1", "2147483648", "9223372036854775808", "1e308", "1e999", "NaN", '"7"', "true", "1.5", "[]"):
+        body = json.dumps(base)[:-1] + f', "{name}": {text}}}'
+        start = time.perf_counter()
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == (zero if text == "0" else 400), (text, answer.text)
+        assert time.perf_counter() - start < 1.0
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -287,8 +310,15 @@ def test_sizes_are_bounded(server: Server) -> None:
         assert read_status(one) in (0, 413)
 
 
+def idle_connections() -> int:
+    """A thousand, or as many as this process may have: both ends are here."""
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1000 if limit == resource.RLIM_INFINITY else min(1000, max((limit - 300) // 2, 100))
+
+
 def test_idle_and_slow_connections_do_not_stop_others(server: Server, http: Any) -> None:
-    idle = [connect(server.address) for _ in range(100)]
+    idle = [connect(server.address) for _ in range(idle_connections())]
     for one in idle[:50]:
         one.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: ")
     assert http.get("/health").status_code == 200
@@ -456,6 +486,16 @@ def test_no_pickle_no_fetching_no_templates_no_shell() -> None:
               "python_multipart"}  # fmt: skip
     for path in SOURCES:
         assert not imported(path) & banned, path.name
+
+
+def test_no_pickle_in_batch_jobs_either() -> None:
+    """Ray pickles by design: `rlx.ray` asks for a token instead."""
+    banned = {"pickle", "marshal", "shelve", "cloudpickle", "dill", "joblib", "copyreg"}
+    sources = sorted((Path(rlx.__file__).parent / "batch").rglob("*.py"))
+    assert sources
+    for path in (*SOURCES, *sources):
+        assert not {name.split(".")[0] for name in imported(path)} & banned, path.name
+        assert "allow_pickle=True" not in path.read_text().replace(" ", ""), path.name
 
 
 def test_only_the_sandbox_imports_jinja() -> None:
