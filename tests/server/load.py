@@ -92,12 +92,12 @@ def text_entries(model: rlx.LanguageModel, wanted: rlx.Completion, top: int | No
     tokenizer = model.tokenizer
     hidden = (tokenizer.special_ids - model.marker_ids) | frozenset(tokenizer.stop_ids)
     stream = tokenizer.stream(skip_special=True, keep=model.marker_ids)
-    decoded, starts = "", list[int]()
+    decoded, positions = "", list[int]()
     for token in wanted.tokens:
-        starts.append(len(decoded))
+        positions.append(len(decoded))
         decoded += stream.push(token) if token not in hidden else ""
     at_stop = len(decoded) > len(wanted.text)
-    listed = zip(starts, wanted.logprobs or (), strict=True) if top is not None else ()
+    listed = zip(positions, wanted.logprobs or (), strict=True) if top is not None else ()
     return [
         entry(e) | {"top_logprobs": [entry(t) for t in e.top[:top]]}
         for start, e in listed

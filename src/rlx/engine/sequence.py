@@ -72,7 +72,7 @@ class Sequence:
         self._stream, self._top, self._bytes = text, top, token_bytes
         self._held = ""  # may turn out to be the start of a stop string
         self._decoded = 0  # characters of all tokens: the text, what is held, and a stop string
-        self._starts: list[int | None] = []  # per log-probability: where its token's text begins; None: not in the text
+        self._positions: list[int | None] = []  # per log-probability: where its text begins; None: it has none
         self._taken = 0  # log-probabilities that `take_logprobs` has passed
 
     def begin(self, cached: int) -> None:
@@ -112,7 +112,7 @@ class Sequence:
                 logprob += float(logits[token]) - float(logits[pick.token])
             self.logprobs.append(logprob_of(logits, token, logprob, self._top, self._bytes))
             hidden = token in self._stop_ids or (self._stream is not None and self._stream.skips(token))
-            self._starts.append(None if hidden else self._decoded)
+            self._positions.append(None if hidden else self._decoded)
         self._last_token = perf_counter()
         if token in self._stop_ids:
             return self._end("stop")
@@ -154,7 +154,7 @@ class Sequence:
         """
         taken: list[tuple[int, Logprob]] = []
         complete = bool(self.finish_reason) and self._decoded <= len(self.text)  # no stop string was cut off
-        for start in self._starts[self._taken :]:
+        for start in self._positions[self._taken :]:
             if start is not None and start >= len(self.text) and not complete:
                 break
             if start is not None and self.logprobs is not None:
