@@ -16,6 +16,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,17 +26,20 @@ import httpx2 as httpx
 import numpy as np
 
 READ_S = 5.0  # between readings of memory
+CACHE_MIB = 512  # so that the prefix cache is full before memory is judged
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no", "perhaps"]}}}
 
 
-def started(model: str) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "rlx", "serve", model, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if match := re.search(r"at (http://\S+)", line):
+def started(model: str, log: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A server, and its address. It writes to a file: a pipe that nobody reads would stop it when it is full."""
+    command = [sys.executable, "-m", "rlx", "serve", model, "--port", "0", "--cache-ram", str(CACHE_MIB)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file)
+    while process.poll() is None:
+        if match := re.search(r"at (http://\S+)", log.read_text()):
             return process, match[1]
-    raise RuntimeError("the server did not start")
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
 
 
 class Load:
@@ -65,15 +69,19 @@ class Load:
             **({"response_format": FORM} if rng.random() < 0.1 else {}),
         }  # fmt: skip
         leave_after = rng.randrange(1, 20) if rng.random() < 0.1 else -1
-        last = None
+        last, done = None, False
         async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 self.counts[f"status {response.status_code}"] += 1
                 await asyncio.sleep(1)
                 return
             async for line in response.aiter_lines():
+                done |= line == "data: [DONE]"
                 if not line.startswith("data: {"):
                     continue
+                if '"error"' in line and "error" in json.loads(line[6:]):
+                    self.counts["error event"] += 1
+                    return
                 now = time.monotonic()
                 self.gaps += [] if last is None else [now - last]
                 last = now
@@ -82,7 +90,7 @@ class Load:
                 if leave_after == 0:
                     self.counts["left early"] += 1
                     return
-        self.counts["finished"] += 1
+        self.counts["finished" if done else "error no [DONE]"] += 1
 
     async def memory(self) -> list[tuple[float, float]]:
         """Readings (seconds, bytes) of the server's memory."""
@@ -121,13 +129,18 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    process, address = started(arguments.model)
-    try:
-        name = Path(arguments.model).name
-        result = asyncio.run(soak(address, name, arguments.streams, 60 * arguments.minutes))
-    finally:
-        process.terminate()
-        process.wait()
+    with tempfile.TemporaryDirectory(prefix="rlx-soak-") as folder:
+        log = Path(folder) / "stderr"
+        process, address = started(arguments.model, log)
+        try:
+            name = Path(arguments.model).name
+            result = asyncio.run(soak(address, name, arguments.streams, 60 * arguments.minutes))
+        finally:
+            process.terminate()
+            process.wait()
+            lines = log.read_text().splitlines()
+    for line in lines[-20:] if result["errors"] else ():
+        print(line, file=sys.stderr)
     result = {"command": f"python benchmarks/soak.py {name} --minutes {arguments.minutes:g}", **result}
     print(json.dumps(result, indent=1))
     if arguments.json is not None:

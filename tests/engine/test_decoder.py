@@ -76,6 +76,13 @@ def test_log_probabilities_of_sampled_tokens_come_from_the_graph(tiny: LanguageM
         assert max(abs(p - row[t]) for t, p in pairs(record)) < 1e-5
 
 
+def test_the_likeliest_tokens_do_not_depend_on_the_one_that_was_drawn(tiny: LanguageModel) -> None:
+    prompt = random_tokens(20, seed=4)
+    records = [tiny.generate(prompt, max_tokens=1, logprobs=9, temperature=5.0, seed=s).logprobs for s in range(8)]
+    assert len({record[0].token for record in records if record}) > 3
+    assert len({tuple(pairs(record[0])) for record in records if record}) == 1
+
+
 def test_a_grammar_says_before_each_step_which_tokens_may_follow(tiny: LanguageModel) -> None:
     """Rows have masks of their own; a function gets the tokens of its row."""
     calls: list[list[int]] = []

@@ -337,6 +337,27 @@ def test_too_many_requests_or_tokens_are_refused(alone: Callable[[str], Alone]) 
         scheduler.submit(request)
 
 
+def test_requests_that_belong_together_are_queued_together(alone: Callable[[str], Alone]) -> None:
+    scheduler = Scheduler(alone("llama").model, rows=2, max_queued=2)
+    request = Request([5] * 10, 2)
+    tickets = scheduler.submit_all([request] * 4, [None] * 4)  # two rows are free
+    with pytest.raises(OverloadedError, match="4 requests wait, the limit is 2"):
+        scheduler.submit(request)
+    finish(scheduler)
+    assert [ticket.completion().tokens for ticket in tickets] == [tickets[0].sequence.tokens] * 4
+    with pytest.raises(RequestError, match="5 sequences, and at most 4 may run and wait"):
+        scheduler.submit_all([request] * 5, [None] * 5)
+    with pytest.raises(RequestError, match="600 tokens"):
+        scheduler.submit_all([request, Request([5] * 600, 2)], [None] * 2)
+    assert not scheduler.busy and scheduler.statistics().requests_waiting == 0
+    scheduler.submit_all([request] * 3, [None] * 3)
+    scheduler.step()
+    with pytest.raises(OverloadedError, match="1 requests wait, the limit is 2"):
+        scheduler.submit_all([request] * 2, [None] * 2)
+    assert scheduler.statistics().requests_waiting == 1
+    scheduler.close()
+
+
 def test_a_deadline_ends_a_text_in_any_phase(alone: Callable[[str], Alone]) -> None:
     of = alone("llama")
     request = plain_requests(1)[0]

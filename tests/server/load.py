@@ -20,6 +20,7 @@ import stand_ins
 from limits import LONGEST_S
 
 import rlx
+from rlx.engine.logprobs import Logprob
 from rlx.server.serve import running
 from rlx.server.settings import ServerSettings
 
@@ -74,14 +75,38 @@ class Answer:
     def __init__(self) -> None:
         self.text, self.finish, self.entries = "", None, list[Any]()
 
-    def difference(self, wanted: rlx.Completion, cut: bool) -> str | None:
+    def difference(self, wanted: rlx.Completion, entries: list[Any], cut: bool) -> str | None:
+        """What differs from a request alone and its log-probabilities; a stream that was cut has the beginning."""
         if cut:
-            return None if wanted.text.startswith(self.text) else f"text {self.text!r}, alone {wanted.text!r}"
-        if (self.text, self.finish) != (wanted.text, wanted.finish_reason):
-            return f"{self.text!r} ({self.finish}), alone {wanted.text!r} ({wanted.finish_reason})"
-        expected = [e.logprob for e in wanted.logprobs or ()][: len(self.entries)]
-        actual = [entry["logprob"] for entry in self.entries]
-        return None if actual == expected else f"logprobs {actual}, alone {expected}"
+            same = wanted.text.startswith(self.text) and self.entries == entries[: len(self.entries)]
+        else:
+            same = (self.text, self.finish) == (wanted.text, wanted.finish_reason) and self.entries == entries
+        if same:
+            return None
+        actual, alone = (self.text, self.finish, self.entries), (wanted.text, wanted.finish_reason, entries)
+        return f"{actual}, alone {alone}, cut: {cut}"
+
+
+def text_entries(model: rlx.LanguageModel, wanted: rlx.Completion, top: int | None) -> list[Any]:
+    """The log-probabilities of a completion in the form of the API: of tokens in its text, and of no others."""
+    tokenizer = model.tokenizer
+    hidden = (tokenizer.special_ids - model.marker_ids) | frozenset(tokenizer.stop_ids)
+    stream = tokenizer.stream(skip_special=True, keep=model.marker_ids)
+    decoded, positions = "", list[int]()
+    for token in wanted.tokens:
+        positions.append(len(decoded))
+        decoded += stream.push(token) if token not in hidden else ""
+    at_stop = len(decoded) > len(wanted.text)
+    listed = zip(positions, wanted.logprobs or (), strict=True) if top is not None else ()
+    return [
+        entry(e) | {"top_logprobs": [entry(t) for t in e.top[:top]]}
+        for start, e in listed
+        if e.token not in hidden and not (at_stop and start >= len(wanted.text))
+    ]
+
+
+def entry(e: Logprob) -> dict[str, Any]:
+    return {"token": e.bytes.decode("utf-8", "replace"), "logprob": max(e.logprob, -9999.0), "bytes": list(e.bytes)}
 
 
 async def ask(client: Any, case: Case) -> tuple[list[Answer], bool]:
@@ -154,7 +179,9 @@ def compare(folder: Path, first: int, count: int) -> Counter[str]:
                 events["structured"] += bool(case.form)
                 for i, answer in enumerate(answers):
                     events["choices"] += 1
-                    difference = answer.difference(case.alone(model, i), cut)
+                    alone = case.alone(model, i)
+                    events["log-probabilities"] += len(answer.entries)
+                    difference = answer.difference(alone, text_entries(model, alone, case.top), cut)
                     assert difference is None, f"{case.body}: {difference}"
     return events
 

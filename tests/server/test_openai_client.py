@@ -148,6 +148,49 @@ def test_a_required_call_has_valid_arguments(client: Any) -> None:
         assert validator.is_valid(TOOL["function"]["parameters"], json.loads(call.function.arguments))
 
 
+@pytest.mark.parametrize("more", [{}, {"parallel_tool_calls": False}, {"strict": True}])
+def test_an_answer_beside_tools_calls_one_or_follows_the_form(
+    client: Any, model: rlx.LanguageModel, more: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": TOOL["function"] | {"strict": "strict" in more}}
+    options: dict[str, Any] = {name: value for name, value in more.items() if name != "strict"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+    for begin, calls in (("<", True), ('"', False)):
+        (token,) = model.tokenizer.encode(begin)
+        options |= {"tools": [tool], "response_format": form, "logit_bias": {str(token): 60}, "max_tokens": 300}
+        for seed in range(3):
+            choice = chat(client, seed=seed, **options).choices[0]
+            if calls:
+                assert choice.message.tool_calls and not choice.message.content
+                assert isinstance(json.loads(choice.message.tool_calls[0].function.arguments), dict)
+            else:
+                assert json.loads(choice.message.content) in ("yes", "no") and not choice.message.tool_calls
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_light"}}])
+def test_a_required_call_excludes_a_form(http: Any, choice: Any) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL], "tool_choice": choice, "regex": "[a-z]+"}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "response_format" in message and "tool_choice" in message and "regex" in message
+
+
+def test_a_form_beside_tools_in_python(model: rlx.LanguageModel) -> None:
+    def ring(n: int) -> str:
+        """Ring."""
+        return "rung"
+
+    with pytest.raises(rlx.errors.RequestError, match="a required call and choice exclude each other"):
+        model.chat("hi", tools=[ring], tool_choice="required", choice=["red"])
+    with pytest.raises(rlx.errors.RequestError, match="allowed and tools exclude each other"):
+        model.chat("hi", tools=[ring], allowed=lambda tokens: [5])
+    (quote,) = model.tokenizer.encode("r")
+    answer = model.chat("hi", tools=[ring], choice=["red"], logit_bias={quote: 60})
+    assert answer.text == "red" and not answer.tool_calls
+    assert model.chat("hi", tools=[ring], tool_choice="none", choice=["red"]).text == "red"
+
+
 def test_streamed_calls_fold_to_the_same(client: Any) -> None:
     options: Any = {
         "tools": [TOOL],
@@ -226,6 +269,31 @@ def test_completions(client: Any, model: rlx.LanguageModel) -> None:
     chunks = list(plain_client.completions.create(model="tiny", prompt=prompt, seed=1, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
     assert chunks[-1].choices[0].finish_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_offsets_point_into_the_text(http: Any, model: rlx.LanguageModel, stream: bool) -> None:
+    """Special tokens have no text, and the tokens of one character begin together."""
+    tokenizer = model.tokenizer
+    special = sorted(tokenizer.special_ids)[0]
+    prompt = [*tokenizer.encode("aé"), special, *tokenizer.encode("漢b")]
+    body = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 5, "max_tokens": 20, "stream": stream,
+            "regex": "(é|漢|[a-z])+", "seed": 3}  # fmt: skip
+    answer = http.post("/v1/completions", json=body)
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    bodies = [json.loads(line) for line in (lines if stream else [answer.text])]
+    text, tokens, offsets, likeliest = "", list[str](), list[int](), list[Any]()
+    for choice in (one["choices"][0] for one in bodies):
+        text += choice["text"]
+        tokens += choice["logprobs"]["tokens"]
+        offsets += choice["logprobs"]["text_offset"]
+        likeliest += choice["logprobs"]["top_logprobs"]
+    assert text.startswith("aé漢b")
+    assert offsets[: len(prompt)] == [0, 1, 1, 2, 2, 2, 2, 3] and tokens[1:3] == ["bytes:\\xc3", "bytes:\\xa9"]
+    for token, offset in zip(tokens, offsets, strict=True):
+        if not token.startswith("bytes:") and token != tokenizer.token_bytes(special).decode():
+            assert text[offset : offset + len(token)] == token
+    assert offsets == sorted(offsets) and all(len(top) == 5 for top in likeliest if top is not None)
 
 
 def test_logprobs_of_a_prompt_are_scores(http: Any, model: rlx.LanguageModel) -> None:

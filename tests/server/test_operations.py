@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from limits import LONGEST_S
 
 import rlx
 from rlx.cli.main import main
 from rlx.errors import OverloadedError
-from rlx.server import engine_thread, exchange
+from rlx.server import completions, connections, engine_thread, exchange
 from rlx.server.exchange import Exchange
 from rlx.server.generation import Generation, Row
+from rlx.server.guard import Guard
+from rlx.server.metrics import Metrics
 from rlx.server.serve import Server, running
 from rlx.server.settings import ServerSettings
 
@@ -88,6 +94,22 @@ def test_a_stuck_step_is_not_ready(server: Server, http: Any, monkeypatch: pytes
         blocked.set()
     waiting.result(10)
     assert until(lambda: http.get("/ready").status_code == 200)
+
+
+def test_steps_that_keep_failing_are_not_ready(loaders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "IDLE_S", 0.01)
+    with running({"tiny": loaders["tiny"]}) as server:
+        scheduler = server.state.engine.served["tiny"].scheduler
+        assert scheduler is not None and _ready(server.address)
+        step = scheduler.step
+
+        def broken() -> bool:
+            raise ValueError("broken")
+
+        scheduler.step = broken  # type: ignore[method-assign]
+        assert until(lambda: not _ready(server.address))
+        scheduler.step = step  # type: ignore[method-assign]
+        assert until(lambda: _ready(server.address))
 
 
 def test_metrics_are_prometheus(http: Any) -> None:
@@ -184,12 +206,127 @@ def test_the_queue_is_bounded(loaders: Any) -> None:
             one.close()
 
 
+def test_the_sequences_of_a_request_are_queued_together(loaders: Any) -> None:
+    """More choices than may wait are no overload if there are rows for them."""
+    import httpx2 as httpx
+
+    with running({"tiny": loaders["tiny"]}, rows=4, max_queued=2) as server:
+        slow_down(server)
+        with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
+            answer = client.post("/v1/chat/completions", json=BODY | {"n": 6})
+            assert answer.status_code == 200 and len(answer.json()["choices"]) == 6
+            refused = client.post("/v1/chat/completions", json=BODY | {"n": 7})
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == "too_many_sequences"
+            prompts = {"model": "tiny", "prompt": ["a"] * 7, "max_tokens": 1}
+            assert client.post("/v1/completions", json=prompts).status_code == 400
+            with connect(server.address) as one:
+                one.sendall(request_bytes(body=json_bytes(LONG | {"n": 4})))
+                assert until(lambda: statistics(server).requests_running == 4)
+                submitted = statistics(server).requests_waiting
+                full = client.post("/v1/chat/completions", json=BODY | {"n": 3})
+                assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+                assert statistics(server).requests_waiting == submitted  # none of the three
+
+
+def test_keys_and_values_have_a_limit_by_default(
+    loaders: Any, model: rlx.LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short it is one context: requests that need more together take turns, with the same answers."""
+    import httpx2 as httpx
+
+    pool = model.caches
+    monkeypatch.setattr(engine_thread, "available", lambda: 64 << 30)
+    assert engine_thread.default_cache_bytes(pool) == 8 << 30
+    assert engine_thread.default_cache_bytes(pool, 2) == 4 << 30
+    monkeypatch.setattr(engine_thread, "available", lambda: 4 << 30)
+    assert engine_thread.default_cache_bytes(pool) == 1 << 30
+    monkeypatch.setattr(engine_thread, "available", lambda: 0)
+    least = engine_thread.default_cache_bytes(pool)
+    assert pool.bytes_for(model.context) < least < 2 * pool.bytes_for(model.context)
+    with running({"tiny": loaders["tiny"]}, rows=4) as server:
+        scheduler = server.state.engine.served["tiny"].scheduler
+        assert scheduler is not None and scheduler.pool.limit == least and scheduler.context == model.context
+        body = LONG | {"max_tokens": 600, "temperature": 0}
+        texts: list[str] = []
+
+        def ask() -> None:
+            with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
+                answer = client.post("/v1/chat/completions", json=body).json()
+                texts.append(answer["choices"][0]["message"]["content"])
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        numbers = statistics(server)
+        assert 0 < numbers.kv_used_ratio <= 1 and numbers.preemptions_total > 0
+        bias = {int(token): -math.inf for token in LONG["logit_bias"]}
+        assert texts == [model.chat("hi", max_tokens=600, logit_bias=bias).text] * 4
+
+
 def test_embeddings_have_a_queue_of_their_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "MAX_EMBEDDINGS", 0)
     embeddings = server.state.engine.served["encoder"].embeddings
     assert embeddings is not None
     with pytest.raises(OverloadedError):
         embeddings.submit(engine_thread.EmbeddingJob([[1]], lambda _: None))
+
+
+def test_embeddings_wait_by_tokens_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def embed_tokens(rows: list[list[int]]) -> Any:
+        calls.append(len(rows))
+        return np.array([[row[0]] for row in rows], np.float32)
+
+    monkeypatch.setattr(engine_thread, "MAX_EMBEDDING_TOKENS", 40_000)
+    queue = engine_thread.EmbeddingQueue(SimpleNamespace(embed_tokens=embed_tokens))  # type: ignore[arg-type]
+    done: list[str] = []
+
+    def job(client: str, rows: int) -> engine_thread.EmbeddingJob:
+        return engine_thread.EmbeddingJob([[i] * 512 for i in range(rows)], lambda _: done.append(client), client)
+
+    jobs = [job("large", 64), job("small", 4)]
+    for one in jobs:
+        queue.submit(one)
+    with pytest.raises(OverloadedError, match="34816 tokens wait"):
+        queue.submit(job("small", 16))
+    results: dict[int, Any] = {}
+    while queue.step(lambda deliver, item: (deliver(item), results.__setitem__(len(done), item))):
+        pass
+    assert done == ["small", "large"] and calls[0] == 32  # the small one does not wait for the large one
+    assert results[2][:, 0].tolist() == list(range(64))
+    queue.submit(job("large", 100))  # nobody else waits
+
+
+def test_embeddings_have_a_deadline(server: Server, http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = server.state.engine.served["encoder"].model
+    embed_tokens = model.embed_tokens
+
+    def slow(rows: Any) -> Any:
+        time.sleep(0.2)
+        return embed_tokens(rows)
+
+    monkeypatch.setattr(model, "embed_tokens", slow)
+    late = http.post("/v1/embeddings", json={"model": "encoder", "input": "the cat", "timeout": 0.05})
+    assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
+    assert http.post("/v1/embeddings", json={"model": "encoder", "input": "the cat"}).status_code == 200
+
+
+def test_a_reader_that_never_reads_is_cut_off(loaders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "READ_S", 0.3)
+    with running({"tiny": loaders["tiny"]}) as server:
+        address = urlsplit(server.address)
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.connect((address.hostname, address.port))
+            body = LONG | {"n": 8, "logprobs": True, "top_logprobs": 20, "stream": True}
+            one.sendall(request_bytes(body=json_bytes(body)))
+            assert until(lambda: server.state.active == 1)
+            assert until(lambda: server.state.active == 0, LONGEST_S)
+        assert until(lambda: statistics(server).cancelled_total == {"decode": 8})
+        assert not server.server_state.connections
 
 
 def test_a_request_has_a_deadline(http: Any) -> None:
@@ -269,6 +406,76 @@ def test_a_running_stream_has_some_time_when_the_server_stops(loaders: Any, grac
         assert b'"code":"stopping"' in data and b"[DONE]" not in data
 
 
+def test_embeddings_and_scores_are_answered_when_the_server_stops(
+    loaders: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ServerSettings(port=0, grace=0.1, log_requests=True)
+    started: list[str] = []
+
+    def endless(*_: Any, **__: Any) -> Iterator[int]:
+        started.append("score")
+        while True:
+            time.sleep(0.005)
+            yield 1
+
+    def slow(rows: list[list[int]]) -> Any:
+        started.append("embed")
+        time.sleep(0.05)
+        return np.zeros((len(rows), 4), np.float32)
+
+    monkeypatch.setattr(completions, "score_steps", endless)
+    monkeypatch.setattr(engine_thread, "EMBED_TOKENS", 1)  # a row per step
+    with running(loaders, settings) as server:
+        monkeypatch.setattr(server.state.engine.served["encoder"].model, "embed_tokens", slow)
+        echo = {"model": "tiny", "prompt": "the cat", "max_tokens": 1, "echo": True, "logprobs": 1}
+        bodies = {
+            "/v1/embeddings": {"model": "encoder", "input": ["the cat"] * 200}, "/v1/completions": echo,
+            "/completions": echo | {"stream": True},
+        }  # fmt: skip
+        clients = [connect(server.address) for _ in bodies]
+        for one, (path, body) in zip(clients, bodies.items(), strict=True):
+            one.sendall(request_bytes(path=path, body=json_bytes(body)))
+        assert until(lambda: started.count("score") == 2 and "embed" in started)
+        server.should_exit = True
+        answers = []
+        for one in clients:
+            data = b""
+            while piece := one.recv(1 << 16):
+                data += piece
+            answers.append(data)
+            one.close()
+    for answer in answers[:2]:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503") and json.loads(body)["error"]["code"] == "stopping"
+    assert b'"code":"stopping"' in answers[2] and b"[DONE]" not in answers[2]
+    log = capfd.readouterr().err
+    assert "Traceback" not in log
+    statuses = [json.loads(line)["status"] for line in log.splitlines() if line.startswith("{")]
+    assert sorted(statuses) == [200, 503, 503]
+
+
+def test_a_request_that_is_cancelled_is_answered_in_json() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def endless(*_: Any) -> None:
+        await asyncio.sleep(LONGEST_S)
+
+    async def main() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"127.0.0.1")], "client": None}
+        metrics = Metrics()
+        task = asyncio.create_task(Guard(endless, ServerSettings(), metrics)(scope, endless, send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+        assert 'status="503"' in "".join(metrics.requests.lines())
+
+    asyncio.run(main())
+    assert sent[0]["status"] == 503 and json.loads(sent[1]["body"])["error"]["code"] == "stopping"
+
+
 def _ready(address: str) -> bool:
     import httpx2 as httpx
 
@@ -338,12 +545,12 @@ def test_pieces_that_arrive_after_the_engine_has_finished_are_not_lost() -> None
 
     async def texts() -> list[str]:
         result = []
-        receive((ticket, "a"))
+        receive(engine_thread.Piece("a"))
         async for batch in generation.pieces():
             result += [piece for _, piece in batch]
             if len(result) == 1:
-                receive((ticket, "b"))
-                receive((ticket, ""))
+                receive(engine_thread.Piece("b"))
+                receive(engine_thread.Piece(""))
         return result
 
     assert asyncio.run(texts()) == ["a", "b"]
@@ -390,7 +597,7 @@ def test_long_work_between_steps_does_not_stop_the_others() -> None:
     def parts(count: int) -> Any:
         for _ in range(count):
             order.append("part")
-            yield
+            yield 1
 
     async def main() -> None:
         engine.start(loop)

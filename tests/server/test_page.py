@@ -86,10 +86,16 @@ def test_a_chat_by_keyboard(page: Page, model: Any) -> None:
     assert answer == model.chat("hello", max_tokens=20, temperature=1.0, seed=7).text
     assert "seed 7" in page.value("document.querySelector('article.assistant .facts').textContent")
     assert "tok/s" in page.value("document.querySelector('article.assistant .facts').textContent")
-    page.value("document.getElementById('again').click()")
-    page.until("!document.getElementById('again').disabled")
-    assert page.value("document.querySelectorAll('article').length") == 2
-    assert page.value("document.querySelector('article.assistant .text').textContent") == answer
+    page.set("seed", "8")
+    page.value("document.getElementById('again').focus()")
+    page.browser.press("Enter")
+    page.until(
+        "document.querySelector('article.assistant .facts')?.textContent.includes('seed 8') "
+        "&& !document.getElementById('again').disabled"
+    )
+    other = model.chat("hello", max_tokens=20, temperature=1.0, seed=8).text
+    assert page.value("document.querySelectorAll('article').length") == 2 and other != answer
+    assert page.value("document.querySelector('article.assistant .text').textContent") == other
     assert page.browser.complaints == []
     assert all(url.startswith(page.address) for url in page.browser.requests)
 

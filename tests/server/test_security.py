@@ -31,6 +31,52 @@ pytestmark = pytest.mark.serve
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 SOURCES = sorted((Path(rlx.__file__).parent / "server").glob("*.py"))
 KEY, OTHER_KEY = "a-long-enough-key", "another-good-key"
+_SCHEMA = {"name": "x", "schema": {"const": 1}, "odd": 1}
+_FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+INNER_FIELDS: list[tuple[dict[str, Any], str]] = [  # that mean nothing, and their paths
+    ({"stream_options": {"odd": 1}}, "stream_options.odd"),
+    ({"response_format": {"type": "text", "odd": 1}}, "response_format.odd"),
+    ({"response_format": {"type": "json_schema", "json_schema": _SCHEMA}}, "response_format.json_schema.odd"),
+    ({"messages": [{"role": "user", "content": "hi", "odd": 1}]}, "messages[0].odd"),
+    ({"tools": [{"type": "function", "function": _FUNCTION | {"odd": 1}}]}, "tools[0].function.odd"),
+    ({"cache_prompt": False}, "cache_prompt"),
+    ({"verbosity": "low"}, "verbosity"),
+]
+
+
+# -- errors name the field at fault -----------------------------------------------------------------------------------
+_CALL = {"id": "x", "type": "function", "function": {"name": ["x"], "arguments": "{}"}}
+_BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x" * 2000}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+        ("/v1/chat/completions", {"response_format": _BAD_SCHEMA}, "response_format"),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object", "schema": {"propertes": {}}}},
+         "response_format"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("/v1/completions", {"prompt": "x", "json_schema": {"not": {}}}, "json_schema"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "", "tool_calls": [_CALL]}]},
+         "messages[0].tool_calls[0].function.name"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(http: Any, path: str, body: dict[str, Any], param: str) -> None:
+    common = {k: v for k, v in BODY.items() if k != "messages" or path.endswith("chat/completions")}
+    answer = http.post(path, json=common | body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert "TypeError" not in answer.text
+
+
+@pytest.mark.parametrize("name", ["Content-Type", "Content-Encoding"])
+def test_doubled_headers_of_a_body_are_refused(server: Server, name: str) -> None:
+    value = {"Content-Type": "application/json", "Content-Encoding": "identity"}[name]
+    data = request_bytes(body=json_bytes(BODY), headers={name: value})
+    assert status_of(server.address, data) == 200
+    other = f"{name}: {value}\r\n{name}: text/plain\r\n".encode()
+    assert status_of(server.address, data.replace(f"{name}: {value}\r\n".encode(), other)) == 415
 
 
 # -- parameters without bounds (CVE-2026-34756), numbers that parsers let through -------------------------------------
@@ -61,6 +107,29 @@ def test_hostile_numbers_are_answered_at_once(http: Any, name: str) -> None:
         assert answer.status_code == 400, (name, text, answer.text)
         assert answer.json()["error"]["type"] == "invalid_request_error" and seconds < 1.0
     assert resident_bytes() - before < 64 << 20
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_zero_is_answered_at_once(http: Any, name: str) -> None:
+    start = time.perf_counter()
+    body = {k: v for k, v in BODY.items() if (k, name) != ("max_tokens", "max_completion_tokens")}
+    body |= {"logprobs": True} if name == "top_logprobs" else {}
+    answer = http.post("/v1/chat/completions", json=body | {name: 0})
+    assert answer.status_code == (400 if name in ("n", "best_of", "timeout", "repetition_penalty") else 200)
+    assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "zero"), [("/v1/completions", "logprobs", 200), ("/v1/embeddings", "dimensions", 400)]
+)
+def test_numbers_of_other_paths(http: Any, path: str, name: str, zero: int) -> None:
+    base = {"model": "encoder", "input": "the cat"} if path.endswith("embeddings") else {"model": "tiny", "prompt": "x"}
+    for text in ("0", "-1", "2147483648", "9223372036854775808", "1e308", "1e999", "NaN", '"7"', "true", "1.5", "[]"):
+        body = json.dumps(base)[:-1] + f', "{name}": {text}}}'
+        start = time.perf_counter()
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == (zero if text == "0" else 400), (text, answer.text)
+        assert time.perf_counter() - start < 1.0
 
 
 @pytest.mark.parametrize(
@@ -108,6 +177,9 @@ def test_what_cannot_be_enforced_is_named(http: Any) -> None:
 def test_unknown_fields_are_said(http: Any, loaders: Any) -> None:
     answer = http.post("/v1/chat/completions", json=BODY | {"no_such_field": 1, "user": "me"})
     assert answer.status_code == 200 and answer.headers["x-rlx-ignored"] == "no_such_field"
+    for body, name in INNER_FIELDS:
+        answer = http.post("/v1/chat/completions", json=BODY | body)
+        assert answer.status_code == 200 and answer.headers["x-rlx-ignored"] == name, (name, answer.text)
 
 
 def test_prompts_that_are_too_long_are_never_cut(http: Any) -> None:
@@ -238,8 +310,15 @@ def test_sizes_are_bounded(server: Server) -> None:
         assert read_status(one) in (0, 413)
 
 
+def idle_connections() -> int:
+    """A thousand, or as many as this process may have: both ends are here."""
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1000 if limit == resource.RLIM_INFINITY else min(1000, max((limit - 300) // 2, 100))
+
+
 def test_idle_and_slow_connections_do_not_stop_others(server: Server, http: Any) -> None:
-    idle = [connect(server.address) for _ in range(100)]
+    idle = [connect(server.address) for _ in range(idle_connections())]
     for one in idle[:50]:
         one.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: ")
     assert http.get("/health").status_code == 200
@@ -347,6 +426,12 @@ def test_named_origins_may_call(guarded: Server) -> None:
         assert "access-control-allow-credentials" not in asked.headers
         strict = client.post("/v1/chat/completions", json=BODY | {"odd": 1}, headers={"x-api-key": KEY})
         assert strict.status_code == 400 and "odd" in strict.json()["error"]["message"]
+        for body, name in INNER_FIELDS:
+            strict = client.post("/v1/chat/completions", json=BODY | body, headers={"x-api-key": KEY})
+            assert strict.status_code == 400 and name in strict.json()["error"]["message"], name
+            assert strict.json()["error"]["code"] == "unknown_field"
+        known = {"cache_prompt": True, "verbosity": "medium", "user": "u", "stream_options": {"include_usage": True}}
+        assert client.post("/v1/chat/completions", json=BODY | known, headers={"x-api-key": KEY}).status_code == 200
 
 
 def test_keys_are_compared_in_constant_time_and_not_kept() -> None:
@@ -401,6 +486,16 @@ def test_no_pickle_no_fetching_no_templates_no_shell() -> None:
               "python_multipart"}  # fmt: skip
     for path in SOURCES:
         assert not imported(path) & banned, path.name
+
+
+def test_no_pickle_in_batch_jobs_either() -> None:
+    """Ray pickles by design: `rlx.ray` asks for a token instead."""
+    banned = {"pickle", "marshal", "shelve", "cloudpickle", "dill", "joblib", "copyreg"}
+    sources = sorted((Path(rlx.__file__).parent / "batch").rglob("*.py"))
+    assert sources
+    for path in (*SOURCES, *sources):
+        assert not {name.split(".")[0] for name in imported(path)} & banned, path.name
+        assert "allow_pickle=True" not in path.read_text().replace(" ", ""), path.name
 
 
 def test_only_the_sandbox_imports_jinja() -> None:

@@ -36,7 +36,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--host-name", action="append", default=[], metavar="NAME", help="name in Host headers")
     command.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="web pages that may call")
     command.add_argument("--rows", type=int, metavar="N", help="sequences that are generated at the same time")
-    command.add_argument("--cache-ram", type=int, metavar="MIB", help="memory for KV caches and shared prefixes")
+    command.add_argument(
+        "--cache-ram",
+        type=int,
+        metavar="MIB",
+        help="memory for KV caches and shared prefixes (a quarter of what is free, at most 8192)",
+    )
     command.add_argument("--max-queued", type=int, default=512, metavar="N", help="requests that may wait (512)")
     command.add_argument("--max-queued-tokens", type=int, metavar="N", help="prompt tokens that may wait")
     command.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds per request (600)")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rlx.engine.async_stream import AsyncTextStream
     from rlx.engine.edits import Edit
     from rlx.engine.logprobs import Logprob, Score, TokenBytes
-    from rlx.engine.structured import GrammarCompiler, Structure
+    from rlx.engine.structured import Constraint, GrammarCompiler, Structure
     from rlx.engine.tools import ToolCall, ToolFormat
     from rlx.flow.built import BuiltModel
     from rlx.formats.chat import ChatTemplate
@@ -358,7 +358,8 @@ class LanguageModel(Model):
         `tools` are Python functions with typed arguments: the model may call them, `chat` runs them and gives it the
         results until it answers with text. Tools in OpenAI's form are not run: the calls are in
         `completion.tool_calls`. `tool_choice` is "auto" (the model decides), "none", "required" (at least one call),
-        or the name of the function that must be called. `completion.tool_calls` lists all calls.
+        or the name of the function that must be called. `completion.tool_calls` lists all calls. With `schema` and the
+        like, an answer that calls no tool follows it; a call that is required excludes it.
         """
         self.check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
@@ -369,7 +370,11 @@ class LanguageModel(Model):
             if edit is not None or capture is not None or trace is not None:
                 raise RequestError("chat: tools exclude edit, capture and trace")
             conversation = _conversation(messages, system)
-            return answer_with_tools(self, conversation, tools, tool_choice, lambda t, s: self._answer(t, settings, s))
+
+            def answer(tokens: list[int], allowed: Constraint | None) -> Completion:
+                return self._answer(tokens, settings, allowed)
+
+            return answer_with_tools(self, conversation, tools, tool_choice, answer, settings.structure)
 
         def call(recorder: CallRecorder | None) -> Completion:
             start = execution(self, edit, capture, recorder)
@@ -380,9 +385,12 @@ class LanguageModel(Model):
 
         return self._recorded(trace, "chat", call)
 
-    def _answer(self, tokens: list[int], settings: _Settings, more: Mapping[str, Any]) -> Completion:
-        """The completion of a rendered conversation, with more settings of its sampling."""
-        settings = replace(settings, sampling=replace(settings.sampling, **more))
+    def _answer(self, tokens: list[int], settings: _Settings, allowed: Constraint | None) -> Completion:
+        """The completion of a rendered conversation under a constraint, which has the structure in it."""
+        if allowed is not None:
+            if settings.sampling.allowed is not None:
+                raise RequestError("sampling: allowed and tools exclude each other", hint="leave one out")
+            settings = replace(settings, structure=None, sampling=replace(settings.sampling, allowed=allowed))
         sequence = self.new_sequence(settings.request(self, tokens, answer=True), "chat")
         return self._complete([sequence], execution(self, None, None))[0]
 

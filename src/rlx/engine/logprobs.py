@@ -83,13 +83,19 @@ class Score:
             raise missing_attribute(self, name)
 
 
-def logprob_of(logits: Array, token: int, logprob: float, top: int, token_bytes: TokenBytes | None) -> Logprob:
-    """The record of a token whose log-probability is known: with it the sum of exponentials, by which others follow."""
-    log_sum = float(logits[token]) - logprob
+def logprob_of(
+    logits: Array, token: int, logprob: float, top: int, token_bytes: TokenBytes | None, log_sum: float | None = None
+) -> Logprob:
+    """The record of a token whose log-probability is known.
+
+    Those of the likeliest tokens follow from the logits alone, so that they do not depend on which token it is.
+    """
+    if log_sum is None and top:
+        log_sum = float(log_sums(logits[None])[0])
 
     def one(other: int) -> Logprob:
-        value = logprob if other == token else float(logits[other]) - log_sum
-        return Logprob(other, value, b"" if token_bytes is None else token_bytes(other))
+        assert log_sum is not None
+        return Logprob(other, float(logits[other]) - log_sum, b"" if token_bytes is None else token_bytes(other))
 
     likeliest = tuple(one(other) for other in most_likely(logits, top))
     return Logprob(token, logprob, b"" if token_bytes is None else token_bytes(token), likeliest)
@@ -104,8 +110,7 @@ def log_sums(logits: Array) -> Array:
 
 def text_logprobs(logits: Array, tokens: Sequence[int], top: int, token_bytes: TokenBytes | None) -> list[Logprob]:
     """The records of given tokens, from the logits `[tokens, vocab]` of their places."""
-    chosen = logits[np.arange(len(tokens)), list(tokens)].astype(np.float64) - log_sums(logits)
     return [
-        logprob_of(row, token, float(value), top, token_bytes)
-        for row, token, value in zip(logits, tokens, chosen, strict=True)
+        logprob_of(row, token, float(row[token]) - log_sum, top, token_bytes, log_sum)
+        for row, token, log_sum in zip(logits, tokens, log_sums(logits).tolist(), strict=True)
     ]

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -126,38 +126,67 @@ class Scheduler:
 
         Raises RequestError if the request is invalid, OverloadedError if too much is queued.
         """
-        sequence = self._model.new_sequence(request, "submit", context=self.context)
-        return self.add(
-            sequence, client=request.client, namespace=request.namespace, deadline=request.deadline, on_piece=on_piece
-        )
+        return self.submit_all([request], [on_piece])[0]
+
+    def submit_all(self, requests: Sequence[Request], on_pieces: Sequence[OnPiece | None]) -> list[Ticket]:
+        """Queue requests that belong together: all of them, or none if one is invalid or too much is queued."""
+        tickets = [
+            self._ticket(
+                self._model.new_sequence(request, "submit", context=self.context), client=request.client,
+                namespace=request.namespace, deadline=request.deadline, on_piece=on_piece,
+            )
+            for request, on_piece in zip(requests, on_pieces, strict=True)
+        ]  # fmt: skip
+        self._queue(tickets)
+        return tickets
 
     def add(
         self, sequence: TokenSequence, *, client: str = "", namespace: str = "", deadline: float | None = None,
         on_piece: OnPiece | None = None,
     ) -> Ticket:  # fmt: skip
         """Queue a sequence."""
-        size = len(sequence.prompt)
+        ticket = self._ticket(sequence, client=client, namespace=namespace, deadline=deadline, on_piece=on_piece)
+        self._queue([ticket])
+        return ticket
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may run and wait at the same time."""
+        return self.rows + self._limits[0]
+
+    def check_room(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise OverloadedError unless sequences with these prompts can be queued now."""
         with self._lock:
-            if self._closed:
-                raise RequestError("scheduler: it is closed")
-            most, most_tokens = self._limits
-            if self._queued >= most:
-                raise self._overloaded("requests", f"{self._queued} requests wait, the limit is {most}")
-            if most_tokens is not None and self._queued and self._queued_tokens + size > most_tokens:
-                waiting = f"{self._queued_tokens} prompt tokens wait, the limit is {most_tokens}"
-                raise self._overloaded("tokens", waiting)
-            self._queued, self._queued_tokens = self._queued + 1, self._queued_tokens + size
-            self._submitted += 1
-            number = self._submitted
-        ticket = Ticket(
-            self._model, sequence, client=client, namespace=namespace, deadline=deadline, on_piece=on_piece,
-            wake=self.wake,
-        )  # fmt: skip
-        self._inbox.append(Job(ticket, number))
+            self._check_room(len(prompts), sum(map(len, prompts)))
+
+    def _ticket(self, sequence: TokenSequence, **options: Any) -> Ticket:
+        return Ticket(self._model, sequence, **options, wake=self.wake)
+
+    def _queue(self, tickets: Sequence[Ticket]) -> None:
+        tokens = sum(len(ticket.sequence.prompt) for ticket in tickets)
+        with self._lock:
+            self._check_room(len(tickets), tokens)
+            self._queued, self._queued_tokens = self._queued + len(tickets), self._queued_tokens + tokens
+            first = self._submitted + 1
+            self._submitted += len(tickets)
+        self._inbox.extend(Job(ticket, first + i) for i, ticket in enumerate(tickets))
         if self._closed:  # meanwhile, by another thread
             self.close()
         self.wake()
-        return ticket
+
+    def _check_room(self, count: int, tokens: int) -> None:
+        """Raise unless so many sequences can be queued, with so many tokens of prompts. Rows that are free count."""
+        if self._closed:
+            raise RequestError("scheduler: it is closed")
+        most, most_tokens = self._limits
+        if count > self.capacity:
+            raise RequestError(f"scheduler: {count} sequences, and at most {self.capacity} may run and wait")
+        free = sum(job is None for job in self._rows)
+        if self._queued >= most or self._queued + count > most + free:
+            raise self._overloaded("requests", f"{self._queued} requests wait, the limit is {most}")
+        if most_tokens is not None and self._queued and self._queued_tokens + tokens > most_tokens:
+            waiting = f"{self._queued_tokens} prompt tokens wait, the limit is {most_tokens}"
+            raise self._overloaded("tokens", waiting)
 
     def _overloaded(self, reason: str, message: str) -> OverloadedError:
         self._counters.rejected[reason] += 1

@@ -60,8 +60,8 @@ def scores_of(model: LanguageModel, texts: Sequence[ScoredText], top: int) -> li
 def score_steps(
     model: LanguageModel, texts: Sequence[ScoredText], scores: Sequence[Score], top: int, *,
     namespace: tuple[str, ...] = NAMESPACE, max_tokens: Callable[[], int] = lambda: call_sizes.CHUNK,
-) -> Iterator[None]:  # fmt: skip
-    """Fill in the scores of texts, one call of the model per step, of at most `max_tokens()` tokens."""
+) -> Iterator[int]:  # fmt: skip
+    """Fill in the scores of texts, a call of at most `max_tokens()` tokens per step; yields the number of tokens."""
     scored = [i for i, text in enumerate(texts) if text.begin < len(text.tokens)]
     order = sorted(scored, key=lambda i: len(texts[i].tokens))
     rows = 1 if model.caches.spec.states else call_sizes.ROWS  # how the delta rule rounds depends on the longest text
@@ -75,7 +75,7 @@ def score_steps(
 def _score_batch(
     model: LanguageModel, texts: Sequence[ScoredText], scores: Sequence[Score], top: int, namespace: tuple[str, ...],
     max_tokens: Callable[[], int],
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[int]:  # fmt: skip
     cache = model.caches.new(len(texts))
     decoder = Decoder(model.compiled, cache)
     # the logits of a prompt are not needed, so its beginning may come from the prefix cache
@@ -86,7 +86,7 @@ def _score_batch(
         pieces = [text.tokens[place : place + chunk] for place, text in zip(places, texts, strict=True)]
         _score_pieces(model, decoder, texts, scores, pieces, places, top)
         places = [place + len(piece) for place, piece in zip(places, pieces, strict=True)]
-        yield
+        yield sum(map(len, pieces))
     for row in range(len(texts)):
         cache.release(row, namespace)
 

@@ -71,6 +71,9 @@ class Sequence:
         self._stop, self._stop_ids = stop, frozenset(stop_ids)
         self._stream, self._top, self._bytes = text, top, token_bytes
         self._held = ""  # may turn out to be the start of a stop string
+        self._decoded = 0  # characters of all tokens: the text, what is held, and a stop string
+        self._positions: list[int | None] = []  # per log-probability: where its text begins; None: it has none
+        self._taken = 0  # log-probabilities that `take_logprobs` has passed
 
     def begin(self, cached: int) -> None:
         self.cached = cached
@@ -108,10 +111,13 @@ class Sequence:
             if token != pick.token:  # of processed logits; log-probabilities are the model's
                 logprob += float(logits[token]) - float(logits[pick.token])
             self.logprobs.append(logprob_of(logits, token, logprob, self._top, self._bytes))
+            hidden = token in self._stop_ids or (self._stream is not None and self._stream.skips(token))
+            self._positions.append(None if hidden else self._decoded)
         self._last_token = perf_counter()
         if token in self._stop_ids:
             return self._end("stop")
         piece = "" if self._stream is None else self._stream.push(token)
+        self._decoded += len(piece)
         if self._stop and piece:
             piece = self._held + piece
             stops = [at for at in map(piece.find, self._stop) if at >= 0]
@@ -139,6 +145,22 @@ class Sequence:
         last = self._held + ("" if self._stream is None else self._stream.flush())
         self.text += last
         return last
+
+    def take_logprobs(self) -> list[tuple[int, Logprob]]:
+        """The log-probabilities of tokens whose text was returned since the last call, and where in it they begin.
+
+        A token counts as returned with the first character of its text. Tokens outside the text have none: special
+        ones, and those of a stop string.
+        """
+        taken: list[tuple[int, Logprob]] = []
+        complete = bool(self.finish_reason) and self._decoded <= len(self.text)  # no stop string was cut off
+        for start in self._positions[self._taken :]:
+            if start is not None and start >= len(self.text) and not complete:
+                break
+            if start is not None and self.logprobs is not None:
+                taken.append((start, self.logprobs[self._taken]))
+            self._taken += 1
+        return taken
 
     @property
     def usage(self) -> Usage:

@@ -66,16 +66,16 @@ class Structure:
             )
         return structure
 
-    def lark(self) -> str:
-        """The grammar in llguidance's dialect of Lark, with the rule `answer` at its top."""
+    def lark(self, rule: str = "answer") -> str:
+        """The grammar in llguidance's dialect of Lark, with this rule at its top."""
         match self.kind:
             case "schema":
-                return f"answer: %json {self.text}\n"
+                return f"{rule}: %json {self.text}\n"
             case "regex":
-                return f"answer: {regex_literal(self.text)}\n"
+                return f"{rule}: {regex_literal(self.text)}\n"
             case "choice":
-                return "answer: " + " | ".join(json.dumps(text) for text in json.loads(self.text)) + "\n"
-        return f"answer: @{NESTED}\n"
+                return f"{rule}: " + " | ".join(json.dumps(text) for text in json.loads(self.text)) + "\n"
+        return f"{rule}: @{NESTED}\n"
 
     @property
     def nested(self) -> str | None:
@@ -175,10 +175,21 @@ _OTHER_KEYWORDS = (
     "contentMediaType contentSchema $id $schema $ref $anchor $dynamicRef $dynamicAnchor $comment $vocabulary"
 )
 KEYWORDS = _NAMED_SCHEMAS | _SCHEMAS | frozenset(_OTHER_KEYWORDS.split())
+_BY_SPELLING = {keyword.lower(): keyword for keyword in KEYWORDS}
+# words of older drafts, of other validators and of Python libraries, and what says the same
+_OTHER_WORDS = {
+    "divisibleBy": "multipleOf", "extends": "allOf", "min": "minimum", "max": "maximum", "ge": "minimum",
+    "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum", "minlen": "minLength", "maxlen": "maxLength",
+    "regex": "pattern",
+}  # fmt: skip
+# words that would forbid something, and that nothing enforces
+_NOT_ENFORCED = frozenset(
+    ["disallow", "formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"]
+)
 
 
 def _check_keywords(schema: Any, where: str) -> None:
-    """Refuse a misspelt keyword, which would enforce nothing. Other unknown ones are annotations."""
+    """Refuse a misspelt or foreign keyword, which would enforce nothing. Other unknown ones are annotations."""
     if isinstance(schema, (list, tuple)):
         for i, inner in enumerate(schema):
             _check_keywords(inner, f"{where}[{i}]")
@@ -190,10 +201,25 @@ def _check_keywords(schema: Any, where: str) -> None:
                 _check_keywords(one, f"{where}.{key}.{short_repr(name)}")
         elif key in _SCHEMAS:
             _check_keywords(inner, f"{where}.{key}")
+        elif key == "required" and not isinstance(inner, (list, tuple)):
+            raise RequestError(
+                f"{where}: 'required' is {short_repr(inner)}, expected a list of names",
+                hint="it belongs to the object, beside 'properties'",
+            )
+        elif key in _NOT_ENFORCED:
+            raise RequestError(f"{where}: {key!r} cannot be enforced")
         elif isinstance(key, str) and key not in KEYWORDS and len(key) < 40:
-            close = difflib.get_close_matches(key, KEYWORDS, n=1, cutoff=0.85)
-            if close:
-                raise RequestError(f"{where}: unknown keyword {key!r}", hint=f"did you mean {close[0]!r}?")
+            close = _keyword_like(key)
+            if close is not None:
+                raise RequestError(f"{where}: unknown keyword {key!r}", hint=f"did you mean {close!r}?")
+
+
+def _keyword_like(word: str) -> str | None:
+    """The keyword that a word stands for: in another spelling or vocabulary, or with a typing error."""
+    if word in _OTHER_WORDS:
+        return _OTHER_WORDS[word]
+    spelled = _BY_SPELLING.get(word.replace("_", "").replace("-", "").lower())
+    return spelled or next(iter(difflib.get_close_matches(word, KEYWORDS, n=1, cutoff=0.85)), None)
 
 
 def _check_parentheses(text: str, where: str) -> None:

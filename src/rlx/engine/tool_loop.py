@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlx.engine.answer_parser import AnswerParser, Event
+from rlx.engine.sampler import short_repr
 from rlx.engine.thinking import is_thinking, tail_of
 from rlx.engine.tools import ROUNDS, Tool, ToolCall, ToolFormat, call_rules, choose_tools, tools_of
 from rlx.errors import RequestError
 
 if TYPE_CHECKING:
     from rlx.engine.language_model import Completion, LanguageModel
-    from rlx.engine.structured import Constraint
+    from rlx.engine.structured import Constraint, Structure
 
 Messages = Sequence[Mapping[str, Any]]
 _ID_SYMBOLS = string.ascii_letters + string.digits
@@ -30,9 +31,7 @@ def new_id(known: ToolFormat) -> str:
 
 
 def for_template(messages: Messages, known: ToolFormat | None) -> list[Mapping[str, Any]]:
-    """Messages whose tool calls have arguments in the form that the template wants."""
-    if known is None or known.as_text:
-        return list(messages)
+    """Messages whose tool calls are checked, with arguments in the form that the template wants."""
     result: list[Mapping[str, Any]] = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -40,15 +39,25 @@ def for_template(messages: Messages, known: ToolFormat | None) -> list[Mapping[s
         calls = message.get("tool_calls")
         copy = dict(message)
         if isinstance(calls, Sequence) and not isinstance(calls, str):
-            copy["tool_calls"] = [_with_object(call, f"messages[{i}].tool_calls[{j}]") for j, call in enumerate(calls)]
+            places = [f"messages[{i}].tool_calls[{j}]" for j in range(len(calls))]
+            for call, place in zip(calls, places, strict=True):
+                _check_call(call, place)
+            if known is not None and not known.as_text:
+                copy["tool_calls"] = [_with_object(call, place) for call, place in zip(calls, places, strict=True)]
         result.append(copy)
     return result
 
 
-def _with_object(call: Any, where: str) -> Any:
+def _check_call(call: Any, where: str) -> None:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function: expected an object")
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.function.name: expected a text, found {short_repr(function.get('name'))}")
+
+
+def _with_object(call: Any, where: str) -> Any:
+    function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -59,21 +68,33 @@ def _with_object(call: Any, where: str) -> Any:
 
 
 def call_constraint(
-    model: LanguageModel, tools: Sequence[Tool], mode: str, tokens: Sequence[int], *, parallel: bool = True
-) -> Constraint | None:
+    model: LanguageModel, tools: Sequence[Tool], mode: str, tokens: Sequence[int], *, parallel: bool = True,
+    form: Structure | None = None,
+) -> Constraint | None:  # fmt: skip
     """The grammar of an answer: calls if they are required, valid calls in a text if there are strict tools.
 
-    In a text, arguments of tools that are not strict may be any object.
+    With a `form`, an answer calls tools or follows it. Arguments of tools that are not strict may be any object unless
+    a call is required.
     """
+    if mode == "none" or not tools:
+        return None if form is None else model.grammars.follow(form, tokens, answer=True)
+    if mode == "required" and form is not None:
+        raise RequestError(
+            f"tool_choice: a required call and {form.kind} exclude each other", hint='tool_choice="auto" allows both'
+        )
     strict = any(tool.strict for tool in tools)
-    if mode == "none" or not tools or (mode == "auto" and not strict and parallel):
+    if mode == "auto" and form is None and (not model.tool_format.trigger or (not strict and parallel)):
         return None
     if mode == "auto" and not model.tool_format.trigger:
-        return None
+        raise RequestError(
+            "tools: the model writes calls without a marker, so tools and a form exclude each other",
+            hint='tool_choice="none", or leave one out',
+        )
     if mode == "auto":
         tools = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in tools]
-    rules = call_rules(model.tool_format, tools, model.grammars, parallel=parallel, text=mode == "auto")
-    return model.grammars.constraint(rules, "tools", tokens, answer=True)
+    text = mode == "auto" and form is None
+    rules = call_rules(model.tool_format, tools, model.grammars, parallel=parallel, text=text, form=form)
+    return model.grammars.constraint(rules, "tools", tokens, True, None if form is None else form.nested)
 
 
 def answer_parser(model: LanguageModel, tokens: Sequence[int], tools: Sequence[Tool] = ()) -> AnswerParser:
@@ -100,9 +121,12 @@ def calls_of(events: Sequence[Event], known: ToolFormat) -> tuple[str, list[Tool
 
 def answer_with_tools(
     model: LanguageModel, messages: Messages, tools: Sequence[Any], choice: Any,
-    answer: Callable[[list[int], Mapping[str, Any]], Completion],
+    answer: Callable[[list[int], Constraint | None], Completion], form: Structure | None = None,
 ) -> Completion:  # fmt: skip
-    """Answer a conversation; functions among the tools are called, at most `ROUNDS` times in a row."""
+    """Answer a conversation; functions among the tools are called, at most `ROUNDS` times in a row.
+
+    `answer` generates under a constraint; the text without calls follows `form`.
+    """
     listed = [replace(tool, strict=True) if tool.function else tool for tool in tools_of(tools)]
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):  # the name of a function
         choice = {"type": "function", "name": choice}
@@ -113,8 +137,7 @@ def answer_with_tools(
     for number in range(ROUNDS + 1):
         mode = "none" if number == ROUNDS else mode
         tokens = model.chat_tokens(for_template(conversation, known), tools=descriptions)
-        constraint = call_constraint(model, callable_tools, mode, tokens)
-        completion = answer(tokens, {} if constraint is None else {"allowed": constraint})
+        completion = answer(tokens, call_constraint(model, callable_tools, mode, tokens, form=form))
         parser = answer_parser(model, tokens, listed if mode != "none" else ())
         text, calls = calls_of(parser.push(completion.text) + parser.end(), known)
         functions = {tool.name: tool.function for tool in listed if tool.function is not None}

@@ -21,7 +21,7 @@ from rlx.fast_dataclass import dataclass
 from rlx.formats.chat import ChatTemplate
 
 if TYPE_CHECKING:
-    from rlx.engine.structured import GrammarCompiler
+    from rlx.engine.structured import GrammarCompiler, Structure
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -458,11 +458,13 @@ def _common_suffix(a: str, b: str) -> str:
 
 # -- grammar ----------------------------------------------------------------------------------------------------------
 def call_rules(
-    known: ToolFormat, tools: Sequence[Tool], compiler: GrammarCompiler, *, parallel: bool = True, text: bool = False
-) -> str:
+    known: ToolFormat, tools: Sequence[Tool], compiler: GrammarCompiler, *, parallel: bool = True, text: bool = False,
+    form: Structure | None = None,
+) -> str:  # fmt: skip
     """Lark rules for `answer`: one or several calls of these tools, with arguments by their schemas.
 
-    With `text`, the answer may be any text, and calls in it have valid arguments.
+    With `text`, the answer may be any text, and calls in it have valid arguments. With a `form`, it may follow that
+    instead of calling.
     """
     full = (known.opening + known.begin).lstrip()
     start = known.trigger if text else ""
@@ -482,6 +484,8 @@ def call_rules(
     if text:
         lead = compiler.up_to("lead", start)
         result = f"answer: (lead first {more} {after})* TAIL\nTAIL: {compiler.without(start)}\n{lead}{result}"
+    elif form is not None:
+        result = f"answer: first {more} {after} | form\n{form.lark('form')}{result}"
     else:
         result = f"answer: first {more} {after}\n{result}"
     return result + "".join(rules)

@@ -399,6 +399,10 @@ class Stream:
         """Return the text that this token completes; empty while a character spans several tokens."""
         return self._utf8.decode(self.take(token))
 
+    def skips(self, token: int) -> bool:
+        """Whether a token is left out of the text."""
+        return token in self._skip
+
     def flush(self) -> str:
         """Finish the stream: returns U+FFFD for an incomplete character, else nothing."""
         return self._utf8.decode(b"", final=True)

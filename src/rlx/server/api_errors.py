@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rlx.errors import CapabilityError, ContextError, NotFoundError, OverloadedError, RequestError, RlxError
@@ -34,6 +35,21 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+@contextmanager
+def naming(field: str | None, kinds: Sequence[str]) -> Iterator[None]:
+    """Errors of the engine that begin with one of its own words name the field of the request that they are about."""
+    try:
+        yield
+    except RequestError as error:
+        if field is None or not str(error).startswith(tuple(kinds)):
+            raise
+        raise invalid(f"{field}: {error}" + (f" (hint: {error.hint})" if error.hint else ""), field) from error
+
+
+def stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "5"})
+
+
 def of_rlx(error: RlxError) -> ApiError:
     """The answer for an error of rlx. Only messages about the request are shown; others may name files."""
     message = str(error) + (f" (hint: {error.hint})" if error.hint else "")
@@ -43,7 +59,9 @@ def of_rlx(error: RlxError) -> ApiError:
             return ApiError(429, message, code="overloaded", headers={"retry-after": seconds})
         case ContextError():
             sizes = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
-            return ApiError(400, message, param="messages", code="context_length_exceeded", more=sizes)
+            name = _field(str(error))
+            param = {"chat": "messages", "submit": None}.get(name, name) if name else None
+            return ApiError(400, message, param=param, code="context_length_exceeded", more=sizes)
         case NotFoundError():
             return ApiError(404, message, code="not_found")
         case RequestError() | CapabilityError():

@@ -11,10 +11,11 @@ from rlx.engine.answer_parser import AnswerParser, Event
 from rlx.engine.logprobs import Logprob
 from rlx.engine.request import Request
 from rlx.engine.sampler import Allowed
+from rlx.engine.structured import KINDS
 from rlx.engine.tool_loop import answer_parser, call_constraint, for_template, new_id
 from rlx.engine.tools import Tool, choose_tools, tools_of
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import invalid
+from rlx.server.api_errors import invalid, naming
 from rlx.server.engine_thread import Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
@@ -23,6 +24,11 @@ from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system
 from rlx.server.state import State
 
 TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")  # that requests may set
+MESSAGE = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal",
+    "annotations",
+)  # fmt: skip  # members of messages that templates know
+FUNCTION = ("name", "description", "parameters", "strict")  # members of a tool's function
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 UNSUPPORTED = {
     "audio": "rlx writes text", "modalities": "rlx writes text", "prediction": "there are no predicted outputs",
@@ -48,19 +54,27 @@ class ChatRequest:
         messages = fields.get("messages")
         if not isinstance(messages, list) or not messages:
             raise fields.wrong("messages", "a list of messages")
+        fields.objects("messages", MESSAGE)
         common = read_common(fields, state.settings)
         wanted = fields.flag("logprobs")
         top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
         if top and not wanted:
             raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
         tools = tools_of(fields.get("tools") or [])
+        for tool in fields.objects("tools", ("type",)) if tools else ():
+            inner = tool.inner("function")
+            if inner is not None:
+                inner.ignore(*FUNCTION)
+            else:
+                tool.ignore(*FUNCTION)
         choice = fields.get("tool_choice")
-        choose_tools(tools, choice)
+        _, mode = choose_tools(tools, choice)
         parallel = fields.flag("parallel_tool_calls", True)
         variables = _template_variables(fields)
         fields.refuse(UNSUPPORTED, lambda value: value in (["text"], [], "none", {}))
-        if tools and common.structure is not None and choice not in (None, "none", "auto"):
-            raise invalid("response_format: excludes a required tool call", "response_format")
+        if common.structure is not None and mode == "required":
+            reason = f"tool_choice requires a call, and the {common.structure.kind} excludes one"
+            raise invalid(f"response_format and tool_choice: {reason}", "response_format")
         logprobs = (top or 0) + 1 if wanted else 0
         return cls(
             common, [_message(m, i) for i, m in enumerate(messages)], tools, choice, parallel, logprobs, variables
@@ -91,7 +105,7 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
                 variables[name] = value
         for name in inner.unread():
             known = ", ".join(TEMPLATE_VARIABLES)
-            raise invalid(f"chat_template_kwargs.{name[:40]}: known are {known}", "chat_template_kwargs")
+            raise invalid(f"{name[:80]}: known are {known}", "chat_template_kwargs")
     continued = fields.flag("continue_final_message")
     prompted = fields.flag("add_generation_prompt", not continued)
     if continued and prompted:
@@ -121,8 +135,9 @@ class _Prepared:
         self._model, self.tokens = model, tokens
 
         def allowed(prompt: Sequence[int]) -> Allowed | None:
-            calls = call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel)
-            return calls if calls is not None else request.common.structured(model, prompt, True)
+            form = request.common.structure
+            with naming("tools" if form is None else request.common.structure_field, KINDS):
+                return call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel, form=form)
 
         self.requests: list[Request] = request.common.requests(
             [tokens], exchange, logprobs=request.logprobs, answer=True, allowed=allowed
@@ -226,9 +241,8 @@ async def _answer(
         "model": served.name, "system_fingerprint": system_fingerprint(served.language),
     }  # fmt: skip
     choices = [_Choice(prepared) for _ in prepared.requests]
-    hidden = served.language.tokenizer.special_ids - served.language.marker_ids
     if request.common.stream:
-        await exchange.events(_chunks(head, request, choices, generation, hidden))
+        await exchange.events(_chunks(head, request, choices, generation))
         exchange.record |= {"finish": choices[0].finish_reason(generation.rows[0]), **_tokens(generation)}
         return
     async for batch in generation.pieces():
@@ -236,7 +250,7 @@ async def _answer(
             choices[row.index].deltas(piece, row.finished)
     listed = []
     for row, choice in zip(generation.rows, choices, strict=True):
-        entries = generation.fresh_logprobs(row, hidden) if request.logprobs else None
+        entries = row.take_logprobs() if request.logprobs else None
         listed.append(
             {"index": row.index, "message": choice.message(), "logprobs": _logprobs(entries, request.logprobs - 1),
              "finish_reason": choice.finish_reason(row), "seed": row.sequence.sampler.seed}
@@ -248,9 +262,8 @@ async def _answer(
 
 
 async def _chunks(
-    head: dict[str, Any], request: ChatRequest, choices: Sequence[_Choice], generation: Generation,
-    hidden: frozenset[int],
-) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
+    head: dict[str, Any], request: ChatRequest, choices: Sequence[_Choice], generation: Generation
+) -> AsyncIterator[list[dict[str, Any]]]:
     """Chunks of a streamed answer, in OpenAI's order: the role, deltas, the reason of the end, usage."""
     head = head | {"object": "chat.completion.chunk"}
     usage = {"usage": None} if request.common.include_usage else {}
@@ -266,7 +279,7 @@ async def _chunks(
             choice = choices[row.index]
             deltas = choice.deltas(piece, row.finished)
             if request.logprobs and (deltas or row.finished):
-                entries = _logprobs(generation.fresh_logprobs(row, hidden), request.logprobs - 1)
+                entries = _logprobs(row.take_logprobs(), request.logprobs - 1)
                 deltas = deltas or [{"content": ""}]
                 chunks += [chunk(row.index, delta, entries if i == 0 else None) for i, delta in enumerate(deltas)]
             else:
@@ -283,10 +296,10 @@ async def _chunks(
         yield [head | {"choices": [], "usage": generation.usage(), "timings": generation.timings()}]
 
 
-def _logprobs(entries: Sequence[Logprob] | None, top: int) -> dict[str, Any] | None:
+def _logprobs(entries: Sequence[tuple[int, Logprob]] | None, top: int) -> dict[str, Any] | None:
     if entries is None:
         return None
-    content = [_entry(e) | {"top_logprobs": [_entry(t) for t in e.top[:top]]} for e in entries]
+    content = [_entry(e) | {"top_logprobs": [_entry(t) for t in e.top[:top]]} for _, e in entries]
     return {"content": content, "refusal": None}
 
 

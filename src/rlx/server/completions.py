@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from rlx.engine.call_sizes import CHUNK
@@ -14,10 +14,12 @@ from rlx.engine.request import Request
 from rlx.engine.scheduler import SLICE
 from rlx.engine.scoring import ScoredText, score_steps
 from rlx.fast_dataclass import dataclass
+from rlx.formats.tokenizer import Tokenizer
+from rlx.server.api_errors import ApiError
 from rlx.server.engine_thread import EngineThread, Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
-from rlx.server.generation import Generation, Row
+from rlx.server.generation import Generation, Row, check_count
 from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
 from rlx.server.state import State
 
@@ -69,26 +71,60 @@ class _Prepared:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Token:
+    """A token of a choice, where its text begins, and its log-probability if it has one."""
+
+    data: bytes
+    offset: int
+    entry: Logprob | None
+
+
 class _Choice:
-    """The text of a choice so far, and the places of its tokens."""
+    """The echoed prompt of a choice."""
 
-    def __init__(self, before: str, entries: Sequence[Logprob | None]) -> None:
-        self.before, self.entries = before, list(entries)
-        self.offset = 0  # characters reported
+    def __init__(self, before: str) -> None:
+        self.before = before
+        self.entries: list[Logprob | None] = []  # of the prompt
 
-    def logprobs(self, entries: Sequence[Logprob | None], tokens: Sequence[str], top: int) -> dict[str, Any]:
-        offsets = []
-        for text in tokens:
-            offsets.append(self.offset)
-            self.offset += len(text)
-        return {
-            "tokens": list(tokens),
-            "token_logprobs": [None if e is None else max(e.logprob, -9999.0) for e in entries],
-            "top_logprobs": [
-                None if e is None else {t.text: max(t.logprob, -9999.0) for t in e.top[:top]} for e in entries
-            ],
-            "text_offset": offsets,
-        }
+    def prompt_tokens(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> list[_Token]:
+        """The tokens of the prompt; special ones have no text, and those of one character begin together."""
+        stream, offset, result = tokenizer.stream(skip_special=True), 0, list[_Token]()
+        for token, entry in zip(prompt, self.entries, strict=True):
+            result.append(_Token(tokenizer.token_bytes(token), offset, entry))
+            offset += len(stream.push(token))
+        return result
+
+
+def _logprobs(tokens: Sequence[_Token], top: int) -> dict[str, Any]:
+    entries = [token.entry for token in tokens]
+    return {
+        "tokens": [_name(token.data) for token in tokens],
+        "token_logprobs": [None if e is None else max(e.logprob, -9999.0) for e in entries],
+        "top_logprobs": [None if e is None else _top(e.top[:top]) for e in entries],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _top(entries: Sequence[Logprob]) -> dict[str, float]:
+    """Log-probabilities by text. Tokens of equal text are told apart by their bytes' form, or by their ids."""
+    result: dict[str, float] = {}
+    for e in entries:
+        names = (_name(e.bytes), _bytes_name(e.bytes), f"token_id:{e.token}")
+        result[next(name for name in names if name not in result)] = max(e.logprob, -9999.0)
+    return result
+
+
+def _name(data: bytes) -> str:
+    """A token's text, or its bytes if they are part of a character, in OpenAI's form."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return _bytes_name(data)
+
+
+def _bytes_name(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 async def completions(exchange: Exchange, state: State) -> None:
@@ -115,25 +151,35 @@ async def _answer(
     generation: Generation,
 ) -> None:  # fmt: skip
     model = served.language
-    scores: list[list[Logprob | None]] = [[] for _ in prepared.prompts]
-    if request.echo and request.logprobs is not None:
-        for i, tokens in enumerate(prepared.prompts):
-            namespace = prepared.requests[i * request.common.count].namespace
-            scores[i] = await _prompt_logprobs(state.engine, served, tokens, request.logprobs, namespace)
-    await generation.start(prepared.requests)
     head = {
         "id": f"cmpl-{exchange.id}", "object": "text_completion", "created": int(time.time()), "model": served.name,
         "system_fingerprint": system_fingerprint(model),
     }  # fmt: skip
     count = request.common.count
     befores = [model.tokenizer.decode(tokens, skip_special=True) if request.echo else "" for tokens in prepared.prompts]
-    choices = [_Choice(befores[i // count], scores[i // count]) for i in range(len(prepared.requests))]
+    choices = [_Choice(befores[i // count]) for i in range(len(prepared.requests))]
+
+    async def score_and_start() -> None:
+        scores = await _prompt_logprobs(exchange, state.engine, served, prepared, request)
+        for i, choice in enumerate(choices):
+            choice.entries = scores[i // count]
+        await generation.start(prepared.requests)
+
+    scored = request.echo and request.logprobs is not None
+    if scored:
+        check_count(served, len(prepared.requests))
+        assert served.scheduler is not None
+        served.scheduler.check_room([one.tokens for one in prepared.requests])  # before the work, not after it
     if request.common.stream:
-        await exchange.events(_chunks(head, request, prepared, model, choices, generation))
+        if not scored:
+            await generation.start(prepared.requests)
+        begin = score_and_start if scored else None  # after the head of the answer, so that comments are sent meanwhile
+        await exchange.events(_chunks(head, request, prepared, model, choices, generation, begin))
     else:
+        await (score_and_start() if scored else generation.start(prepared.requests))
         await generation.finish()
         listed = [
-            _described(request, prepared, model, choices[row.index], generation, row, row.sequence.text, True)
+            _described(request, prepared, model, choices[row.index], row, row.sequence.text, True)
             for row in generation.rows
         ]
         usage = generation.usage(len(prepared.prompts))
@@ -142,20 +188,17 @@ async def _answer(
 
 
 def _described(
-    request: CompletionRequest, prepared: _Prepared, model: LanguageModel, choice: _Choice, generation: Generation,
-    row: Row, text: str, first: bool,
+    request: CompletionRequest, prepared: _Prepared, model: LanguageModel, choice: _Choice, row: Row, text: str,
+    first: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """A choice, or a chunk of it; its first one has the prompt if that is echoed."""
     logprobs = None
     if request.logprobs is not None:
-        hidden = model.tokenizer.special_ids
-        entries: list[Logprob | None] = list(generation.fresh_logprobs(row, hidden))
-        texts = [entry.text for entry in entries if entry is not None]
+        tokens = [_Token(e.bytes, len(choice.before) + start, e) for start, e in row.take_logprobs()]
         if first and request.echo:
             prompt = prepared.prompts[row.index // request.common.count]
-            entries = [*choice.entries, *entries]
-            texts = [model.tokenizer.token_bytes(t).decode("utf-8", "replace") for t in prompt] + texts
-        logprobs = choice.logprobs(entries, texts, request.logprobs)
+            tokens = choice.prompt_tokens(model.tokenizer, prompt) + tokens
+        logprobs = _logprobs(tokens, request.logprobs)
     return {
         "index": row.index, "text": (choice.before if first else "") + text, "logprobs": logprobs,
         "finish_reason": row.sequence.finish_reason if row.finished else None,
@@ -165,8 +208,10 @@ def _described(
 
 async def _chunks(
     head: dict[str, Any], request: CompletionRequest, prepared: _Prepared, model: LanguageModel,
-    choices: Sequence[_Choice], generation: Generation,
+    choices: Sequence[_Choice], generation: Generation, begin: Callable[[], Awaitable[None]] | None,
 ) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
+    if begin is not None:
+        await begin()
     begun: set[int] = set()
     usage = {"usage": None} if request.common.include_usage else {}
     async for batch in generation.pieces():
@@ -174,7 +219,7 @@ async def _chunks(
         for row, piece in batch:
             first = row.index not in begun
             begun.add(row.index)
-            choice = _described(request, prepared, model, choices[row.index], generation, row, piece, first)
+            choice = _described(request, prepared, model, choices[row.index], row, piece, first)
             chunks.append(head | {"choices": [choice]} | usage)
         yield chunks
     if request.common.include_usage:
@@ -182,15 +227,26 @@ async def _chunks(
 
 
 async def _prompt_logprobs(
-    engine: EngineThread, served: Served, tokens: list[int], top: int, namespace: str
-) -> list[Logprob | None]:
-    """Log-probabilities of a prompt's tokens; the first has none. While others generate, it takes short steps."""
-    score, scheduler = Score([]), served.scheduler
+    exchange: Exchange, engine: EngineThread, served: Served, prepared: _Prepared, request: CompletionRequest
+) -> list[list[Logprob | None]]:
+    """Log-probabilities of the prompts' tokens; the first of each has none. While others generate, steps are short."""
+    scheduler, scores = served.scheduler, [Score([]) for _ in prepared.prompts]
 
     def max_tokens() -> int:
         return SLICE if scheduler is not None and scheduler.busy else CHUNK
 
-    text = ScoredText(tokens, 1)
-    steps = score_steps(served.language, [text], [score], top, namespace=("", namespace), max_tokens=max_tokens)
-    await engine.run(steps)
-    return [None, *score.tokens][: len(tokens)]
+    def steps() -> Iterator[int]:
+        for tokens, score in zip(prepared.prompts, scores, strict=True):
+            yield from score_steps(
+                served.language, [ScoredText(tokens, 1)], [score], request.logprobs or 0,
+                namespace=("", exchange.namespace), max_tokens=max_tokens,
+            )  # fmt: skip
+
+    deadline = prepared.requests[0].deadline
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+            await engine.run(steps(), exchange.client, sum(map(len, prepared.prompts)))
+    except TimeoutError as error:
+        message = f"the log-probabilities of the prompt took more than {request.common.timeout:g} seconds"
+        raise ApiError(408, message, code="timeout") from error
+    return [[None, *score.tokens][: len(tokens)] for tokens, score in zip(prepared.prompts, scores, strict=True)]

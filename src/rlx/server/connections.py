@@ -1,4 +1,4 @@
-"""Connections: how many there may be, and how long a client may take to send the head of a request."""
+"""Connections: how many there may be, and how long a client may take to send a head or to read an answer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 30.0  # seconds for a request's line and headers
+READ_S = 30.0  # seconds in which a client must read some of what waits for it
 SPARE_FILES = 64  # descriptors that are left for everything but connections
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol; a connection that sends no whole head in time is closed, and so is one too many."""
+    """uvicorn's protocol, which cuts off clients that send no whole head or read nothing in time, and one too many.
+
+    Whoever waits to write learns of it as of any client that has left.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -32,7 +37,22 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        self._stop_read_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._read_timer is None:
+            self._read_timer = self.loop.call_later(READ_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_read_timer()
+        super().resume_writing()
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
     def _await_head(self) -> None:
         if self._head_timer is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 from typing import Any
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.embedding_model import MIN_NORM, EmbeddingModel
-from rlx.server.api_errors import invalid
+from rlx.server.api_errors import ApiError, invalid
 from rlx.server.engine_thread import EmbeddingJob
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
@@ -43,6 +44,7 @@ async def embeddings(exchange: Exchange, state: State) -> None:
     form = fields.choice("encoding_format", ("float", "base64")) or "float"
     size = _dimensions(fields, model, state)
     truncate = fields.flag("truncate")
+    timeout = min(state.settings.timeout, fields.number("timeout", 0.001, 86400) or math.inf)
     fields.ignore("user")
     state.check_unread(fields, exchange)
     if texts and sum(map(len, texts)) <= SHORT:
@@ -52,7 +54,11 @@ async def embeddings(exchange: Exchange, state: State) -> None:
     else:
         rows = [model.checked_row(row, i) for i, row in enumerate(rows)]
     with state.running(exchange):
-        vectors = await exchange.until_disconnect(_vectors(state, served, rows))
+        try:
+            async with asyncio.timeout(timeout):
+                vectors = await exchange.until_disconnect(_vectors(state, served, rows, exchange.client))
+        except TimeoutError as error:
+            raise ApiError(408, f"the embeddings took more than {timeout:g} seconds", code="timeout") from error
     if size < model.dim:
         vectors = vectors[:, :size]
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), MIN_NORM)
@@ -64,7 +70,7 @@ async def embeddings(exchange: Exchange, state: State) -> None:
     await exchange.answer({"object": "list", "data": data, "model": served.name, "usage": usage})
 
 
-async def _vectors(state: State, served: Any, rows: list[list[int]]) -> Array:
+async def _vectors(state: State, served: Any, rows: list[list[int]], client: str) -> Array:
     future: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
 
     def done(result: Array | BaseException) -> None:
@@ -75,12 +81,12 @@ async def _vectors(state: State, served: Any, rows: list[list[int]]) -> Array:
         else:
             future.set_result(result)
 
-    job = EmbeddingJob(rows, done)
+    job = EmbeddingJob(rows, done, client)
     state.engine.embed(served, job)
     try:
         return await future
     finally:
-        job.cancelled = True  # if it still waits: the client has left
+        job.cancelled = True  # if it still waits: the client has left, or it took too long
 
 
 def _dimensions(fields: Fields, model: EmbeddingModel, state: State) -> int:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -18,20 +18,40 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.fair_shares import FairShares
 from rlx.engine.language_model import LanguageModel
-from rlx.engine.request import Request, Ticket
+from rlx.engine.logprobs import Logprob
+from rlx.engine.page_pool import PagePool
+from rlx.engine.request import OnPiece, Request, Ticket
 from rlx.engine.scheduler import Scheduler
 from rlx.errors import OverloadedError, RequestError, RlxError
 from rlx.fast_dataclass import dataclass
+from rlx.free_memory import available
+from rlx.server.api_errors import stopping
 
 LOG = logging.getLogger("rlx.server")
 EMBED_TOKENS = 16384  # per call, so that decode steps of other models wait no longer
-MAX_EMBEDDINGS = 512  # requests that wait
+MAX_EMBEDDINGS = 512  # requests that wait, and
+MAX_EMBEDDING_TOKENS = 1 << 22  # their tokens; one request may have more
+MAX_CACHE = 8 << 30  # bytes of keys and values, unless a setting says otherwise, and
+CACHE_SHARE = 4  # at most a quarter of the free memory
 IDLE_S = 0.5
+MAX_FAILURES = 3  # steps in a row that may raise before the server is not ready
 STUCK_S = 60.0  # a step that takes longer is stuck: the server is not ready
 
 Loader = Callable[[], Any]
 Deliver = Callable[[Any], None]  # on the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of a sequence, with the log-probabilities of its tokens and where in the text these begin.
+
+    The last piece has no text.
+    """
+
+    text: str
+    logprobs: Sequence[tuple[int, Logprob]] = ()
 
 
 @dataclass(eq=False)
@@ -40,6 +60,7 @@ class EmbeddingJob:
 
     rows: Sequence[Sequence[int]]
     done: Callable[[Array | BaseException], None]  # called on the event loop
+    client: str = ""  # for fair shares
     cancelled: bool = False  # its client has left
     vectors: list[Array] = field(default_factory=list)  # of the first rows
 
@@ -47,6 +68,11 @@ class EmbeddingJob:
     def finished(self) -> int:
         """Rows that are embedded."""
         return sum(map(len, self.vectors))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(map(len, self.rows))
 
 
 class EmbeddingQueue:
@@ -56,11 +82,18 @@ class EmbeddingQueue:
         self._model = model
         self._waiting: deque[EmbeddingJob] = deque()
         self._lock = threading.Lock()
+        self._shares = FairShares()
+        self._closed = False
 
     def submit(self, job: EmbeddingJob) -> None:
         with self._lock:
+            if self._closed:
+                raise stopping()
             if len(self._waiting) >= MAX_EMBEDDINGS:
                 raise OverloadedError(f"{MAX_EMBEDDINGS} requests wait already", retry_after=1.0)
+            waiting = sum(other.tokens for other in self._waiting)
+            if waiting and waiting + job.tokens > MAX_EMBEDDING_TOKENS:
+                raise OverloadedError(f"{waiting} tokens wait to be embedded already", retry_after=1.0)
             self._waiting.append(job)
 
     @property
@@ -89,24 +122,55 @@ class EmbeddingQueue:
         return True
 
     def _next_parts(self) -> list[tuple[EmbeddingJob, Sequence[Sequence[int]]]]:
-        """The next rows of jobs in their order, as many as one call takes; jobs whose client has left are dropped."""
-        parts, size = list[tuple[EmbeddingJob, Sequence[Sequence[int]]]](), 0
+        """The next rows, as many as one call takes: by turns between clients, in order of arrival within a client.
+
+        Jobs whose client has left are dropped.
+        """
         with self._lock:
             self._waiting = deque(job for job in self._waiting if not job.cancelled)
-            for job in self._waiting:
-                first = end = job.finished
-                while end < len(job.rows) and (size == 0 or size + len(job.rows[end]) <= EMBED_TOKENS):
-                    size += len(job.rows[end])
-                    end += 1
-                parts.append((job, job.rows[first:end]))
-                if end < len(job.rows):
-                    break
-        return [(job, rows) for job, rows in parts if rows]
+            jobs = {job: [job.finished, job.finished] for job in self._waiting}  # the first row and the end
+        queues: dict[str, deque[EmbeddingJob]] = {}
+        for job in jobs:
+            queues.setdefault(job.client, deque()).append(job)
+        self._shares.keep(queues)
+        size = 0
+        while queues:
+            client = self._shares.choose(queues)
+            job = queues[client][0]
+            tokens = len(job.rows[jobs[job][1]])
+            if size and size + tokens > EMBED_TOKENS:
+                break
+            size += tokens
+            self._shares.charge(client, tokens)
+            jobs[job][1] += 1
+            if jobs[job][1] == len(job.rows):
+                queues[client].popleft()
+                if not queues[client]:
+                    del queues[client]
+        return [(job, job.rows[first:end]) for job, (first, end) in jobs.items() if end > first]
+
+    def close(self, deliver: Callable[[Deliver, Any], None]) -> None:
+        """End the jobs that wait: the server stops."""
+        with self._lock:
+            self._closed = True
+            jobs, self._waiting = self._waiting, deque()
+        for job in jobs:
+            deliver(job.done, stopping())
 
     def _remove(self, job: EmbeddingJob) -> None:
         with self._lock:
             if job in self._waiting:
                 self._waiting.remove(job)
+
+
+@dataclass(eq=False)
+class _Job:
+    """Work between two steps of the engine."""
+
+    steps: Iterator[int]  # each says how many tokens it took
+    future: asyncio.Future[None]
+    client: str
+    tokens: int  # that are left
 
 
 @dataclass
@@ -149,10 +213,13 @@ class EngineThread:
         self.active = 0  # requests, counted on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[tuple[Deliver, Any]] = []
-        self._jobs: deque[tuple[Iterator[None], asyncio.Future[None]]] = deque()
+        self._jobs: list[_Job] = []
+        self._jobs_lock = threading.Lock()
+        self._job_shares = FairShares()
         self._wake = threading.Event()
         self._stopping = False
         self._step_began = 0.0  # clock; 0: no step runs
+        self._failures: Counter[str] = Counter()  # steps in a row that raised, by model
         self._thread = threading.Thread(target=self._run, name="rlx-engine", daemon=True)
 
     # -- event loop --
@@ -172,29 +239,58 @@ class EngineThread:
         """Whether requests are taken, and the engine is alive."""
         began = self._step_began
         stuck = bool(began) and time.monotonic() - began > STUCK_S
-        return self.loaded.is_set() and self._thread.is_alive() and not stuck and not self._stopping
+        broken = max(self._failures.values(), default=0) >= MAX_FAILURES
+        return self.loaded.is_set() and self._thread.is_alive() and not (stuck or broken or self._stopping)
 
     def is_full(self, served: Served) -> bool:
         """Whether as many requests of a model wait as may."""
         scheduler = served.scheduler
         return scheduler is not None and scheduler.statistics().requests_waiting >= self._options["max_queued"]
 
-    def submit(self, served: Served, request: Request, deliver: Callable[[tuple[Ticket, str]], None]) -> Ticket:
-        """Run a request; its pieces are delivered on the event loop, an empty one at the end. From any thread."""
+    def submit(
+        self, served: Served, requests: Sequence[Request], receivers: Sequence[Callable[[Piece], None]]
+    ) -> list[Ticket]:
+        """Run all of the requests, or raise; from any thread.
+
+        Their pieces are delivered to the receivers on the event loop, an empty one at the end.
+        """
         assert served.scheduler is not None
-        ticket = served.scheduler.submit(request, lambda ticket, piece: self._post(deliver, (ticket, piece)))
+
+        def on_piece(deliver: Callable[[Piece], None]) -> OnPiece:
+            # log-probabilities are taken here: the sequence is ahead of what the event loop has seen of it
+            return lambda ticket, text: self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
+
+        try:
+            tickets = served.scheduler.submit_all(requests, [on_piece(deliver) for deliver in receivers])
+        except RequestError:
+            if self._stopping:  # the scheduler is closed
+                raise stopping() from None
+            raise
         self._wake.set()
-        return ticket
+        return tickets
 
     def embed(self, served: Served, job: EmbeddingJob) -> None:
         assert served.embeddings is not None
         served.embeddings.submit(job)
         self._wake.set()
 
-    async def run(self, steps: Iterator[None]) -> None:
-        """Run an iterator to its end, one item between two steps of the engine, or until nobody awaits it."""
+    async def run(self, steps: Iterator[int], client: str = "", tokens: int = 0) -> None:
+        """Run an iterator to its end, one item between two steps of the engine, or until nobody awaits it.
+
+        Each item says how many tokens it took, of `tokens` in all: clients take turns by them. Raises OverloadedError
+        if as many wait as may.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._jobs.append((steps, future))
+        most, most_tokens = self._options["max_queued"], self._options["max_queued_tokens"]
+        with self._jobs_lock:
+            if self._stopping:
+                raise stopping()
+            waiting = sum(job.tokens for job in self._jobs)
+            too_many = most_tokens is not None and self._jobs and waiting + tokens > most_tokens
+            if len(self._jobs) >= most or too_many:
+                message = f"{len(self._jobs)} prompts with {waiting} tokens wait for their log-probabilities"
+                raise OverloadedError(f"engine: {message}", retry_after=1.0)
+            self._jobs.append(_Job(steps, future, client, tokens))
         self._wake.set()
         await future
 
@@ -217,15 +313,30 @@ class EngineThread:
                     self._wake.wait(IDLE_S)
                     self._wake.clear()
         finally:
-            for served in self.served.values():
-                if served.scheduler is not None:
-                    served.scheduler.close()
-                self._flush()
-                served.model.close()
+            self._close()
+
+    def _close(self) -> None:
+        """End all requests, and close the models."""
+        self._stopping = True
+        with self._jobs_lock:
+            jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            self._post(_resolve, (job.future, stopping()))
+        for served in self.served.values():
+            if served.scheduler is not None:
+                served.scheduler.close()
+            if served.embeddings is not None:
+                served.embeddings.close(self._post)
+        self._flush()
+        for served in self.served.values():
+            served.model.close()
 
     def _add(self, name: str, model: Any) -> None:
         if isinstance(model, LanguageModel):
-            self.served[name] = Served(name, model, scheduler=Scheduler(model, **self._options))
+            options = dict(self._options)
+            if options["cache_bytes"] is None:
+                options["cache_bytes"] = default_cache_bytes(model.caches, len(self._loaders))
+            self.served[name] = Served(name, model, scheduler=Scheduler(model, **options))
         elif isinstance(model, EmbeddingModel):
             self.served[name] = Served(name, model, embeddings=EmbeddingQueue(model))
         else:
@@ -241,29 +352,53 @@ class EngineThread:
                     busy |= served.scheduler.step()
                 elif served.embeddings is not None:
                     busy |= served.embeddings.step(self._post)
+                self._failures[served.name] = 0
             except Exception as error:  # a defect: requests that it belongs to time out, the others go on
+                self._failures[served.name] += 1
                 LOG.error("%s: a step failed: %s", served.name, type(error).__name__, exc_info=not_private(error))
-        if self._jobs:
-            self._step_job(*self._jobs.popleft())
-            busy = True
+        busy |= self._step_job()
         self._step_began = 0.0
         self._flush()
         return busy
 
-    def _step_job(self, steps: Iterator[None], future: asyncio.Future[None]) -> None:
+    def _step_job(self) -> bool:
+        """One item of the job whose turn it is: by turns between clients, then between the jobs of a client."""
+        with self._jobs_lock:
+            self._jobs = [job for job in self._jobs if not job.future.cancelled()]
+            if not self._jobs:
+                return False
+            clients = {job.client for job in self._jobs}
+            self._job_shares.keep(clients)
+            client = self._job_shares.choose(clients)
+            job = next(job for job in self._jobs if job.client == client)
+            self._jobs.remove(job)
         try:
-            if not future.cancelled():
-                next(steps)
-                self._jobs.append((steps, future))
+            tokens = next(job.steps)
         except StopIteration:
-            self._post(_resolve, (future, None))
+            self._post(_resolve, (job.future, None))
         except Exception as error:
-            self._post(_resolve, (future, error))
+            self._post(_resolve, (job.future, error))
+        else:
+            self._job_shares.charge(client, tokens)
+            job.tokens -= tokens
+            with self._jobs_lock:
+                self._jobs.append(job)
+        return True
 
     def _flush(self) -> None:
         if self._outbox and self._loop is not None and not self._loop.is_closed():
             items, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(_deliver, items)
+
+
+def default_cache_bytes(pool: PagePool, models: int = 1) -> int:
+    """Bytes of keys and values of one of several models, where none are given; at least one whole context.
+
+    Without a limit, requests would be admitted until the process is killed for its memory.
+    """
+    free = available() if pool.memory.is_host else pool.memory.free_bytes()
+    wanted = MAX_CACHE if free is None else min(max(free, 0) // CACHE_SHARE, MAX_CACHE)
+    return max(wanted // max(models, 1), pool.bytes_for(pool.context) + pool.bytes_for(1))
 
 
 def _resolve(outcome: tuple[asyncio.Future[None], Exception | None]) -> None:

@@ -8,7 +8,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
-from rlx.server.api_errors import ApiError, invalid
+from rlx.errors import RlxError
+from rlx.server.api_errors import ApiError, invalid, of_rlx
 from rlx.server.fields import read_json
 from rlx.server.settings import MAX_BODY
 
@@ -95,9 +96,10 @@ class Exchange:
             finally:
                 pings.cancel()
             await self.write(b"data: [DONE]\n\n", more=False)
-        except ApiError as error:  # the status is sent already: an event is all that is left
-            self.record["error"] = error.code or error.status
-            await self.write(event(error.body()), more=False)
+        except (ApiError, RlxError) as error:  # the status is sent already: an event is all that is left
+            answer = error if isinstance(error, ApiError) else of_rlx(error)
+            self.record["error"] = answer.code or answer.status
+            await self.write(event(answer.body()), more=False)
 
     async def _ping(self) -> None:
         """Send a comment whenever nothing was sent for long. A task per stream: a timeout per event costs more."""

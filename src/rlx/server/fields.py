@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Fields:
         self._members: Mapping[str, Any] = value
         self._where = where
         self._read: set[str] = set()
+        self._inner: list[Fields] = []
 
     def path(self, name: str) -> str:
         return f"{self._where}.{name}" if self._where else name
@@ -101,11 +102,29 @@ class Fields:
 
     def inner(self, name: str) -> Fields | None:
         value = self.get(name)
-        return None if value is None else Fields(value, self.path(name))
+        if value is None:
+            return None
+        self._inner.append(Fields(value, self.path(name)))
+        return self._inner[-1]
+
+    def objects(self, name: str, known: Collection[str]) -> list[Fields]:
+        """The objects of a list whose members are read elsewhere; `known` are the names that mean something."""
+        value = self.get(name)
+        listed = [Fields(v, f"{self.path(name)}[{i}]") for i, v in enumerate(value) if isinstance(v, dict)]
+        for fields in listed:
+            fields.ignore(*known, *(member for member, v in fields._members.items() if v is None))
+        self._inner += listed
+        return listed
 
     def ignore(self, *names: str) -> None:
         """Fields that change nothing here: the user's own notes."""
         self._read.update(names)
+
+    def expect(self, name: str, *values: Any) -> None:
+        """A field that asks for what happens anyway if it has one of these values; otherwise it stays unread."""
+        value = self._members.get(name)
+        if value is None or value in values:
+            self._read.add(name)
 
     def refuse(self, reasons: Mapping[str, str], idle: Callable[[Any], bool]) -> None:
         """Refuse fields that rlx cannot honour, unless their value asks for nothing."""
@@ -115,4 +134,7 @@ class Fields:
                 raise invalid(f"{self.path(name)}: {reason}", self.path(name), "unsupported")
 
     def unread(self) -> Iterator[str]:
-        return (name for name in self._members if name not in self._read)
+        """Paths of members that nobody asked for, here and in the objects that were read."""
+        yield from (self.path(name) for name in self._members if name not in self._read)
+        for fields in self._inner:
+            yield from fields.unread()

@@ -11,8 +11,8 @@ from rlx.engine.logprobs import Logprob
 from rlx.engine.request import Request, Ticket
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import ApiError, of_rlx
-from rlx.server.engine_thread import EngineThread, Served
+from rlx.server.api_errors import invalid, of_rlx, stopping
+from rlx.server.engine_thread import EngineThread, Piece, Served
 
 
 @dataclass
@@ -21,16 +21,28 @@ class Row:
 
     index: int
     ticket: Ticket | None = None
-    waiting: list[str] = field(default_factory=list)  # pieces that nobody has read
+    waiting: list[Piece] = field(default_factory=list)  # that nobody has read
+    logprobs: list[tuple[int, Logprob]] = field(default_factory=list)  # of text that was read, until they are taken
     ended: bool = False  # the engine has sent all
     finished: bool = False  # the reader has got all
-    logprobs_read: int = 0
-    text_bytes: int = 0
+
+    def take_logprobs(self) -> list[tuple[int, Logprob]]:
+        """The log-probabilities of text that was read since the last call, and where in it their tokens begin."""
+        taken, self.logprobs = self.logprobs, []
+        return taken
 
     @property
     def sequence(self) -> TokenSequence:
         assert self.ticket is not None
         return self.ticket.sequence
+
+
+def check_count(served: Served, count: int) -> None:
+    """Refuse a request with more sequences than there can ever be room for."""
+    assert served.scheduler is not None
+    if count > served.scheduler.capacity:
+        most = f"at most {served.scheduler.capacity} may run and wait at the same time (--rows and --max-queued)"
+        raise invalid(f"n: the request has {count} sequences, {most}", "n", "too_many_sequences")
 
 
 class Generation:
@@ -43,11 +55,13 @@ class Generation:
 
     async def start(self, requests: Sequence[Request]) -> None:
         """Submit the requests; raises ApiError if they are refused."""
+        check_count(self._served, len(requests))
         self.rows = [Row(i) for i in range(len(requests))]
 
         def submit() -> None:
-            for row, request in zip(self.rows, requests, strict=True):
-                row.ticket = self._engine.submit(self._served, request, self._receiver(row))
+            tickets = self._engine.submit(self._served, requests, [self._receiver(row) for row in self.rows])
+            for row, ticket in zip(self.rows, tickets, strict=True):
+                row.ticket = ticket
 
         try:
             await asyncio.to_thread(submit)
@@ -56,11 +70,9 @@ class Generation:
             raise
 
     def _receiver(self, row: Row) -> Any:
-        def receive(item: tuple[Ticket, str]) -> None:
-            _, piece = item
-            if piece:
-                row.waiting.append(piece)
-            else:  # the end; the ticket itself may be done while pieces are still on their way here
+        def receive(piece: Piece) -> None:
+            row.waiting.append(piece)
+            if not piece.text:  # the end; the ticket itself may be done while pieces are still on their way here
                 row.ended = True
             self._news.set()
 
@@ -75,7 +87,9 @@ class Generation:
             for row in self.rows:
                 if row.finished or not (row.waiting or row.ended):
                     continue
-                text, row.waiting = "".join(row.waiting), []
+                text = "".join(piece.text for piece in row.waiting)
+                row.logprobs += [entry for piece in row.waiting for entry in piece.logprobs]
+                row.waiting = []
                 row.finished = row.ended
                 if row.ended:
                     self._check(row)
@@ -94,7 +108,7 @@ class Generation:
         if error is not None:
             raise of_rlx(error)
         if row.sequence.finish_reason not in ("stop", "length"):
-            raise ApiError(503, "the server is stopping", code="stopping")
+            raise stopping()
 
     def close(self) -> None:
         """Cancel what still runs."""
@@ -125,19 +139,3 @@ class Generation:
             "prompt_per_second": round(times.prompt_per_second, 3),
             "predicted_per_second": round(times.answer_per_second, 3),
         }  # fmt: skip
-
-    def fresh_logprobs(self, row: Row, hidden: frozenset[int]) -> list[Logprob]:
-        """Log-probabilities of tokens whose text was not reported yet; none of tokens that are not in the text."""
-        known = row.sequence.logprobs or []
-        fresh = known[row.logprobs_read : len(known)]
-        row.logprobs_read += len(fresh)
-        result = []
-        limit = len(row.sequence.text.encode()) if row.sequence.finish_reason else None
-        for entry in fresh:
-            if entry.token in hidden:
-                continue
-            if limit is not None and row.text_bytes >= limit:
-                break  # of a stop string
-            row.text_bytes += len(entry.bytes)
-            result.append(entry)
-        return result

@@ -5,6 +5,7 @@ Everything is refused unless it is allowed: a route is public only if it is list
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -15,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rlx.errors import RlxError
-from rlx.server.api_errors import ApiError, of_rlx
+from rlx.server.api_errors import ApiError, of_rlx, stopping
 from rlx.server.engine_thread import not_private
 from rlx.server.exchange import Disconnected, Exchange, Message, Receive, Scope, Send
 from rlx.server.metrics import Metrics
@@ -76,6 +77,12 @@ class Guard:
                 await self._app(scope, receive, reply)
         except Disconnected:
             record["status"] = 499  # as nginx calls it
+        except asyncio.CancelledError:  # by uvicorn, if a stop takes too long
+            record["error"] = "stopping"
+            if not started:
+                answer = stopping()
+                exchange.headers = answer.headers
+                await exchange.answer(answer.body(), answer.status)
         except Exception as error:
             answer = self._error(error, id_)
             if not started:
@@ -118,10 +125,10 @@ class Guard:
         return self._settings.keys.match(given_keys[0]) if len(given_keys) == 1 else None
 
     def _check_body(self, headers: dict[str, list[str]]) -> None:
-        kind = headers.get("content-type", [""])[0].split(";")[0].strip().lower()
-        if kind != "application/json":
+        kinds = headers.get("content-type", [])
+        if len(kinds) != 1 or kinds[0].split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be application/json", code="content_type")
-        if headers.get("content-encoding", ["identity"])[0].lower() != "identity":
+        if [name.lower() for name in headers.get("content-encoding", ["identity"])] != ["identity"]:
             raise ApiError(415, "compressed bodies are not read", code="content_encoding")
         length = headers.get("content-length", ["0"])[0]
         if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY:

@@ -12,9 +12,9 @@ from typing import Any
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.request import Request
 from rlx.engine.sampler import Allowed, Sampling
-from rlx.engine.structured import Structure
+from rlx.engine.structured import KINDS, Structure
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import invalid
+from rlx.server.api_errors import invalid, naming
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
 from rlx.server.settings import ServerSettings
@@ -26,8 +26,7 @@ MAX_LOGPROBS = 20
 LONGEST = 1 << 31
 # notes of the user, which change nothing here
 NOTES = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
-    "cache_prompt", "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
 
 
@@ -40,6 +39,7 @@ class Common:
     stop: tuple[str, ...]
     sampling: Sampling
     structure: Structure | None
+    structure_field: str | None  # that it comes from
     stream: bool
     include_usage: bool
     timeout: float
@@ -65,7 +65,10 @@ class Common:
         return result
 
     def structured(self, model: LanguageModel, prompt: Sequence[int], answer: bool) -> Allowed | None:
-        return None if self.structure is None else model.grammars.follow(self.structure, prompt, answer)
+        if self.structure is None:
+            return None
+        with naming(self.structure_field, KINDS):
+            return model.grammars.follow(self.structure, prompt, answer)
 
 
 def read_common(fields: Fields, settings: ServerSettings) -> Common:
@@ -82,10 +85,12 @@ def read_common(fields: Fields, settings: ServerSettings) -> Common:
         options.ignore("include_obfuscation")
     timeout = fields.number("timeout", 0.001, 86400)
     fields.ignore(*NOTES)
+    fields.expect("cache_prompt", True)
+    fields.expect("verbosity", "medium")
     return Common(
         count or 1, longest if newer is None else newer,
         tuple(fields.strings("stop", count=MAX_STOPS, limit=MAX_STOP)), _sampling(fields, settings),
-        _structure(fields), fields.flag("stream"), include_usage,
+        *_structure(fields), fields.flag("stream"), include_usage,
         min(settings.timeout, timeout or math.inf),
     )  # fmt: skip
 
@@ -134,11 +139,16 @@ def _biases(fields: Fields) -> dict[int, float]:
     return result
 
 
-def _structure(fields: Fields) -> Structure | None:
-    """Structured output: OpenAI's response_format, vLLM's structured_outputs, llama.cpp's json_schema and grammar."""
+def _structure(fields: Fields) -> tuple[Structure | None, str | None]:
+    """Structured output: OpenAI's response_format, vLLM's structured_outputs, llama.cpp's json_schema and grammar.
+
+    Also the name of the field that asks for it.
+    """
     wanted: dict[str, Any] = {}
+    source: str | None = None
     form = fields.inner("response_format")
     if form is not None:
+        source = "response_format"
         match form.choice("type", ("text", "json_object", "json_schema")):
             case "json_object":
                 wanted["schema"] = form.get("schema") or {"type": "object"}
@@ -155,19 +165,21 @@ def _structure(fields: Fields) -> Structure | None:
                 raise form.wrong("type", "text, json_object or json_schema")
     other = fields.inner("structured_outputs")
     if other is not None:
+        source = "structured_outputs"
         wanted |= {
             "schema": other.get("json") if other.get("json") is not None else wanted.get("schema"),
             "regex": other.get("regex"), "choice": other.get("choice"), "grammar": other.get("grammar"),
         }  # fmt: skip
         for name in other.unread():
-            raise invalid(f"structured_outputs.{name}: known are json, regex, choice, grammar", "structured_outputs")
+            raise invalid(f"{name}: known are json, regex, choice, grammar", "structured_outputs")
     for name, kind in (("json_schema", "schema"), ("grammar", "grammar"), ("regex", "regex"), ("choice", "choice")):
         value = fields.get(name)
         if value is not None:
             if wanted.get(kind) is not None:
                 raise invalid(f"{name}: the form of the answer is given twice", name)
-            wanted[kind] = value
-    return Structure.of(wanted)
+            wanted[kind], source = value, name
+    with naming(source, (*KINDS, "structured output")):
+        return Structure.of(wanted), source
 
 
 def system_fingerprint(model: LanguageModel) -> str:

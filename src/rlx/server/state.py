@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import field
+from itertools import islice
 
 from rlx.errors import nearest
 from rlx.fast_dataclass import dataclass
-from rlx.server.api_errors import ApiError, invalid
+from rlx.server.api_errors import ApiError, invalid, stopping
 from rlx.server.engine_thread import EngineThread, Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
@@ -26,7 +27,7 @@ class State:
 
     def check_ready(self) -> None:
         if self.stopping:
-            raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "5"})
+            raise stopping()
         if not self.engine.loaded.is_set():
             raise ApiError(503, "the model is loading", code="loading", headers={"retry-after": "1"})
 
@@ -57,7 +58,7 @@ class State:
 
     def check_unread(self, fields: Fields, exchange: Exchange) -> None:
         """Say which fields mean nothing here: in a header, or as an error of a strict server."""
-        names = sorted(name[:40] for name in fields.unread())[:16]
+        names = sorted(name[:80] for name in islice(fields.unread(), 16))
         if names and self.settings.strict:
             raise invalid("unknown fields: " + ", ".join(names), names[0], "unknown_field")
         safe = [name for name in names if name.isascii() and name.isprintable()]
