@@ -155,6 +155,43 @@ def test_csv_records_are_those_of_pythons_reader(
     assert [[r.members["text"], r.members["other"]] for r in read if isinstance(r, Record)] == expected
 
 
+# As they stand in files: plain fields may have quotes that do not come first.
+plain = st.tuples(st.sampled_from("ab ;é"), st.text(st.sampled_from('ab" ;é'), max_size=6)).map("".join) | st.just("")
+in_file = plain | field.map(lambda text: '"' + text.replace('"', '""') + '"')
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(in_file, in_file), max_size=12), st.integers(1, 5), st.sampled_from(["csv", "tsv"]))
+def test_quotes_inside_of_plain_fields_are_characters(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], count: int, kind: str
+) -> None:
+    delimiter = inputs.DELIMITERS[kind]
+    text = "".join(f"{one}{delimiter}{other}\n" for one, other in [("text", 'an "other"'), *rows])
+    path = tmp_path_factory.mktemp("csv") / f"a.{kind}"
+    path.write_bytes(text.encode())
+    read = records_of(path, count)
+    expected = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))[1:]
+    assert [list(r.members.values()) for r in read if isinstance(r, Record)] == expected
+
+
+def test_a_lone_quote_takes_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,5" nail\n2,say "hi\n3,"a ""b""\nc"\n4,"broken" field\n5,last\n')
+    read = records_of(path, 2)
+    assert [(r.line, r.id) for r in read] == [(2, "1"), (3, "2"), (4, "3"), (6, None), (7, "5")]
+    texts = [r.members["text"] for r in read if isinstance(r, Record)]
+    assert texts == ['5" nail', 'say "hi', 'a "b"\nc', "last"]
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_quotes_are_followed_across_pieces(size: int) -> None:
+    for text in (b'a,"b""c",d"\n', b'"a""', b'"",","', b'x"y,"z\n'):
+        state = inputs.FIELD
+        for at in range(0, len(text), size):
+            state = inputs.scan_quotes(text[at : at + size], "csv", state)
+        assert (state == inputs.QUOTED) == (inputs.scan_quotes(text, "csv") == inputs.QUOTED)
+
+
 def test_records_of_several_lines_have_the_number_of_their_first(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('id,text\nx,"a\nb"\ny,"c ""d"" e"\nz\nw,f\n')

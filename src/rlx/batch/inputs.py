@@ -213,14 +213,13 @@ def _text_records(source: Source) -> Generator[_Raw, None, None]:
             if line == 1:
                 piece = piece.removeprefix(BOM)
             begin, parts, size = line, [piece], len(piece)
-            # Quotes inside of quoted fields are doubled: a record goes on while their number is odd.
-            is_open = quoted and piece.count(b'"') % 2 == 1
-            while is_open or not piece.endswith(b"\n"):
+            state = scan_quotes(piece, source.kind)
+            while state == QUOTED or not piece.endswith(b"\n"):
                 line += piece.endswith(b"\n")
                 piece = file.readline(MAX_RECORD + 1)
                 if not piece:
                     break
-                is_open ^= quoted and piece.count(b'"') % 2 == 1
+                state = scan_quotes(piece, source.kind, state)
                 size += len(piece)
                 if size > MAX_RECORD:
                     parts.clear()  # only its end is looked for
@@ -232,13 +231,13 @@ def _text_records(source: Source) -> Generator[_Raw, None, None]:
 
 def _header(file: IO[bytes], source: Source) -> tuple[tuple[str, ...], int]:
     """The names of the columns of a CSV file, and the line after them."""
-    data = file.readline(MAX_RECORD + 1)
-    if data.count(b'"') % 2:
+    data = file.readline(MAX_RECORD + 1).removeprefix(BOM)
+    if scan_quotes(data, source.kind) == QUOTED:
         raise FormatError(f"{source.name}, line 1: expected names of columns, found a quote that is not closed")
     if len(data) > MAX_RECORD:
         raise FormatError(f"{source.name}: its first line has more than {MAX_RECORD} bytes, expected names of columns")
     try:
-        names = next(csv_rows([data.removeprefix(BOM).decode()], source.kind), [])
+        names = next(csv_rows([data.decode()], source.kind), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise FormatError(f"{source.name}, line 1: expected names of columns: {error}") from error
     if not names:
@@ -249,6 +248,40 @@ def _header(file: IO[bytes], source: Source) -> tuple[tuple[str, ...], int]:
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise FormatError(f"{source.name}, line 1: two columns are called {twice[:80]!r}")
     return tuple(names), 2
+
+
+FIELD, PLAIN, QUOTED, CLOSED = range(4)  # at its beginning, in a plain one, in a quoted one, after a quote in one
+
+
+def scan_quotes(piece: bytes, kind: str, state: int = FIELD) -> int:
+    """The state of a CSV record after a piece of it, as csv.reader has it; without a table it is never QUOTED.
+
+    A quote opens a field at its beginning only: in `5" nail` it is a character. After a line end, the record goes on
+    if the state is QUOTED.
+
+    >>> scan_quotes(b'a,"b\\n', "csv") == QUOTED, scan_quotes(b'5" nail,b\\n', "csv") == QUOTED
+    (True, False)
+    """
+    if kind not in DELIMITERS or (state != QUOTED and b'"' not in piece):
+        return FIELD if piece.endswith(DELIMITERS.get(kind, "\n").encode()) else PLAIN
+    opening = f'{DELIMITERS[kind]}"'.encode()
+    at = 0
+    while at < len(piece):
+        if state == QUOTED:
+            at = piece.find(b'"', at) + 1
+            if not at:
+                return QUOTED
+            state = CLOSED
+        elif state == PLAIN:
+            at = piece.find(opening, at) + 2
+            if at == 1:
+                return FIELD if piece.endswith(opening[:1]) else PLAIN
+            state = QUOTED
+        elif piece.startswith(b'"', at):  # begins a field, or is the second of a doubled quote
+            at, state = at + 1, QUOTED
+        else:
+            state = PLAIN
+    return state
 
 
 def csv_rows(lines: Iterable[str], kind: str) -> Iterator[list[str]]:
