@@ -14,6 +14,8 @@ import pytest
 import rlx
 from batch.conftest import Inline, write_texts
 from rlx.batch import Results
+from rlx.batch.generate_task import Generate
+from rlx.batch.records import Record
 from rlx.errors import CapabilityError, RequestError
 
 
@@ -158,6 +160,40 @@ def test_openais_chat_lines_have_answers_in_its_form(decoder: Path, tmp_path: Pa
     errors = {error["id"]: error["error"] for error in results.errors()}
     assert list(errors) == list("defghi")
     assert "'tools' is not supported" in errors["d"] and "hot" in errors["h"]
+
+
+def test_a_bad_seed_is_a_failure_of_its_line(decoder: Path, tmp_path: Path) -> None:
+    def line(seed: Any) -> dict[str, Any]:
+        return openai_line(f"{seed!r}", "/v1/completions", prompt="hello", max_tokens=2, seed=seed)
+
+    bad = ["abc", "", [], {}, 1.5, True]
+    path = write_lines(tmp_path / "a.jsonl", [line(seed) for seed in [*bad, 7, -1, 2**70, None]])
+    results = rlx.batch.generate(path, tmp_path / "out", decoder, runner=Inline())
+    assert [error["id"] for error in results.errors()] == [repr(seed) for seed in bad]
+    assert all("seed: expected a whole number, found " in error["error"] for error in results.errors())
+    assert [row["custom_id"] for row in results] == ["7", "-1", str(2**70), "None"]
+
+
+def test_any_error_of_reading_a_line_is_a_failure_of_that_line(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Generate._read
+
+    def broken(task: Generate, model: Any, record: Record, seed: int) -> Any:
+        if record.line == 2:
+            raise ZeroDivisionError("one over nothing")
+        if record.line == 4:
+            raise MemoryError
+        return read(task, model, record, seed)
+
+    monkeypatch.setattr(Generate, "_read", broken)
+    path = write_lines(tmp_path / "a.txt", ["a", "b", "c"])
+    results = rlx.batch.generate(path, tmp_path / "out", decoder, max_tokens=2, runner=Inline())
+    assert lines_of(results) == [(2, "ZeroDivisionError: one over nothing")] and len(results) == 2
+    with pytest.raises(MemoryError):
+        rlx.batch.generate(
+            write_lines(path, ["a", "b", "c", "d"]), tmp_path / "other", decoder, max_tokens=2, runner=Inline()
+        )
 
 
 # -- score -----------------------------------------------------------------------------------------------------------

@@ -146,7 +146,11 @@ class Generate(Task):
         if bias is not None:
             settings["logit_bias"] = _biases(bias)
         settings |= _structure(body.get("response_format"))
-        own = settings.pop("seed", None) if body.get("seed") is not None else None
+        if body.get("seed") is not None:
+            own = as_int(settings.pop("seed"))
+            if own is None:
+                raise RequestError(f"seed: expected a whole number, found {short_repr(body['seed'])}")
+            seed = own % 2**64
         default = OPENAI_TOKENS if url == "/v1/completions" else None
         counts = [as_int(body[name]) for name in limits if body.get(name) is not None]
         if None in counts or any(count < 0 for count in counts if count is not None) or len(set(counts)) > 1:
@@ -157,7 +161,6 @@ class Generate(Task):
             tokens = _prompt(model, record, "prompt")
         stops = _stops(body.get("stop"))
         answer = url == "/v1/chat/completions"
-        seed = seed if own is None else int(own) % 2**64
         return self._request(model, tokens, settings, counts[0] if counts else default, stops, answer, seed)
 
 

@@ -144,13 +144,20 @@ def bisect(items: Sequence[Item], call: Callable[[Sequence[Item]], Sequence[Valu
 def prepare(
     records: Sequence[Record], read: Callable[[Record], Item]
 ) -> tuple[list[tuple[Record, Item]], list[Failure]]:
-    """What `read` makes of each record, and the failures of those that it refuses."""
+    """What `read` makes of each record, and the failures of those for which it raises.
+
+    What raises for lack of memory or for files of the model is no fault of a record, and ends the job.
+    """
     items, failures = list[tuple[Record, Item]](), list[Failure]()
     for record in records:
         try:
             items.append((record, read(record)))
         except (RequestError, FormatError) as error:
             failures.append(record.failure(error))
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:
+            failures.append(record.failure(RequestError(f"{type(error).__name__}: {error}")))
     return items, failures
 
 
