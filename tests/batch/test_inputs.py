@@ -230,6 +230,31 @@ def test_a_bad_header_is_named(tmp_path: Path, header: str, message: str) -> Non
         check_columns(find_sources([path]), ["a"])
 
 
+# -- Parquet ---------------------------------------------------------------------------------------------------------
+def test_binary_columns_of_parquet_files_are_texts(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = pyarrow.array(["é".encode(), b"b\xffd", None, b"last\nline"], pyarrow.binary())
+    moments = pyarrow.array([None, None, None, 5], pyarrow.timestamp("s"))
+    messages = [[{"role": b"user", "content": b"hi"}]] * 3 + [[{"role": b"user", "content": b"\xff"}]]
+    kind = pyarrow.list_(pyarrow.struct([("role", pyarrow.binary()), ("content", pyarrow.binary())]))
+    table = {"text": texts, "when": moments, "messages": pyarrow.array(messages, kind)}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+
+    def read(*columns: str) -> list[Any]:
+        shards = cut(find_sources([tmp_path / "a.parquet"]), 3, 1 << 20, columns)
+        records = [record for shard in shards for record in read_records(shard, "text")]
+        return [record.members if isinstance(record, Record) else record.message for record in records]
+
+    first, bad, missing, last = read("text")
+    assert (first, missing, last) == ({"text": "é"}, {"text": None}, {"text": "last\nline"})
+    assert bad == "text: not UTF-8 text: byte 0xff at 1"
+    assert read("when") == [{"when": None}] * 3 + ["when: expected a text, found a value of the type datetime"]
+    assert read("messages")[0] == {"messages": [{"role": "user", "content": "hi"}]}
+    assert read("messages")[3] == "messages: not UTF-8 text: byte 0xff at 0"
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 def test_folders_stand_for_their_files_in_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.jsonl.gz", "c.csv", "d.bin"):

@@ -34,6 +34,7 @@ MAX_COLUMNS = 4096
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 BOM = b"\xef\xbb\xbf"
 ROWS = 1024  # of a Parquet file per read
+REFUSED = b"!"  # begins a line that says why a row of a Parquet file cannot be read
 
 
 @dataclass(frozen=True)
@@ -307,8 +308,32 @@ def _parquet(source: Source) -> Any:
         raise FormatError(f"{source.name}: not a Parquet file: {error}") from error
 
 
+def _json_row(members: dict[str, Any]) -> bytes:
+    parts = []
+    for name, value in members.items():
+        try:
+            text = json.dumps(value, ensure_ascii=False, default=_decoded)
+        except UnicodeDecodeError as error:
+            return _refused(name, f"not UTF-8 text: byte {error.object[error.start]:#04x} at {error.start}")
+        except TypeError as error:
+            return _refused(name, str(error))
+        parts.append(f"{json.dumps(name, ensure_ascii=False)}: {text}")
+    return f"{{{', '.join(parts)}}}".encode("utf-8", "surrogatepass")
+
+
+def _refused(name: str, reason: str) -> bytes:
+    return REFUSED + f"{name}: {reason}".replace("\n", " ").encode(errors="replace")
+
+
+def _decoded(value: Any) -> str:
+    """The text of a binary value; Arrow has types besides those of JSON."""
+    if isinstance(value, bytes):
+        return value.decode()
+    raise TypeError(f"expected a text, found a value of the type {type(value).__name__}")
+
+
 def _parquet_records(source: Source, columns: Sequence[str]) -> Generator[_Raw, None, None]:
-    """Rows as lines of JSON, with the columns that the job reads."""
+    """Rows as lines of JSON, with the columns that the job reads; of a row that is no JSON, why, after REFUSED."""
     with _parquet(source) as file:
         names = [name for name in columns if name in file.schema_arrow.names]
         total, row = max(file.metadata.num_rows, 1), 0
@@ -316,7 +341,7 @@ def _parquet_records(source: Source, columns: Sequence[str]) -> Generator[_Raw, 
             for batch in file.iter_batches(ROWS, columns=names):
                 for members in batch.to_pylist():
                     row += 1
-                    data = json.dumps(members, ensure_ascii=False, default=repr).encode("utf-8", "surrogatepass")
+                    data = _json_row(members)
                     fits = len(data) < MAX_RECORD
                     yield _Raw(row, data + b"\n" if fits else None, source.size * row // total)
         except (OSError, ValueError) as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlx.batch.inputs import DELIMITERS, FIELD, MAX_RECORD, QUOTED, Shard, csv_rows, scan_quotes
+from rlx.batch.inputs import DELIMITERS, FIELD, MAX_RECORD, QUOTED, REFUSED, Shard, csv_rows, scan_quotes
 from rlx.engine.sampler import short_repr
 from rlx.errors import FormatError, RequestError, shortened
 from rlx.fast_dataclass import dataclass
@@ -98,6 +98,8 @@ def _record(shard: Shard, line: int, raw: bytes, field: str) -> Record:
                 raise RequestError(f"the record has {len(row)} fields, the file {len(shard.columns)} columns")
             return _identified(line, dict(zip(shard.columns, row, strict=True)))
         case _:
+            if shard.source.kind == "parquet" and raw.startswith(REFUSED):
+                raise RequestError(text.removeprefix(REFUSED.decode()))
             value = parse_json(raw, Path(f"line {line}"), max_values=MAX_VALUES)
             if isinstance(value, str):
                 return Record(line, {field: value})
