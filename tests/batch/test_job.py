@@ -155,6 +155,26 @@ def test_an_input_that_has_changed_is_refused(decoder: Path, tmp_path: Path) -> 
         run(decoder, tmp_path)
 
 
+def test_a_finished_job_refuses_an_input_that_has_changed(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(decoder, tmp_path)
+    path = tmp_path / "a.txt"
+    text = path.read_text()
+    path.write_text(text[:-2] + ("x" if text[-2] != "x" else "y") + text[-1])
+    with pytest.raises(BatchError, match=r"shard 9 \(.*a\.txt, 4 records from line 37\) has changed since it was"):
+        run(decoder, tmp_path)
+    path.write_text(text.replace("\n", " ", 1))
+    with pytest.raises(BatchError, match=r"shard 0 .* has changed since it was finished"):
+        run(decoder, tmp_path)
+    path.write_text(text)
+    run(decoder, tmp_path)  # the same content, written again
+    monkeypatch.setattr(
+        "rlx.batch.inputs._text_records", lambda _: pytest.fail("its times tell that it has not changed")
+    )
+    run(decoder, tmp_path)
+
+
 def test_a_folder_with_other_files_is_left_alone(decoder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
@@ -253,7 +273,7 @@ def test_an_index_of_another_job_is_refused_whatever_its_size(encoder: Path, tmp
     before = [file.read_bytes() for file in sorted(library.iterdir())]
     text = path.read_text()
     path.write_text(("x" if text[0] != "x" else "y") + text[1:])  # as many rows and bytes as before
-    with pytest.raises(BatchError, match="has changed since it was embedded"):
+    with pytest.raises(BatchError, match="has changed since it was finished"):
         rlx.batch.embed(path, tmp_path / "out", encoder, **options)
     with pytest.raises(BatchError, match=r"library is of another job: row 0 is") as caught:
         rlx.batch.embed(path, tmp_path / "other", encoder, **options)

@@ -12,12 +12,12 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self
 
-from rlx.batch.inputs import Shard
+from rlx.batch.inputs import Shard, Source
 from rlx.batch.tasks import ShardResult, json_line
 from rlx.engine.sampler import short_repr
 from rlx.errors import BatchError, FormatError, RequestError
@@ -25,6 +25,7 @@ from rlx.fast_dataclass import dataclass
 from rlx.formats.strict_json import parse_json
 
 MANIFEST, JOURNAL, ERRORS, LOCK = "manifest.json", "journal.jsonl", "errors.jsonl", ".lock"
+STAMPS = ".inputs.json"  # times of the input files, which spare reading them again; not part of the results
 VERSION = 1
 MAX_ENTRIES = 1 << 26
 
@@ -129,7 +130,29 @@ class OutputFolder:
             )
         return part is not None
 
+    def check_finished(self, sources: Sequence[Source], shards: Iterable[Shard]) -> None:
+        """Raise BatchError if the input of a finished job has changed; it is read only if its times have."""
+        stamps = [list(source.stamp) for source in sources]
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads((self.path / STAMPS).read_bytes()) == stamps:
+                return
+        count = 0
+        for shard in shards:
+            count += 1
+            if not self.check_source(shard):
+                raise BatchError(f"batch: {shard} was not there when the job was finished", hint="a new output folder")
+        if count != len(self.parts):
+            raise BatchError(
+                f"batch: the input has {count} shards, it had {len(self.parts)} when the job was finished",
+                hint="a new output folder",
+            )
+        self.write_stamps(sources)
+
     # -- writing --
+    def write_stamps(self, sources: Sequence[Source]) -> None:
+        """Note the times of input files, as they were before the files were read."""
+        write_file(self.path / STAMPS, json.dumps([source.stamp for source in sources]).encode())
+
     def write(self, shard: Shard, result: ShardResult) -> Part:
         """Store the results of a shard: when this returns, they survive anything."""
         assert self._journal is not None

@@ -46,6 +46,7 @@ class Source:
     kind: str
     gzipped: bool
     size: int  # bytes on disk
+    stamp: tuple[int, ...] = ()  # changes whenever the file does: times of change, and inode
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def _source(number: int, name: str, kind: str | None) -> Source:
         )
     if kind == "parquet" and gzipped:
         raise RequestError(f"batch: {name}: Parquet files are compressed inside, .gz is not read")
-    return Source(number, name, kind, gzipped, status.st_size)
+    stamp = status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+    return Source(number, name, kind, gzipped, status.st_size, stamp)
 
 
 def check_columns(sources: Iterable[Source], wanted: Sequence[str]) -> None:

@@ -79,7 +79,9 @@ class Job:
         """Run all shards that are not finished. Raises BatchError if some shards kill their workers."""
         path = Path(out)
         with OutputFolder(path, self.describe(fingerprint), self.task.suffix) as folder:
-            if not folder.is_finished:
+            if folder.is_finished:
+                folder.check_finished(self.sources, self.shards())
+            else:
                 self._run(folder, runner, fingerprint, on_progress or (lambda progress: None))
         return Results(path)
 
@@ -107,6 +109,7 @@ class Job:
                 f"batch: {len(lost)} shard{'s' * (len(lost) != 1)} killed every worker that ran them; all others are "
                 "finished", notes=named, hint="the same command tries them again",
             )  # fmt: skip
+        folder.write_stamps(self.sources)
         folder.finish()
 
 
