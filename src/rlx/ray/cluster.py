@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from rlx.batch.on_ray import import_ray
+from rlx.errors import RequestError
 
 
 def connect(address: str = "local", **options: Any) -> Any:
@@ -17,11 +18,35 @@ def connect(address: str = "local", **options: Any) -> Any:
     `ray.init`.
     """
     if address == "local":
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported
+        was_imported = "ray" in sys.modules
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
         options = {"include_dashboard": False} | options
     ray = import_ray()
+    if address == "local" and was_imported:
+        _read_mode_again()
     ray.init(address=address, **{"log_to_driver": False} | options)
     return ray
+
+
+def _read_mode_again() -> None:
+    """Let Ray notice a RAY_AUTH_MODE that was set after it was imported: it reads the variable then only.
+
+    Without this, the processes that it starts would ask for a token which the driver does not send.
+    """
+    wanted = os.environ["RAY_AUTH_MODE"].lower()
+    try:
+        from ray._raylet import AuthenticationMode, Config, get_authentication_mode
+
+        if (get_authentication_mode() == AuthenticationMode.TOKEN) != (wanted == "token"):
+            Config.initialize("")
+        mode = get_authentication_mode()
+    except (ImportError, AttributeError):  # these names are Ray's own
+        mode = None
+    if mode is None or (mode == AuthenticationMode.TOKEN) != (wanted == "token"):
+        raise RequestError(
+            f"connect: ray was imported before RAY_AUTH_MODE was set to {wanted!r}, and reads it only then",
+            hint="set RAY_AUTH_MODE=token in the environment, or call rlx.ray.connect before `import ray`",
+        )
 
 
 def assigned() -> dict[str, Any]:
