@@ -112,6 +112,45 @@ def test_a_result_that_was_changed_is_noticed(decoder: Path, tmp_path: Path) -> 
         results.verify()
 
 
+def test_changed_errors_are_noticed(decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('"good"\nbad\n')
+    results = rlx.batch.score(tmp_path / "a.jsonl", tmp_path / "out", decoder, runner=Inline())
+    results.verify()
+    errors = tmp_path / "out" / "errors.jsonl"
+    text = errors.read_text()
+    for change in (lambda: errors.write_text(text.replace("2", "3")), errors.unlink):
+        change()
+        with pytest.raises(FormatError, match=r"errors\.jsonl: its digest is"):
+            results.verify()
+    peaceful = run(decoder, tmp_path, name="peaceful")
+    peaceful.verify()
+    (tmp_path / "peaceful" / "errors.jsonl").write_text(text)
+    with pytest.raises(FormatError, match=r"errors\.jsonl: its digest is .*, the manifest has None"):
+        peaceful.verify()
+
+
+def test_blank_lines_are_no_records(decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n"good"\n\n  \nbad\n"too"\n\n')
+    (tmp_path / "b.csv").write_text("text\n\none\n\n")
+    seen = list[Progress]()
+    inputs = [tmp_path / "a.jsonl", tmp_path / "b.csv"]
+    results = rlx.batch.score(inputs, tmp_path / "out", decoder, runner=Inline(), on_progress=seen.append)
+    counts = results.counts
+    assert (counts["records"], counts["rows"], counts["errors"]) == (4, 3, 1) and seen[-1].records == 4
+    assert [shard["records"] for shard in results.manifest["shards"]] == [3, 1]
+
+
+def test_a_job_without_lines_has_no_vectors(encoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    results = rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, runner=Inline())
+    assert results.vectors().shape == (0, 0) and list(results) == [] and len(results) == 0
+    results.verify()
+    (tmp_path / "b.jsonl").write_text("bad\n")
+    refused = rlx.batch.embed(tmp_path / "b.jsonl", tmp_path / "refused", encoder, runner=Inline())
+    with rlx.load(encoder) as model:
+        assert refused.vectors().shape == (0, model.dim)
+
+
 def test_a_missing_result_is_noticed(decoder: Path, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         run(decoder, tmp_path, on_progress=stopped_after(4))

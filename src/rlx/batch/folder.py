@@ -37,7 +37,7 @@ class Part:
     number: int
     input: str  # name of the input file
     first_line: int
-    records: int
+    records: int  # rows and errors together: blank lines are no records
     rows: int  # results in the file
     errors: int
     tokens: int
@@ -48,13 +48,17 @@ class Part:
     @classmethod
     def of(cls, shard: Shard, result: ShardResult) -> Part:
         return cls(
-            shard.number, shard.source.name, shard.first_line, shard.records, result.rows, len(result.failures),
+            shard.number, shard.source.name, shard.first_line, result.records, result.rows, len(result.failures),
             result.tokens, len(result.output), digest_of(result.output), shard.digest,
         )  # fmt: skip
 
 
+def new_digest(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)
+
+
 def digest_of(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return new_digest(data).hexdigest()
 
 
 class OutputFolder:
@@ -175,18 +179,24 @@ class OutputFolder:
                 offsets[part.number] = begin
             begin = end
 
+        digest = new_digest()
+
         def lines() -> Iterator[bytes]:
             assert self._journal is not None
             for number in sorted(offsets):
                 self._journal.seek(offsets[number])
-                yield from map(json_line, json.loads(self._journal.readline())["failures"])
+                for failure in json.loads(self._journal.readline())["failures"]:
+                    line = json_line(failure)
+                    digest.update(line)
+                    yield line
 
         if offsets:
             write_file(self.path / ERRORS, lines())
         parts = [self.parts[number] for number in sorted(self.parts)]
         counts = {name: sum(getattr(p, name) for p in parts) for name in ("records", "rows", "errors", "tokens")}
         listed = [asdict(part) | {"file": self.part_path(part.number).name} for part in parts]
-        self._write_manifest({"counts": counts | {"shards": len(parts)}, "shards": listed})
+        errors = {"errors_digest": digest.hexdigest() if offsets else None}
+        self._write_manifest({"counts": counts | {"shards": len(parts)}, **errors, "shards": listed})
         for entry in os.scandir(self.path):
             if entry.name.endswith(".tmp"):  # of a driver that was killed
                 os.unlink(entry.path)

@@ -162,7 +162,7 @@ def _measure(job: Job, runner: Runner, fingerprint: str, seconds: float) -> tupl
     measured = results[runner.workers :] or results  # the first call of a worker is slower
     rates = Measured(
         runner.workers,
-        records=sum(shard.records for shard, _ in measured),
+        records=sum(result.records for _, result in measured),
         tokens=sum(result.tokens for _, result in measured),
         size=sum(len(shard.data) for shard, _ in measured),
         seconds=max(sum(result.seconds for _, result in measured), 1e-9),

@@ -37,6 +37,7 @@ class ShardResult:
     tokens: int
     failures: Sequence[Failure] = ()
     seconds: float = 0.0  # that the worker took
+    records: int = 0  # that were read: all but blank lines
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,10 @@ class OpenTask:
                 records.append(one)
             else:
                 failures.append(one)
+        count = len(records) + len(failures)
         result = self.task.results(self.model, shard, records)
         failures = sorted([*failures, *result.failures], key=lambda failure: failure.line)
-        return replace(result, failures=failures, seconds=time.perf_counter() - began)
+        return replace(result, failures=failures, seconds=time.perf_counter() - began, records=count)
 
     def close(self) -> None:
         self.model.close()
