@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_bert
 
 import rlx
 from batch.conftest import Inline, contents, write_texts
@@ -274,8 +276,10 @@ def test_an_error_of_the_task_ends_the_job_with_its_message(
 
     write_texts(tmp_path / "a.txt", 8)
     task = Score(str(decoder), {})
-    runner, fingerprint = rlx.batch.prepare(task, 1, 1, "local")
     job = rlx.batch.Job.of(task, [tmp_path / "a.txt"])
+    runner = local.Local(1)
+    with closing(task.open()) as opened:
+        fingerprint = opened.fingerprint
     missing = rlx.batch.Job.of(Score(str(tmp_path / "nope"), {}), [tmp_path / "a.txt"])
     with pytest.raises(BatchError, match="batch: a worker: NotFoundError: "):
         missing.run(tmp_path / "out", runner, fingerprint)
@@ -302,6 +306,29 @@ def test_vectors_become_an_index(encoder: Path, tmp_path: Path) -> None:
         rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, index_dtype="int8", **options)
     with pytest.raises(RequestError, match="made of vectors in NumPy files"):
         rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, format="jsonl", **options)
+
+
+def test_an_index_has_the_models_prompt_for_documents(tmp_path: Path) -> None:
+    prompts = {"config_sentence_transformers.json": {"prompts": {"query": "kol ", "passage": "kom "}}}
+    small_bert.write(tmp_path / "bert", files=prompts)
+    listed = write_texts(tmp_path / "a.txt", 5)
+
+    def embed(name: str, **options: Any) -> Results:
+        return rlx.batch.embed(tmp_path / "a.txt", tmp_path / name, tmp_path / "bert", runner=Inline(), **options)
+
+    results = embed("out", index=tmp_path / "library")
+    with rlx.load(tmp_path / "bert") as model:
+        assert results.vectors().tobytes() == model.embed(listed, prompt="passage").tobytes()
+        with rlx.Index.create(tmp_path / "by-hand", model=model) as index:
+            index.append(texts=listed)
+        assert embed("plain").vectors().tobytes() == model.embed(listed).tobytes()
+    with rlx.Index.open(tmp_path / "library") as index, rlx.Index.open(tmp_path / "by-hand") as by_hand:
+        assert index.vectors.tobytes() == by_hand.vectors.tobytes()
+    assert results.manifest["job"]["settings"]["prompt"] == "passage"
+    chosen = embed("query", index=tmp_path / "queries", prompt="query")
+    assert chosen.manifest["job"]["settings"]["prompt"] == "query"
+    with pytest.raises(BatchError, match=r"another settings\.prompt: None, now 'passage'"):
+        embed("plain", index=tmp_path / "other")
 
 
 def test_an_index_of_another_job_is_refused_whatever_its_size(encoder: Path, tmp_path: Path) -> None:

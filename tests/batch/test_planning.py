@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-import rlx
 from batch.conftest import Inline, write_texts
 from rlx.batch.job import Job
 from rlx.batch.planning import Measured, Plan, make_plan
@@ -42,7 +42,8 @@ def test_the_driver_and_the_number_of_shards_are_limits() -> None:
 def test_a_measured_job_is_counted_exactly_if_all_of_it_ran(decoder: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.txt", 60)
     task = Score(str(decoder), {})
-    _, fingerprint = rlx.batch.prepare(task, 1, 1, Inline())
+    with closing(task.open()) as opened:
+        fingerprint = opened.fingerprint
     job = Job.of(task, [tmp_path / "a.txt"], shard_records=4)
     measured = make_plan(job, Inline, 2, fingerprint, seconds=1000.0)
     assert abs(measured.records - 60) <= 4 and abs(measured.shards - 15) <= 1

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -85,6 +85,10 @@ class Task(ABC):
     @abstractmethod
     def check(self, model: Any) -> None:
         """Raise what is wrong with the settings for this model."""
+
+    def for_index(self, model: Any) -> Self:
+        """The task as it is if its results become an index."""
+        return self
 
     @abstractmethod
     def results(self, model: Any, shard: Shard, records: Sequence[Record]) -> ShardResult:
