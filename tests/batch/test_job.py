@@ -308,6 +308,23 @@ def test_vectors_become_an_index(encoder: Path, tmp_path: Path) -> None:
         rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, format="jsonl", **options)
 
 
+def test_an_index_names_its_model_from_any_folder(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_texts(tmp_path / "a.txt", 5)
+    (tmp_path / "bert").symlink_to(encoder)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # the second finds the index of the first
+        rlx.batch.embed("a.txt", "out", "bert", runner=Inline(), index="library")
+    rlx.Index.create("by-hand", model="./bert", dim=3).close()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with rlx.Index.open(tmp_path / "library") as index:
+        assert index.model == str(encoder.resolve()) and len(index.search("bal bam")) == 5
+    with rlx.Index.open(tmp_path / "by-hand") as index:
+        assert index.model == str(encoder.resolve())
+
+
 def test_an_index_has_the_models_prompt_for_documents(tmp_path: Path) -> None:
     prompts = {"config_sentence_transformers.json": {"prompts": {"query": "kol ", "passage": "kom "}}}
     small_bert.write(tmp_path / "bert", files=prompts)

@@ -88,7 +88,7 @@ class Index:
                 raise RequestError(f"Index.create: {name} is {value!r}, expected one of {', '.join(known)}")
         if model is not None and not isinstance(model, str) and model.dim != dim:
             raise RequestError(f"Index.create: dim is {dim}, {model.name} makes vectors of {model.dim}")
-        stored = model if model is None or isinstance(model, str) else _stored_name(model)
+        stored = None if model is None else stored_name(model)
         return cls(Store.create(Path(path), Head(dim, dtype, metric, stored)), threads, model)
 
     @classmethod
@@ -497,8 +497,11 @@ def _check_embeds(model: Any, where: str) -> None:
         raise CapabilityError(message, hint="a model such as minilm-l6, by its name or loaded")
 
 
-def _stored_name(model: EmbeddingModel) -> str:
-    """What `rlx.load` takes to load this model again."""
+def stored_name(model: str | EmbeddingModel) -> str:
+    """What `rlx.load` takes to load this model again, from any folder: paths are absolute."""
+    if isinstance(model, str):
+        path = Path(model).expanduser()
+        return str(path.resolve()) if path.exists() else model
     path = model.checkpoint.path
     return str(path.resolve()) if model.name == path.name else model.name
 
