@@ -144,7 +144,9 @@ def check_columns(sources: Iterable[Source], wanted: Sequence[str]) -> None:
 
 
 # -- cutting ---------------------------------------------------------------------------------------------------------
-def cut(sources: Iterable[Source], records: int, size: int, columns: Sequence[str] = ()) -> Iterator[Shard]:
+def cut(
+    sources: Iterable[Source], records: int, size: int, columns: Sequence[str] = ()
+) -> Generator[Shard, None, None]:
     """Shards of at most so many records, that end at the first record beyond so many bytes.
 
     `columns` are those that are read of Parquet files.

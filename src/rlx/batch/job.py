@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,10 @@ class Job:
 
     def shards(self) -> Iterator[Shard]:
         return cut(self.sources, self.shard_records, self.shard_bytes, self.task.columns)
+
+    def shards_of(self, source: Source) -> Generator[Shard, None, None]:
+        """The shards of one file, counted from 0."""
+        return cut([source], self.shard_records, self.shard_bytes, self.task.columns)
 
     def describe(self, fingerprint: str) -> dict[str, Any]:
         """What results depend on, for the manifest."""

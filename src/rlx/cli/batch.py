@@ -79,6 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         "shard_records": arguments.shard_lines,
     }  # fmt: skip
     if arguments.plan:
+        if arguments.ray is not None:
+            raise UsageError("batch: --plan measures this machine, not a Ray cluster", hint="--plan without --ray")
+        if not 0 < arguments.plan_seconds < float("inf"):
+            raise UsageError(f"batch: --plan-seconds is {arguments.plan_seconds}, expected a number above 0")
         show_plan(batch.plan(task, arguments.inputs, seconds=arguments.plan_seconds, **options))
         return 0
     if arguments.out is None:
