@@ -144,6 +144,16 @@ def test_errors_name_both_values(tmp_path: Path) -> None:
         (lambda: index.append([[1, 2, 3, np.nan]]), RequestError, "vector 0 .* not finite"),
         (lambda: index.append([[1, 2, 3, 4]], metadata=[{"a": object()}]), RequestError, "no JSON object"),
         (lambda: index.append([[1, 2, 3, 4]], texts=["\ud800"]), RequestError, "UTF-8"),
+        (lambda: index.append([[1, 2, 3, 4]], ids=["\ud800"]), RequestError, "an id cannot be written as UTF-8"),
+        (lambda: index.append([[1, 2, 3, 4]], ids=[2**63]), RequestError, f"the id {2**63} needs more than 64 bits"),
+        (lambda: index.append([[1, 2, 3, 4]], ids=[-(2**63) - 1]), RequestError, "needs more than 64 bits"),
+        (lambda: index.append([[1, 2, 3, 4]], ids=[np.uint64(2**63)]), RequestError, "needs more than 64 bits"),
+        (
+            lambda: index.search([1, 2, 3, 4], rescore="x"),
+            RequestError,
+            "rescore is 'x', expected an integer from k, 10",
+        ),
+        (lambda: index.search([1, 2, 3, 4], rescore=9), RequestError, "rescore is 9, expected an integer from k, 10"),
         (lambda: index.search([1.0, 2.0]), ShapeError, r"\[1, 2\], expected \[count, 4\]"),
         (lambda: index.search([1, 2, 3, 4], k=0), RequestError, "k is 0, expected an integer from 1"),
         (lambda: index.search("a text"), RequestError, "which model"),
@@ -186,6 +196,16 @@ def test_ids_are_listed_and_deleted_rows_are_refused(tmp_path: Path) -> None:
         index.append(np.eye(2), ids=[7, 2**40])
         assert 7 in index and np.int64(2**40) in index and "7" not in index and list(index) == [7, 2**40]
         assert index.delete(7) == 1 and len(index) == 1
+
+
+@pytest.mark.parametrize("ids", [[7, 2**63 - 1], ["7", "x"], None])
+def test_ids_that_no_row_can_have_are_in_no_index(tmp_path: Path, ids: Any) -> None:
+    with rlx.Index.create(tmp_path / "index", dim=2) as index:
+        index.append(np.eye(2), ids=ids)
+        for id in (2**63, -(2**80), "\ud800", None, 1.5):
+            assert id not in index
+            assert index.delete([id]) == 0  # type: ignore[list-item]
+        assert len(index) == 2
 
 
 @pytest.mark.parametrize("loaded", [False, True])
