@@ -162,6 +162,35 @@ def test_openais_chat_lines_have_answers_in_its_form(decoder: Path, tmp_path: Pa
     assert "'tools' is not supported" in errors["d"] and "hot" in errors["h"]
 
 
+def test_settings_of_a_job_are_defaults_of_openais_lines(decoder: Path, tmp_path: Path) -> None:
+    chat = "/v1/chat/completions"
+    hello, system = [{"role": "user", "content": "hi"}], {"role": "system", "content": "be kind"}
+    lines = [
+        openai_line("a", chat, messages=hello, temperature=0),
+        openai_line("b", chat, messages=[system, *hello], temperature=0, max_tokens=4, stop=["\x07"]),
+        openai_line("c", "/v1/completions", prompt="hello", temperature=0),
+    ]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    with rlx.load(decoder) as model:
+        free = model.chat(hello, system="be brief", max_tokens=30).text
+        stop = free[5]
+        results = rlx.batch.generate(
+            path, tmp_path / "out", decoder, chat=True, system="be brief", max_tokens=30, stop=stop, runner=Inline()
+        )
+        first, second = (row["response"]["body"]["choices"][0] for row in results)
+        expected = model.chat(hello, system="be brief", max_tokens=30, stop=stop)
+        assert first["message"]["content"] == expected.text and first["finish_reason"] == expected.finish_reason
+        assert len(expected.text) < len(free), "the stop of the job is one of the line"
+        other = model.chat([system, *hello], max_tokens=4, stop="\x07")
+        assert second["message"]["content"] == other.text
+        plain = rlx.batch.generate(path, tmp_path / "plain", decoder, max_tokens=3, runner=Inline())
+        assert [row["response"]["body"]["usage"]["completion_tokens"] for row in plain] == [3, 4, 3]
+    (error,) = results.errors()
+    assert error["id"] == "c" and "/v1/completions continues a text" in error["error"]
+    with pytest.raises(RequestError, match="max_tokens is 'many', expected a number or 'auto'"):
+        rlx.batch.generate(path, tmp_path / "many", decoder, max_tokens="many", runner=Inline())
+
+
 def test_a_bad_seed_is_a_failure_of_its_line(decoder: Path, tmp_path: Path) -> None:
     def line(seed: Any) -> dict[str, Any]:
         return openai_line(f"{seed!r}", "/v1/completions", prompt="hello", max_tokens=2, seed=seed)

@@ -44,13 +44,15 @@ def embed(
 
 def generate(
     inputs: Inputs, out: str | Path, model: str | Path, *, field: str | None = None, chat: bool = False,
-    system: str | None = None, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
+    system: str | None = None, max_tokens: int | str | None = "auto", stop: str | Sequence[str] = (),
     load: Mapping[str, Any] | None = None, sampling: Mapping[str, Any] | None = None, **options: Any,
 ) -> Results:  # fmt: skip
     """The continuations of all prompts, or the answers to conversations, as lines of JSON.
 
     Records have a text, a `field` "prompt", or "messages"; or they are lines of OpenAI's batch API, and have results
-    in its form. With `chat`, texts are messages of a user. `sampling` are keywords of `LanguageModel.generate`.
+    in its form. With `chat`, texts are messages of a user. `sampling` are keywords of `LanguageModel.generate`. The
+    default of `max_tokens` is 256, and that of OpenAI's API for lines in its form. For these lines `stop`, `system`,
+    `max_tokens` and `sampling` are defaults.
     """
     from rlx.batch.generate_task import Generate
 
