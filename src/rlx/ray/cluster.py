@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -34,15 +35,18 @@ def _read_mode_again() -> None:
     Without this, the processes that it starts would ask for a token which the driver does not send.
     """
     wanted = os.environ["RAY_AUTH_MODE"].lower()
-    try:
-        from ray._raylet import AuthenticationMode, Config, get_authentication_mode
+    raylet: Any = importlib.import_module("ray._raylet")
 
-        if (get_authentication_mode() == AuthenticationMode.TOKEN) != (wanted == "token"):
-            Config.initialize("")
-        mode = get_authentication_mode()
-    except (ImportError, AttributeError):  # these names are Ray's own
-        mode = None
-    if mode is None or (mode == AuthenticationMode.TOKEN) != (wanted == "token"):
+    def agrees() -> bool:
+        return bool((raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN) == (wanted == "token"))
+
+    try:
+        if not agrees():
+            raylet.Config.initialize("")
+        is_read = agrees()
+    except AttributeError:  # these names are Ray's own, and may change
+        is_read = False
+    if not is_read:
         raise RequestError(
             f"connect: ray was imported before RAY_AUTH_MODE was set to {wanted!r}, and reads it only then",
             hint="set RAY_AUTH_MODE=token in the environment, or call rlx.ray.connect before `import ray`",
