@@ -204,7 +204,8 @@ def scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     task = Embed(str(write_model(folder / "model")), {})
     write_texts(folder / "texts.txt", 40_000)
     time.sleep(0.2)  # a model that was written just now gets no snapshot
-    chosen, fingerprint = rlx.batch.prepare(task, "auto", None, "local")
+    job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines)
+    job, chosen, fingerprint = rlx.batch.prepare(job, "auto", None, "local")
     cores = args.cores or chosen.workers * chosen.threads
     counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < cores] + [cores]
     cases = [(n, 1) for n in counts] + [(1, cores)] * (cores > 1)
@@ -267,12 +268,12 @@ def on_ray(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     task = Embed(str(write_model(folder / "model")), {})
     write_texts(folder / "texts.txt", 40_000)
     time.sleep(0.2)
-    chosen, fingerprint = rlx.batch.prepare(task, "auto", None, "local")
+    job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines)
+    job, chosen, fingerprint = rlx.batch.prepare(job, "auto", None, "local")
     workers = args.cores or chosen.workers * chosen.threads
     begin = time.perf_counter()
     rlx.ray.connect("local", num_cpus=workers)
     connected = time.perf_counter() - begin
-    job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines)
     runs: dict[str, list[dict[str, Any]]] = {"local": [], "ray": []}
     for turn in range(args.rounds):
         for name in ("local", "ray") if turn % 2 else ("ray", "local"):

@@ -155,6 +155,43 @@ def test_csv_records_are_those_of_pythons_reader(
     assert [[r.members["text"], r.members["other"]] for r in read if isinstance(r, Record)] == expected
 
 
+# As they stand in files: plain fields may have quotes that do not come first.
+plain = st.tuples(st.sampled_from("ab ;é"), st.text(st.sampled_from('ab" ;é'), max_size=6)).map("".join) | st.just("")
+in_file = plain | field.map(lambda text: '"' + text.replace('"', '""') + '"')
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(in_file, in_file), max_size=12), st.integers(1, 5), st.sampled_from(["csv", "tsv"]))
+def test_quotes_inside_of_plain_fields_are_characters(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], count: int, kind: str
+) -> None:
+    delimiter = inputs.DELIMITERS[kind]
+    text = "".join(f"{one}{delimiter}{other}\n" for one, other in [("text", 'an "other"'), *rows])
+    path = tmp_path_factory.mktemp("csv") / f"a.{kind}"
+    path.write_bytes(text.encode())
+    read = records_of(path, count)
+    expected = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))[1:]
+    assert [list(r.members.values()) for r in read if isinstance(r, Record)] == expected
+
+
+def test_a_lone_quote_takes_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,5" nail\n2,say "hi\n3,"a ""b""\nc"\n4,"broken" field\n5,last\n')
+    read = records_of(path, 2)
+    assert [(r.line, r.id) for r in read] == [(2, "1"), (3, "2"), (4, "3"), (6, None), (7, "5")]
+    texts = [r.members["text"] for r in read if isinstance(r, Record)]
+    assert texts == ['5" nail', 'say "hi', 'a "b"\nc', "last"]
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_quotes_are_followed_across_pieces(size: int) -> None:
+    for text in (b'a,"b""c",d"\n', b'"a""', b'"",","', b'x"y,"z\n'):
+        state = inputs.FIELD
+        for at in range(0, len(text), size):
+            state = inputs.scan_quotes(text[at : at + size], "csv", state)
+        assert (state == inputs.QUOTED) == (inputs.scan_quotes(text, "csv") == inputs.QUOTED)
+
+
 def test_records_of_several_lines_have_the_number_of_their_first(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('id,text\nx,"a\nb"\ny,"c ""d"" e"\nz\nw,f\n')
@@ -191,6 +228,31 @@ def test_a_bad_header_is_named(tmp_path: Path, header: str, message: str) -> Non
     path.write_text(header)
     with pytest.raises(FormatError, match=message):
         check_columns(find_sources([path]), ["a"])
+
+
+# -- Parquet ---------------------------------------------------------------------------------------------------------
+def test_binary_columns_of_parquet_files_are_texts(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = pyarrow.array(["é".encode(), b"b\xffd", None, b"last\nline"], pyarrow.binary())
+    moments = pyarrow.array([None, None, None, 5], pyarrow.timestamp("s"))
+    messages = [[{"role": b"user", "content": b"hi"}]] * 3 + [[{"role": b"user", "content": b"\xff"}]]
+    kind = pyarrow.list_(pyarrow.struct([("role", pyarrow.binary()), ("content", pyarrow.binary())]))
+    table = {"text": texts, "when": moments, "messages": pyarrow.array(messages, kind)}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+
+    def read(*columns: str) -> list[Any]:
+        shards = cut(find_sources([tmp_path / "a.parquet"]), 3, 1 << 20, columns)
+        records = [record for shard in shards for record in read_records(shard, "text")]
+        return [record.members if isinstance(record, Record) else record.message for record in records]
+
+    first, bad, missing, last = read("text")
+    assert (first, missing, last) == ({"text": "é"}, {"text": None}, {"text": "last\nline"})
+    assert bad == "text: not UTF-8 text: byte 0xff at 1"
+    assert read("when") == [{"when": None}] * 3 + ["when: expected a text, found a value of the type datetime"]
+    assert read("messages")[0] == {"messages": [{"role": "user", "content": "hi"}]}
+    assert read("messages")[3] == "messages: not UTF-8 text: byte 0xff at 0"
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_bert
 
 import rlx
 from batch.conftest import Inline, contents, write_texts
@@ -112,6 +114,45 @@ def test_a_result_that_was_changed_is_noticed(decoder: Path, tmp_path: Path) -> 
         results.verify()
 
 
+def test_changed_errors_are_noticed(decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('"good"\nbad\n')
+    results = rlx.batch.score(tmp_path / "a.jsonl", tmp_path / "out", decoder, runner=Inline())
+    results.verify()
+    errors = tmp_path / "out" / "errors.jsonl"
+    text = errors.read_text()
+    for change in (lambda: errors.write_text(text.replace("2", "3")), errors.unlink):
+        change()
+        with pytest.raises(FormatError, match=r"errors\.jsonl: its digest is"):
+            results.verify()
+    peaceful = run(decoder, tmp_path, name="peaceful")
+    peaceful.verify()
+    (tmp_path / "peaceful" / "errors.jsonl").write_text(text)
+    with pytest.raises(FormatError, match=r"errors\.jsonl: its digest is .*, the manifest has None"):
+        peaceful.verify()
+
+
+def test_blank_lines_are_no_records(decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n"good"\n\n  \nbad\n"too"\n\n')
+    (tmp_path / "b.csv").write_text("text\n\none\n\n")
+    seen = list[Progress]()
+    inputs = [tmp_path / "a.jsonl", tmp_path / "b.csv"]
+    results = rlx.batch.score(inputs, tmp_path / "out", decoder, runner=Inline(), on_progress=seen.append)
+    counts = results.counts
+    assert (counts["records"], counts["rows"], counts["errors"]) == (4, 3, 1) and seen[-1].records == 4
+    assert [shard["records"] for shard in results.manifest["shards"]] == [3, 1]
+
+
+def test_a_job_without_lines_has_no_vectors(encoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    results = rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, runner=Inline())
+    assert results.vectors().shape == (0, 0) and list(results) == [] and len(results) == 0
+    results.verify()
+    (tmp_path / "b.jsonl").write_text("bad\n")
+    refused = rlx.batch.embed(tmp_path / "b.jsonl", tmp_path / "refused", encoder, runner=Inline())
+    with rlx.load(encoder) as model:
+        assert refused.vectors().shape == (0, model.dim)
+
+
 def test_a_missing_result_is_noticed(decoder: Path, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         run(decoder, tmp_path, on_progress=stopped_after(4))
@@ -153,6 +194,26 @@ def test_an_input_that_has_changed_is_refused(decoder: Path, tmp_path: Path) -> 
     path.write_text(("x" if text[0] != "x" else "y") + text[1:])
     with pytest.raises(BatchError, match=r"shard 0 \(.*a\.txt, 4 records from line 1\) has changed"):
         run(decoder, tmp_path)
+
+
+def test_a_finished_job_refuses_an_input_that_has_changed(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(decoder, tmp_path)
+    path = tmp_path / "a.txt"
+    text = path.read_text()
+    path.write_text(text[:-2] + ("x" if text[-2] != "x" else "y") + text[-1])
+    with pytest.raises(BatchError, match=r"shard 9 \(.*a\.txt, 4 records from line 37\) has changed since it was"):
+        run(decoder, tmp_path)
+    path.write_text(text.replace("\n", " ", 1))
+    with pytest.raises(BatchError, match=r"shard 0 .* has changed since it was finished"):
+        run(decoder, tmp_path)
+    path.write_text(text)
+    run(decoder, tmp_path)  # the same content, written again
+    monkeypatch.setattr(
+        "rlx.batch.inputs._text_records", lambda _: pytest.fail("its times tell that it has not changed")
+    )
+    run(decoder, tmp_path)
 
 
 def test_a_folder_with_other_files_is_left_alone(decoder: Path, tmp_path: Path) -> None:
@@ -215,8 +276,10 @@ def test_an_error_of_the_task_ends_the_job_with_its_message(
 
     write_texts(tmp_path / "a.txt", 8)
     task = Score(str(decoder), {})
-    runner, fingerprint = rlx.batch.prepare(task, 1, 1, "local")
     job = rlx.batch.Job.of(task, [tmp_path / "a.txt"])
+    runner = local.Local(1)
+    with closing(task.open()) as opened:
+        fingerprint = opened.fingerprint
     missing = rlx.batch.Job.of(Score(str(tmp_path / "nope"), {}), [tmp_path / "a.txt"])
     with pytest.raises(BatchError, match="batch: a worker: NotFoundError: "):
         missing.run(tmp_path / "out", runner, fingerprint)
@@ -245,6 +308,46 @@ def test_vectors_become_an_index(encoder: Path, tmp_path: Path) -> None:
         rlx.batch.embed(tmp_path / "a.txt", tmp_path / "out", encoder, format="jsonl", **options)
 
 
+def test_an_index_names_its_model_from_any_folder(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_texts(tmp_path / "a.txt", 5)
+    (tmp_path / "bert").symlink_to(encoder)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # the second finds the index of the first
+        rlx.batch.embed("a.txt", "out", "bert", runner=Inline(), index="library")
+    rlx.Index.create("by-hand", model="./bert", dim=3).close()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with rlx.Index.open(tmp_path / "library") as index:
+        assert index.model == str(encoder.resolve()) and len(index.search("bal bam")) == 5
+    with rlx.Index.open(tmp_path / "by-hand") as index:
+        assert index.model == str(encoder.resolve())
+
+
+def test_an_index_has_the_models_prompt_for_documents(tmp_path: Path) -> None:
+    prompts = {"config_sentence_transformers.json": {"prompts": {"query": "kol ", "passage": "kom "}}}
+    small_bert.write(tmp_path / "bert", files=prompts)
+    listed = write_texts(tmp_path / "a.txt", 5)
+
+    def embed(name: str, **options: Any) -> Results:
+        return rlx.batch.embed(tmp_path / "a.txt", tmp_path / name, tmp_path / "bert", runner=Inline(), **options)
+
+    results = embed("out", index=tmp_path / "library")
+    with rlx.load(tmp_path / "bert") as model:
+        assert results.vectors().tobytes() == model.embed(listed, prompt="passage").tobytes()
+        with rlx.Index.create(tmp_path / "by-hand", model=model) as index:
+            index.append(texts=listed)
+        assert embed("plain").vectors().tobytes() == model.embed(listed).tobytes()
+    with rlx.Index.open(tmp_path / "library") as index, rlx.Index.open(tmp_path / "by-hand") as by_hand:
+        assert index.vectors.tobytes() == by_hand.vectors.tobytes()
+    assert results.manifest["job"]["settings"]["prompt"] == "passage"
+    chosen = embed("query", index=tmp_path / "queries", prompt="query")
+    assert chosen.manifest["job"]["settings"]["prompt"] == "query"
+    with pytest.raises(BatchError, match=r"another settings\.prompt: None, now 'passage'"):
+        embed("plain", index=tmp_path / "other")
+
+
 def test_an_index_of_another_job_is_refused_whatever_its_size(encoder: Path, tmp_path: Path) -> None:
     library, path = tmp_path / "library", tmp_path / "a.txt"
     write_texts(path, 10)
@@ -253,7 +356,7 @@ def test_an_index_of_another_job_is_refused_whatever_its_size(encoder: Path, tmp
     before = [file.read_bytes() for file in sorted(library.iterdir())]
     text = path.read_text()
     path.write_text(("x" if text[0] != "x" else "y") + text[1:])  # as many rows and bytes as before
-    with pytest.raises(BatchError, match="has changed since it was embedded"):
+    with pytest.raises(BatchError, match="has changed since it was finished"):
         rlx.batch.embed(path, tmp_path / "out", encoder, **options)
     with pytest.raises(BatchError, match=r"library is of another job: row 0 is") as caught:
         rlx.batch.embed(path, tmp_path / "other", encoder, **options)

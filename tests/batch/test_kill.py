@@ -9,31 +9,32 @@ from pathlib import Path
 import pytest
 from limits import LONGEST_S
 
-import rlx
 from batch.conftest import Inline, contents, write_texts
+from batch.driver import VERBS, run_verb
 from batch.killing import children, finished_shards, kill, run_with_kills, start, wait_until
 
 ROUNDS = 100
-TEXTS = 240  # in shards of 4
+TEXTS = 160  # in shards of 4
 PER_TEST = 10
 
 
 def expected_of(verb: str, model: Path, folder: Path) -> dict[str, bytes]:
-    run = rlx.batch.embed if verb == "embed" else rlx.batch.score
-    run(folder / "a.txt", folder / "expected", model, runner=Inline(), shard_records=4)  # type: ignore[operator]
+    run_verb(verb, model, folder / "a.txt", folder / "expected", runner=Inline())
     return contents(folder / "expected")
 
 
 @pytest.mark.kill
 @pytest.mark.parametrize("block", range(ROUNDS // PER_TEST))
 def test_a_job_survives_every_kill(block: int, decoder: Path, encoder: Path, tmp_path: Path) -> None:
-    verb, model = ("embed", encoder) if block == 0 else ("score", decoder)
+    verb = VERBS[block % len(VERBS)]
+    model = encoder if verb == "embed" else decoder
     write_texts(tmp_path / "a.txt", TEXTS)
     expected = expected_of(verb, model, tmp_path)
     kills = 0
     for i in range(PER_TEST):
         rng = random.Random(1000 * block + i)
-        out, workers = tmp_path / f"out{i}", rng.choice([1, 2, 2, 4])
+        many = block < len(VERBS) and i == 0  # once per verb: loading 16 models takes a small machine seconds
+        out, workers = tmp_path / f"out{i}", 16 if many else rng.choice([1, 2, 2, 4])
         arguments = [verb, str(model), str(tmp_path / "a.txt"), str(out), str(workers)]
         kills += sum(run_with_kills(arguments, out, TEXTS // 4, rng, most=2).values())
         assert contents(out) == expected, f"round {i} with {workers} workers"
@@ -41,11 +42,11 @@ def test_a_job_survives_every_kill(block: int, decoder: Path, encoder: Path, tmp
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("workers", [4, 16])
+@pytest.mark.parametrize("workers", [2, 4, 16])
 def test_any_number_of_workers_gives_the_same_bytes(workers: int, decoder: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.txt", TEXTS)
-    expected = expected_of("score", decoder, tmp_path)
-    rlx.batch.score(tmp_path / "a.txt", tmp_path / "out", decoder, workers=workers, threads=1, shard_records=4)
+    expected = expected_of("generate", decoder, tmp_path)
+    run_verb("generate", decoder, tmp_path / "a.txt", tmp_path / "out", workers=workers, threads=1)
     assert contents(tmp_path / "out") == expected
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-import rlx
 from batch.conftest import Inline, write_texts
+from rlx.batch import planning
 from rlx.batch.job import Job
 from rlx.batch.planning import Measured, Plan, make_plan
 from rlx.batch.score_task import Score
 from rlx.batch.sizing import choose_workers
+from rlx.errors import RequestError
 
 # One worker: 100 records per second. 8 workers: 640, an efficiency of 0.8. Shards of 1,000 records.
 ONE, ALL = Measured(1, 1000, 8000, 50_000, 10.0, 1), Measured(8, 8000, 64_000, 400_000, 100.0, 8)
@@ -42,13 +46,44 @@ def test_the_driver_and_the_number_of_shards_are_limits() -> None:
 def test_a_measured_job_is_counted_exactly_if_all_of_it_ran(decoder: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.txt", 60)
     task = Score(str(decoder), {})
-    _, fingerprint = rlx.batch.prepare(task, 1, 1, Inline())
+    with closing(task.open()) as opened:
+        fingerprint = opened.fingerprint
     job = Job.of(task, [tmp_path / "a.txt"], shard_records=4)
     measured = make_plan(job, Inline, 2, fingerprint, seconds=1000.0)
-    assert abs(measured.records - 60) <= 4 and abs(measured.shards - 15) <= 1
+    assert (measured.records, measured.shards, measured.is_exact) == (60, 15, True)
     assert measured.one.rate > 0 and measured.all.workers == 2 and measured.driver_rate > 0
     times = [measured.estimate(workers).seconds for workers in (1, 2)]
     assert all(seconds > 0 for seconds in times)
+
+
+def test_inputs_are_counted_whatever_their_form(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.batch.inputs.MAX_RECORD", 50_000)
+    lines = "".join(f"line number {i}\n" for i in range(3000))
+    (tmp_path / "a.txt").write_text(lines)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.txt").write_text("x" * 200_000 + "\nlast\n")
+    (tmp_path / "d.jsonl").write_text('"x"\n\n' * 100)
+    task = Score(str(decoder), {})
+    with closing(task.open()) as opened:
+        fingerprint = opened.fingerprint
+    job = Job.of(task, sorted(tmp_path.glob("*.*")), shard_records=100)
+    short = make_plan(job, Inline, 1, fingerprint, seconds=1e-6)
+    assert not short.is_exact and short.records == 6000 + 2 + 200 and short.shards == 30 + 30 + 2 + 2
+    assert short.tokens == pytest.approx(short.records * 15, rel=0.1)
+    with pytest.raises(RequestError, match=r"measured for -5 seconds, expected a number above 0"):
+        make_plan(job, Inline, 1, fingerprint, seconds=-5)
+
+
+def test_a_large_file_is_counted_in_part(tmp_path: Path, decoder: Path) -> None:
+    rng = random.Random(0)
+    lines = b"".join(b"%x\n" % rng.getrandbits(rng.randint(1, 256)) for _ in range(150_000))
+    (tmp_path / "a.txt").write_bytes(lines)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(lines, 1))
+    for name in ("a.txt", "b.txt.gz"):
+        job = Job.of(Score(str(decoder), {}), [tmp_path / name], shard_records=100)
+        counted, shards = planning._count(job, 0.0)
+        assert counted == pytest.approx(150_000, rel=0.05) and shards == pytest.approx(1500, rel=0.05)
+        assert counted != 150_000, "it was not read to its end"
 
 
 class Facts:

@@ -20,14 +20,16 @@ from limits import LONGEST_S
 
 import rlx
 from batch.conftest import Inline, contents, texts, write_texts
+from batch.driver import VERBS, run_verb
 from batch.killing import run_with_kills
+from rlx.errors import RequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 TEXTS = 120
 
 
 @pytest.fixture(scope="module")
-def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def cluster() -> Iterator[Any]:
     """A cluster of two nodes on this machine, with token authentication and without a dashboard."""
     variables = {
         "RAY_AUTH_MODE": "token",
@@ -43,15 +45,22 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     )
     _started(lambda: cluster.add_node(num_cpus=2))
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+        for name in variables:
+            os.environ.pop(name)
+
+
+@pytest.fixture(scope="module")
+def ray(cluster: Any) -> Iterator[Any]:
     module = rlx.ray.connect(cluster.address)
     try:
         cluster.wait_for_nodes()
         yield module
     finally:
         module.shutdown()
-        cluster.shutdown()
-        for name in variables:
-            os.environ.pop(name)
 
 
 def _started(start: Callable[[], Any]) -> Any:
@@ -74,15 +83,43 @@ def test_the_cluster_refuses_those_without_the_token(ray: Any) -> None:
     assert done.returncode != 0 and "token" in done.stderr.lower()
 
 
+IMPORTED_FIRST = """
+import ray, rlx
+rlx.ray.connect("local", num_cpus=1)
+from ray._raylet import AuthenticationMode, get_authentication_mode
+print(ray.get(ray.remote(lambda: 6 * 7).remote()), get_authentication_mode() == AuthenticationMode.TOKEN)
+"""
+
+
+def test_a_new_cluster_asks_for_a_token_also_if_ray_was_imported_before(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_FIRST], env=environment | {"HOME": str(tmp_path)}, capture_output=True,
+        text=True, timeout=LONGEST_S,
+    )  # fmt: skip
+    assert done.stdout.split() == ["42", "True"], done.stderr
+
+
+def test_a_ray_that_cannot_read_the_mode_again_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    raylet = pytest.importorskip("ray._raylet")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delattr(raylet, "get_authentication_mode")
+    with pytest.raises(RequestError, match="ray was imported before RAY_AUTH_MODE was set to 'token'") as caught:
+        rlx.ray.connect("local")
+    assert "before `import ray`" in (caught.value.hint or "")
+
+
 # -- jobs ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("workers", [1, 4])
-def test_a_job_on_ray_has_the_bytes_of_a_local_one(ray: Any, encoder: Path, tmp_path: Path, workers: int) -> None:
+def test_jobs_on_ray_have_the_bytes_of_local_ones(ray: Any, cluster: Any, encoder: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.txt", TEXTS)
-    rlx.batch.embed(tmp_path / "a.txt", tmp_path / "local", encoder, runner=Inline(), shard_records=8)
-    rlx.batch.embed(
-        tmp_path / "a.txt", tmp_path / "ray", encoder, runner="ray", workers=workers, threads=1, shard_records=8
-    )
-    assert contents(tmp_path / "ray") == contents(tmp_path / "local")
+    run_verb("embed", encoder, tmp_path / "a.txt", tmp_path / "local", runner=Inline())
+    node = _started(lambda: cluster.add_node(num_cpus=12))
+    cluster.wait_for_nodes()
+    for workers in (1, 2, 4, 16):
+        out = tmp_path / f"ray{workers}"
+        run_verb("embed", encoder, tmp_path / "a.txt", out, runner="ray", workers=workers, threads=1)
+        assert contents(out) == contents(tmp_path / "local"), f"{workers} workers"
+    cluster.remove_node(node)
 
 
 def actors(_: int) -> Sequence[int]:
@@ -99,13 +136,14 @@ def actors(_: int) -> Sequence[int]:
     return pids
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_job_on_ray_survives_kills(ray: Any, decoder: Path, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_job_on_ray_survives_kills(ray: Any, decoder: Path, encoder: Path, tmp_path: Path, verb: str) -> None:
     write_texts(tmp_path / "a.txt", TEXTS)
-    rlx.batch.score(tmp_path / "a.txt", tmp_path / "expected", decoder, runner=Inline(), shard_records=4)
-    rng = random.Random(seed)
+    model = encoder if verb == "embed" else decoder
+    run_verb(verb, model, tmp_path / "a.txt", tmp_path / "expected", runner=Inline())
     address = ray.get_runtime_context().gcs_address
-    arguments = ["score", str(decoder), str(tmp_path / "a.txt"), str(tmp_path / "out"), "2", address]
+    arguments = [verb, str(model), str(tmp_path / "a.txt"), str(tmp_path / "out"), "2", address]
+    rng = random.Random(VERBS.index(verb))
     run_with_kills(arguments, tmp_path / "out", TEXTS // 4, rng, victims=actors, most=2)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 

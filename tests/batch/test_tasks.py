@@ -14,6 +14,8 @@ import pytest
 import rlx
 from batch.conftest import Inline, write_texts
 from rlx.batch import Results
+from rlx.batch.generate_task import Generate
+from rlx.batch.records import Record
 from rlx.errors import CapabilityError, RequestError
 
 
@@ -158,6 +160,69 @@ def test_openais_chat_lines_have_answers_in_its_form(decoder: Path, tmp_path: Pa
     errors = {error["id"]: error["error"] for error in results.errors()}
     assert list(errors) == list("defghi")
     assert "'tools' is not supported" in errors["d"] and "hot" in errors["h"]
+
+
+def test_settings_of_a_job_are_defaults_of_openais_lines(decoder: Path, tmp_path: Path) -> None:
+    chat = "/v1/chat/completions"
+    hello, system = [{"role": "user", "content": "hi"}], {"role": "system", "content": "be kind"}
+    lines = [
+        openai_line("a", chat, messages=hello, temperature=0),
+        openai_line("b", chat, messages=[system, *hello], temperature=0, max_tokens=4, stop=["\x07"]),
+        openai_line("c", "/v1/completions", prompt="hello", temperature=0),
+    ]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    with rlx.load(decoder) as model:
+        free = model.chat(hello, system="be brief", max_tokens=30).text
+        stop = free[5]
+        results = rlx.batch.generate(
+            path, tmp_path / "out", decoder, chat=True, system="be brief", max_tokens=30, stop=stop, runner=Inline()
+        )
+        first, second = (row["response"]["body"]["choices"][0] for row in results)
+        expected = model.chat(hello, system="be brief", max_tokens=30, stop=stop)
+        assert first["message"]["content"] == expected.text and first["finish_reason"] == expected.finish_reason
+        assert len(expected.text) < len(free), "the stop of the job is one of the line"
+        other = model.chat([system, *hello], max_tokens=4, stop="\x07")
+        assert second["message"]["content"] == other.text
+        plain = rlx.batch.generate(path, tmp_path / "plain", decoder, max_tokens=3, runner=Inline())
+        assert [row["response"]["body"]["usage"]["completion_tokens"] for row in plain] == [3, 4, 3]
+    (error,) = results.errors()
+    assert error["id"] == "c" and "/v1/completions continues a text" in error["error"]
+    with pytest.raises(RequestError, match="max_tokens is 'many', expected a number or 'auto'"):
+        rlx.batch.generate(path, tmp_path / "many", decoder, max_tokens="many", runner=Inline())
+
+
+def test_a_bad_seed_is_a_failure_of_its_line(decoder: Path, tmp_path: Path) -> None:
+    def line(seed: Any) -> dict[str, Any]:
+        return openai_line(f"{seed!r}", "/v1/completions", prompt="hello", max_tokens=2, seed=seed)
+
+    bad = ["abc", "", [], {}, 1.5, True]
+    path = write_lines(tmp_path / "a.jsonl", [line(seed) for seed in [*bad, 7, -1, 2**70, None]])
+    results = rlx.batch.generate(path, tmp_path / "out", decoder, runner=Inline())
+    assert [error["id"] for error in results.errors()] == [repr(seed) for seed in bad]
+    assert all("seed: expected a whole number, found " in error["error"] for error in results.errors())
+    assert [row["custom_id"] for row in results] == ["7", "-1", str(2**70), "None"]
+
+
+def test_any_error_of_reading_a_line_is_a_failure_of_that_line(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Generate._read
+
+    def broken(task: Generate, model: Any, record: Record, seed: int) -> Any:
+        if record.line == 2:
+            raise ZeroDivisionError("one over nothing")
+        if record.line == 4:
+            raise MemoryError
+        return read(task, model, record, seed)
+
+    monkeypatch.setattr(Generate, "_read", broken)
+    path = write_lines(tmp_path / "a.txt", ["a", "b", "c"])
+    results = rlx.batch.generate(path, tmp_path / "out", decoder, max_tokens=2, runner=Inline())
+    assert lines_of(results) == [(2, "ZeroDivisionError: one over nothing")] and len(results) == 2
+    with pytest.raises(MemoryError):
+        rlx.batch.generate(
+            write_lines(path, ["a", "b", "c", "d"]), tmp_path / "other", decoder, max_tokens=2, runner=Inline()
+        )
 
 
 # -- score -----------------------------------------------------------------------------------------------------------

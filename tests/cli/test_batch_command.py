@@ -52,6 +52,23 @@ def test_wrong_words_are_explained(
     assert "where do the results go?" in capsys.readouterr().err
     assert main(["batch", "score", str(lines), *model, "-o", str(tmp_path / "out"), "--workers", "many"]) == USAGE
     assert "--workers is 'many'" in capsys.readouterr().err
+    for words, message in (
+        (["--plan-seconds", "-5"], "--plan-seconds is -5.0, expected a number above 0"),
+        (["--plan-seconds", "nan"], "--plan-seconds is nan"),
+        (["--ray", "auto"], "--plan measures this machine, not a Ray cluster"),
+    ):
+        assert main(["batch", "score", str(lines), *model, "--plan", *words]) == USAGE
+        assert message in capsys.readouterr().err
+    for words, message in (
+        (["embed", "--chat"], "batch embed: --chat is an option of batch generate"),
+        (["embed", "--temperature", "0"], "batch embed: --temperature is an option of batch generate"),
+        (["score", "--index-dtype", "f32"], "batch score: --index-dtype is an option of batch embed"),
+        (["generate", "--per-token"], "batch generate: --per-token is an option of batch score"),
+        (["embed", "--max-tokens", "256"], "batch embed: --max-tokens is an option of batch generate"),
+        (["embed", "--index-dtype", "f16"], "batch embed: --index-dtype is for an index"),
+    ):
+        assert main(["batch", *words, str(lines), *model, "-o", str(tmp_path / "out")]) == USAGE
+        assert message in capsys.readouterr().err
     table = tmp_path / "t.csv"
     table.write_text("a,b\n1,2\n")
     assert main(["batch", "score", str(table), *model, "-o", str(tmp_path / "out")]) == BAD_FILE

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,16 @@ def test_errors_name_both_values(tmp_path: Path) -> None:
         (lambda: index.append([[1, 2, 3, np.nan]]), RequestError, "vector 0 .* not finite"),
         (lambda: index.append([[1, 2, 3, 4]], metadata=[{"a": object()}]), RequestError, "no JSON object"),
         (lambda: index.append([[1, 2, 3, 4]], texts=["\ud800"]), RequestError, "UTF-8"),
+        (lambda: index.append([[1, 2, 3, 4]], ids=["\ud800"]), RequestError, "an id cannot be written as UTF-8"),
+        (lambda: index.append([[1, 2, 3, 4]], ids=[2**63]), RequestError, f"the id {2**63} needs more than 64 bits"),
+        (lambda: index.append([[1, 2, 3, 4]], ids=[-(2**63) - 1]), RequestError, "needs more than 64 bits"),
+        (lambda: index.append([[1, 2, 3, 4]], ids=[np.uint64(2**63)]), RequestError, "needs more than 64 bits"),
+        (
+            lambda: index.search([1, 2, 3, 4], rescore="x"),
+            RequestError,
+            "rescore is 'x', expected an integer from k, 10",
+        ),
+        (lambda: index.search([1, 2, 3, 4], rescore=9), RequestError, "rescore is 9, expected an integer from k, 10"),
         (lambda: index.search([1.0, 2.0]), ShapeError, r"\[1, 2\], expected \[count, 4\]"),
         (lambda: index.search([1, 2, 3, 4], k=0), RequestError, "k is 0, expected an integer from 1"),
         (lambda: index.search("a text"), RequestError, "which model"),
@@ -185,6 +196,16 @@ def test_ids_are_listed_and_deleted_rows_are_refused(tmp_path: Path) -> None:
         index.append(np.eye(2), ids=[7, 2**40])
         assert 7 in index and np.int64(2**40) in index and "7" not in index and list(index) == [7, 2**40]
         assert index.delete(7) == 1 and len(index) == 1
+
+
+@pytest.mark.parametrize("ids", [[7, 2**63 - 1], ["7", "x"], None])
+def test_ids_that_no_row_can_have_are_in_no_index(tmp_path: Path, ids: Any) -> None:
+    with rlx.Index.create(tmp_path / "index", dim=2) as index:
+        index.append(np.eye(2), ids=ids)
+        for id in (2**63, -(2**80), "\ud800", None, 1.5):
+            assert id not in index
+            assert index.delete([id]) == 0  # type: ignore[list-item]
+        assert len(index) == 2
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -253,6 +274,53 @@ while True:
     rows = np.full((7, 5), start + 1, np.float32)
     index.append(rows, ids=range(start, start + 7), texts=[f"t{i}" for i in range(start, start + 7)])
 """
+
+
+COMPACT_FOREVER = """
+import sys, numpy as np, rlx
+index = rlx.Index.open(sys.argv[1], write=True)
+print("ready", flush=True)
+while True:
+    index.append(np.ones((3, 5), np.float32), ids=["a", "b", "c"], texts=["x", None, "y"])
+    index.delete(["b"])
+    index.delete(["a"])
+    index.compact()
+    index.delete(["c"])
+"""
+
+
+def test_readers_go_on_beside_a_writer_that_deletes_and_compacts(tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+    rlx.Index.create(folder, dim=5, dtype="int8").close()
+    writer = subprocess.Popen([sys.executable, "-c", COMPACT_FOREVER, str(folder)], stdout=subprocess.PIPE)
+    try:
+        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        reader, epochs, end = rlx.Index.open(folder), set(), time.monotonic() + 4
+        while time.monotonic() < end:
+            reader.refresh()
+            epochs.add(reader._store.head.epoch)
+            assert 0 <= len(reader) <= 4 and len(reader.texts()) == len(reader)
+            reader.verify()
+            rlx.Index.open(folder)
+        assert len(epochs) > 5
+    finally:
+        writer.kill()
+        writer.communicate()
+
+
+def test_a_file_that_vanishes_between_two_looks_is_a_format_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rlx.Index.create(tmp_path / "index", dim=2) as index:
+        index.append(np.eye(2), texts=["a", "b"])
+    monkeypatch.setattr("rlx.index.columns.require_bytes", lambda path, size: None)  # it was there then
+    for name in ("vectors.0", "pieces.0"):
+        data = (tmp_path / "index" / name).read_bytes()
+        (tmp_path / "index" / name).unlink()
+        with pytest.raises(FormatError, match=f"{name}: missing, the head names it"):
+            rlx.Index.open(tmp_path / "index")
+        (tmp_path / "index" / name).write_bytes(data)
+    rlx.Index.open(tmp_path / "index").verify()
 
 
 def test_a_killed_writer_leaves_whole_appends_and_readers_go_on(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ A job that was killed goes on where it was when it is started again. `runner="ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +44,15 @@ def embed(
 
 def generate(
     inputs: Inputs, out: str | Path, model: str | Path, *, field: str | None = None, chat: bool = False,
-    system: str | None = None, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
+    system: str | None = None, max_tokens: int | str | None = "auto", stop: str | Sequence[str] = (),
     load: Mapping[str, Any] | None = None, sampling: Mapping[str, Any] | None = None, **options: Any,
 ) -> Results:  # fmt: skip
     """The continuations of all prompts, or the answers to conversations, as lines of JSON.
 
     Records have a text, a `field` "prompt", or "messages"; or they are lines of OpenAI's batch API, and have results
-    in its form. With `chat`, texts are messages of a user. `sampling` are keywords of `LanguageModel.generate`.
+    in its form. With `chat`, texts are messages of a user. `sampling` are keywords of `LanguageModel.generate`. The
+    default of `max_tokens` is 256, and that of OpenAI's API for lines in its form. For these lines `stop`, `system`,
+    `max_tokens` and `sampling` are defaults.
     """
     from rlx.batch.generate_task import Generate
 
@@ -78,15 +81,15 @@ def run(
     `workers` are processes with `threads` threads each ("auto": what suits the model and the machine). `runner` is
     "local", "ray" (a cluster that `ray.init` has connected) or one of your own. `input_format` overrides what suffixes
     say: text, jsonl, csv, tsv or parquet. `shard_records` is the size of a shard, which rows do not depend on. `index`
-    is a folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8. An index that
-    is there already must be the one of this job.
+    is a folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8; without a
+    prompt, texts then get the model's prompt for documents. An index that is there already must be the one of this job.
     """
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
     if index is not None:
         from rlx.batch.indexing import build_index, check_index
 
         check_index(job, Path(index), index_dtype)
-    chosen, fingerprint = prepare(task, workers, threads, runner)
+    job, chosen, fingerprint = prepare(job, workers, threads, runner, indexed=index is not None)
     results = job.run(out, chosen, fingerprint, on_progress)
     if index is not None:
         build_index(job, results, Path(index), index_dtype)
@@ -102,34 +105,42 @@ def plan(
     from rlx.batch.planning import make_plan
 
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
-    chosen, fingerprint = prepare(task, workers, threads, "local")
+    job, chosen, fingerprint = prepare(job, workers, threads, "local")
     return make_plan(job, lambda count: Local(count, chosen.threads), chosen.workers, fingerprint, seconds)
 
 
-def prepare(task: Task, workers: int | str, threads: int | None, runner: str | Runner) -> tuple[Runner, str]:
-    """The runner of a task, and the fingerprint of its model.
+def prepare(
+    job: Job, workers: int | str, threads: int | None, runner: str | Runner, *, indexed: bool = False
+) -> tuple[Job, Runner, str]:
+    """The job with the settings that its model decides, its runner, and the fingerprint of the model.
 
     Loads the model once, which checks the settings, and leaves a snapshot whose weights all processes map.
     """
+    task = job.task
     device = task.load.get("device")
     opened = task.open()
     try:
+        if indexed:
+            task = task.for_index(opened.model)
         count, per_worker = choose_workers(opened.model, workers, threads, device)
         fingerprint = opened.fingerprint
     finally:
         opened.close()
+    return replace(job, task=task), _runner(runner, workers, count, per_worker, device), fingerprint
+
+
+def _runner(runner: str | Runner, asked: int | str, workers: int, threads: int, device: str | None) -> Runner:
     if not isinstance(runner, str):
-        return runner, fingerprint
+        return runner
     if runner == "local":
         from rlx.batch.local import Local
 
-        return Local(count, per_worker), fingerprint
+        return Local(workers, threads)
     if runner == "ray":
         from rlx.batch.on_ray import OnRay
 
-        if workers == "auto":
-            count = OnRay.capacity(per_worker)
-        return OnRay(count, per_worker, gpus=0 if on_host(device) else 1), fingerprint
+        count = OnRay.capacity(threads) if asked == "auto" else workers
+        return OnRay(count, threads, gpus=0 if on_host(device) else 1)
     raise RequestError(f"batch: no runner is called {runner!r}", hint=f"known: {', '.join(RUNNERS)}")
 
 

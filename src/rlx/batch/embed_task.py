@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -48,6 +49,12 @@ class Embed(Task):
         if self.format not in FORMATS:
             raise RequestError(f"batch embed: no format is called {self.format!r}", hint=f"known: {', '.join(FORMATS)}")
         model.text_rows([""], prompt=self.prompt)
+
+    def for_index(self, model: EmbeddingModel) -> Self:
+        """With the model's prompt for documents, unless there is a prompt: `rlx search` uses the one for queries."""
+        task = replace(self, prompt=model.settings.document_prompt if self.prompt is None else self.prompt)
+        task.check(model)
+        return task
 
     def results(self, model: EmbeddingModel, shard: Shard, records: Sequence[Record]) -> ShardResult:
         read, failures = prepare(records, lambda record: self._texts(record, model))

@@ -12,12 +12,12 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self
 
-from rlx.batch.inputs import Shard
+from rlx.batch.inputs import Shard, Source
 from rlx.batch.tasks import ShardResult, json_line
 from rlx.engine.sampler import short_repr
 from rlx.errors import BatchError, FormatError, RequestError
@@ -25,6 +25,7 @@ from rlx.fast_dataclass import dataclass
 from rlx.formats.strict_json import parse_json
 
 MANIFEST, JOURNAL, ERRORS, LOCK = "manifest.json", "journal.jsonl", "errors.jsonl", ".lock"
+STAMPS = ".inputs.json"  # times of the input files, which spare reading them again; not part of the results
 VERSION = 1
 MAX_ENTRIES = 1 << 26
 
@@ -36,7 +37,7 @@ class Part:
     number: int
     input: str  # name of the input file
     first_line: int
-    records: int
+    records: int  # rows and errors together: blank lines are no records
     rows: int  # results in the file
     errors: int
     tokens: int
@@ -47,13 +48,17 @@ class Part:
     @classmethod
     def of(cls, shard: Shard, result: ShardResult) -> Part:
         return cls(
-            shard.number, shard.source.name, shard.first_line, shard.records, result.rows, len(result.failures),
+            shard.number, shard.source.name, shard.first_line, result.records, result.rows, len(result.failures),
             result.tokens, len(result.output), digest_of(result.output), shard.digest,
         )  # fmt: skip
 
 
+def new_digest(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)
+
+
 def digest_of(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return new_digest(data).hexdigest()
 
 
 class OutputFolder:
@@ -129,7 +134,29 @@ class OutputFolder:
             )
         return part is not None
 
+    def check_finished(self, sources: Sequence[Source], shards: Iterable[Shard]) -> None:
+        """Raise BatchError if the input of a finished job has changed; it is read only if its times have."""
+        stamps = [list(source.stamp) for source in sources]
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads((self.path / STAMPS).read_bytes()) == stamps:
+                return
+        count = 0
+        for shard in shards:
+            count += 1
+            if not self.check_source(shard):
+                raise BatchError(f"batch: {shard} was not there when the job was finished", hint="a new output folder")
+        if count != len(self.parts):
+            raise BatchError(
+                f"batch: the input has {count} shards, it had {len(self.parts)} when the job was finished",
+                hint="a new output folder",
+            )
+        self.write_stamps(sources)
+
     # -- writing --
+    def write_stamps(self, sources: Sequence[Source]) -> None:
+        """Note the times of input files, as they were before the files were read."""
+        write_file(self.path / STAMPS, json.dumps([source.stamp for source in sources]).encode())
+
     def write(self, shard: Shard, result: ShardResult) -> Part:
         """Store the results of a shard: when this returns, they survive anything."""
         assert self._journal is not None
@@ -152,18 +179,24 @@ class OutputFolder:
                 offsets[part.number] = begin
             begin = end
 
+        digest = new_digest()
+
         def lines() -> Iterator[bytes]:
             assert self._journal is not None
             for number in sorted(offsets):
                 self._journal.seek(offsets[number])
-                yield from map(json_line, json.loads(self._journal.readline())["failures"])
+                for failure in json.loads(self._journal.readline())["failures"]:
+                    line = json_line(failure)
+                    digest.update(line)
+                    yield line
 
         if offsets:
             write_file(self.path / ERRORS, lines())
         parts = [self.parts[number] for number in sorted(self.parts)]
         counts = {name: sum(getattr(p, name) for p in parts) for name in ("records", "rows", "errors", "tokens")}
         listed = [asdict(part) | {"file": self.part_path(part.number).name} for part in parts]
-        self._write_manifest({"counts": counts | {"shards": len(parts)}, "shards": listed})
+        errors = {"errors_digest": digest.hexdigest() if offsets else None}
+        self._write_manifest({"counts": counts | {"shards": len(parts)}, **errors, "shards": listed})
         for entry in os.scandir(self.path):
             if entry.name.endswith(".tmp"):  # of a driver that was killed
                 os.unlink(entry.path)

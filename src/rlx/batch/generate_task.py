@@ -29,6 +29,7 @@ SAMPLING = (
 )  # fmt: skip
 NOTES = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+AUTO, AUTO_TOKENS = "auto", 256  # of `max_tokens`: so many, or as many as OpenAI's API for lines in its form
 OPENAI_TEMPERATURE, OPENAI_TOKENS = 1.0, 16  # where a request says none: of both, and of /v1/completions
 
 
@@ -42,7 +43,7 @@ class Generate(Task):
 
     chat: bool = False
     system: str | None = None
-    max_tokens: int | None = 256
+    max_tokens: int | str | None = AUTO
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,8 +57,15 @@ class Generate(Task):
     def columns(self) -> tuple[str, ...]:
         return self.main_field, "messages", "id"
 
+    @property
+    def _most_tokens(self) -> int | None:
+        """Of records that are not in OpenAI's form."""
+        return AUTO_TOKENS if isinstance(self.max_tokens, str) else self.max_tokens
+
     def check(self, model: LanguageModel) -> None:
-        self._request(model, [0], dict(self.sampling), self.max_tokens, self.stop, False, 0)
+        if isinstance(self.max_tokens, str) and self.max_tokens != AUTO:
+            raise RequestError(f"batch generate: max_tokens is {self.max_tokens!r}, expected a number or {AUTO!r}")
+        self._request(model, [0], dict(self.sampling), self._most_tokens, self.stop, False, 0)
         if self.system is not None and not self.chat:
             raise RequestError("batch generate: a system message is for conversations", hint="chat=True, --chat")
         if self.chat:
@@ -106,7 +114,7 @@ class Generate(Task):
             tokens, answer = model.chat_tokens(record.text(self.main_field), system=self.system), True
         else:
             tokens, answer = _prompt(model, record, self.main_field), False
-        return self._request(model, tokens, dict(self.sampling), self.max_tokens, self.stop, answer, own_seed)
+        return self._request(model, tokens, dict(self.sampling), self._most_tokens, self.stop, answer, own_seed)
 
     def _seed(self, place: str) -> int:
         """A seed per record, which depends on its place and the seed of the job, not on its neighbours."""
@@ -146,18 +154,25 @@ class Generate(Task):
         if bias is not None:
             settings["logit_bias"] = _biases(bias)
         settings |= _structure(body.get("response_format"))
-        own = settings.pop("seed", None) if body.get("seed") is not None else None
-        default = OPENAI_TOKENS if url == "/v1/completions" else None
+        if body.get("seed") is not None:
+            own = as_int(settings.pop("seed"))
+            if own is None:
+                raise RequestError(f"seed: expected a whole number, found {short_repr(body['seed'])}")
+            seed = own % 2**64
+        usual = OPENAI_TOKENS if url == "/v1/completions" else None
+        default = usual if isinstance(self.max_tokens, str) else self.max_tokens
         counts = [as_int(body[name]) for name in limits if body.get(name) is not None]
         if None in counts or any(count < 0 for count in counts if count is not None) or len(set(counts)) > 1:
             raise RequestError(f"max_tokens: expected one whole number from 0, found {counts}")
         if url == "/v1/chat/completions":
-            tokens = _conversation(model, body.get("messages"), None)
+            messages = body.get("messages")
+            tokens = _conversation(model, messages, None if _has_system(messages) else self.system)
+        elif self.chat:
+            raise RequestError("url: /v1/completions continues a text, the job answers conversations (--chat)")
         else:
             tokens = _prompt(model, record, "prompt")
-        stops = _stops(body.get("stop"))
+        stops = self.stop if body.get("stop") is None else _stops(body["stop"])
         answer = url == "/v1/chat/completions"
-        seed = seed if own is None else int(own) % 2**64
         return self._request(model, tokens, settings, counts[0] if counts else default, stops, answer, seed)
 
 
@@ -165,6 +180,11 @@ def _conversation(model: LanguageModel, messages: Any, system: str | None) -> li
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise RequestError(f"messages: expected a list of objects, found {short_repr(messages)}")
     return model.chat_tokens(messages, system=system)
+
+
+def _has_system(messages: Any) -> bool:
+    roles = ("system", "developer")
+    return isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") in roles for m in messages)
 
 
 def _prompt(model: LanguageModel, record: Record, name: str) -> list[int]:

@@ -17,7 +17,7 @@ from rlx.batch.records import Record, read_records
 from rlx.batch.results import Results
 from rlx.engine.sampler import short_repr
 from rlx.errors import BatchError, RequestError
-from rlx.index.index import Index, normalised
+from rlx.index.index import Index, normalised, stored_name
 
 if TYPE_CHECKING:
     from rlx.batch.job import Job
@@ -32,7 +32,8 @@ def check_index(job: Job, path: Path, dtype: str) -> Embed:
         raise RequestError(f"batch: the index {path}: there is no folder {path.parent}")
     if path.exists():
         with Index.open(path) as existing:
-            for name, before, now in (("dtype", existing.dtype, dtype), ("model", existing.model, task.model)):
+            model = existing.model if existing.model is None else stored_name(existing.model)
+            for name, before, now in (("dtype", existing.dtype, dtype), ("model", model, stored_name(task.model))):
                 if before != now:
                     raise _other_index(path, f"its {name} is {before}, that of the job {now}")
     return task

@@ -34,6 +34,7 @@ MAX_COLUMNS = 4096
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 BOM = b"\xef\xbb\xbf"
 ROWS = 1024  # of a Parquet file per read
+REFUSED = b"!"  # begins a line that says why a row of a Parquet file cannot be read
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Source:
     kind: str
     gzipped: bool
     size: int  # bytes on disk
+    stamp: tuple[int, ...] = ()  # changes whenever the file does: times of change, and inode
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def _source(number: int, name: str, kind: str | None) -> Source:
         )
     if kind == "parquet" and gzipped:
         raise RequestError(f"batch: {name}: Parquet files are compressed inside, .gz is not read")
-    return Source(number, name, kind, gzipped, status.st_size)
+    stamp = status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+    return Source(number, name, kind, gzipped, status.st_size, stamp)
 
 
 def check_columns(sources: Iterable[Source], wanted: Sequence[str]) -> None:
@@ -141,7 +144,9 @@ def check_columns(sources: Iterable[Source], wanted: Sequence[str]) -> None:
 
 
 # -- cutting ---------------------------------------------------------------------------------------------------------
-def cut(sources: Iterable[Source], records: int, size: int, columns: Sequence[str] = ()) -> Iterator[Shard]:
+def cut(
+    sources: Iterable[Source], records: int, size: int, columns: Sequence[str] = ()
+) -> Generator[Shard, None, None]:
     """Shards of at most so many records, that end at the first record beyond so many bytes.
 
     `columns` are those that are read of Parquet files.
@@ -213,14 +218,13 @@ def _text_records(source: Source) -> Generator[_Raw, None, None]:
             if line == 1:
                 piece = piece.removeprefix(BOM)
             begin, parts, size = line, [piece], len(piece)
-            # Quotes inside of quoted fields are doubled: a record goes on while their number is odd.
-            is_open = quoted and piece.count(b'"') % 2 == 1
-            while is_open or not piece.endswith(b"\n"):
+            state = scan_quotes(piece, source.kind)
+            while state == QUOTED or not piece.endswith(b"\n"):
                 line += piece.endswith(b"\n")
                 piece = file.readline(MAX_RECORD + 1)
                 if not piece:
                     break
-                is_open ^= quoted and piece.count(b'"') % 2 == 1
+                state = scan_quotes(piece, source.kind, state)
                 size += len(piece)
                 if size > MAX_RECORD:
                     parts.clear()  # only its end is looked for
@@ -232,13 +236,13 @@ def _text_records(source: Source) -> Generator[_Raw, None, None]:
 
 def _header(file: IO[bytes], source: Source) -> tuple[tuple[str, ...], int]:
     """The names of the columns of a CSV file, and the line after them."""
-    data = file.readline(MAX_RECORD + 1)
-    if data.count(b'"') % 2:
+    data = file.readline(MAX_RECORD + 1).removeprefix(BOM)
+    if scan_quotes(data, source.kind) == QUOTED:
         raise FormatError(f"{source.name}, line 1: expected names of columns, found a quote that is not closed")
     if len(data) > MAX_RECORD:
         raise FormatError(f"{source.name}: its first line has more than {MAX_RECORD} bytes, expected names of columns")
     try:
-        names = next(csv_rows([data.removeprefix(BOM).decode()], source.kind), [])
+        names = next(csv_rows([data.decode()], source.kind), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise FormatError(f"{source.name}, line 1: expected names of columns: {error}") from error
     if not names:
@@ -249,6 +253,40 @@ def _header(file: IO[bytes], source: Source) -> tuple[tuple[str, ...], int]:
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise FormatError(f"{source.name}, line 1: two columns are called {twice[:80]!r}")
     return tuple(names), 2
+
+
+FIELD, PLAIN, QUOTED, CLOSED = range(4)  # at its beginning, in a plain one, in a quoted one, after a quote in one
+
+
+def scan_quotes(piece: bytes, kind: str, state: int = FIELD) -> int:
+    """The state of a CSV record after a piece of it, as csv.reader has it; without a table it is never QUOTED.
+
+    A quote opens a field at its beginning only: in `5" nail` it is a character. After a line end, the record goes on
+    if the state is QUOTED.
+
+    >>> scan_quotes(b'a,"b\\n', "csv") == QUOTED, scan_quotes(b'5" nail,b\\n', "csv") == QUOTED
+    (True, False)
+    """
+    if kind not in DELIMITERS or (state != QUOTED and b'"' not in piece):
+        return FIELD if piece.endswith(DELIMITERS.get(kind, "\n").encode()) else PLAIN
+    opening = f'{DELIMITERS[kind]}"'.encode()
+    at = 0
+    while at < len(piece):
+        if state == QUOTED:
+            at = piece.find(b'"', at) + 1
+            if not at:
+                return QUOTED
+            state = CLOSED
+        elif state == PLAIN:
+            at = piece.find(opening, at) + 2
+            if at == 1:
+                return FIELD if piece.endswith(opening[:1]) else PLAIN
+            state = QUOTED
+        elif piece.startswith(b'"', at):  # begins a field, or is the second of a doubled quote
+            at, state = at + 1, QUOTED
+        else:
+            state = PLAIN
+    return state
 
 
 def csv_rows(lines: Iterable[str], kind: str) -> Iterator[list[str]]:
@@ -274,8 +312,32 @@ def _parquet(source: Source) -> Any:
         raise FormatError(f"{source.name}: not a Parquet file: {error}") from error
 
 
+def _json_row(members: dict[str, Any]) -> bytes:
+    parts = []
+    for name, value in members.items():
+        try:
+            text = json.dumps(value, ensure_ascii=False, default=_decoded)
+        except UnicodeDecodeError as error:
+            return _refused(name, f"not UTF-8 text: byte {error.object[error.start]:#04x} at {error.start}")
+        except TypeError as error:
+            return _refused(name, str(error))
+        parts.append(f"{json.dumps(name, ensure_ascii=False)}: {text}")
+    return f"{{{', '.join(parts)}}}".encode("utf-8", "surrogatepass")
+
+
+def _refused(name: str, reason: str) -> bytes:
+    return REFUSED + f"{name}: {reason}".replace("\n", " ").encode(errors="replace")
+
+
+def _decoded(value: Any) -> str:
+    """The text of a binary value; Arrow has types besides those of JSON."""
+    if isinstance(value, bytes):
+        return value.decode()
+    raise TypeError(f"expected a text, found a value of the type {type(value).__name__}")
+
+
 def _parquet_records(source: Source, columns: Sequence[str]) -> Generator[_Raw, None, None]:
-    """Rows as lines of JSON, with the columns that the job reads."""
+    """Rows as lines of JSON, with the columns that the job reads; of a row that is no JSON, why, after REFUSED."""
     with _parquet(source) as file:
         names = [name for name in columns if name in file.schema_arrow.names]
         total, row = max(file.metadata.num_rows, 1), 0
@@ -283,7 +345,7 @@ def _parquet_records(source: Source, columns: Sequence[str]) -> Generator[_Raw, 
             for batch in file.iter_batches(ROWS, columns=names):
                 for members in batch.to_pylist():
                     row += 1
-                    data = json.dumps(members, ensure_ascii=False, default=repr).encode("utf-8", "surrogatepass")
+                    data = _json_row(members)
                     fits = len(data) < MAX_RECORD
                     yield _Raw(row, data + b"\n" if fits else None, source.size * row // total)
         except (OSError, ValueError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,10 @@ class Job:
     def shards(self) -> Iterator[Shard]:
         return cut(self.sources, self.shard_records, self.shard_bytes, self.task.columns)
 
+    def shards_of(self, source: Source) -> Generator[Shard, None, None]:
+        """The shards of one file, counted from 0."""
+        return cut([source], self.shard_records, self.shard_bytes, self.task.columns)
+
     def describe(self, fingerprint: str) -> dict[str, Any]:
         """What results depend on, for the manifest."""
         inputs = [{"name": s.name, "format": s.kind, "bytes": s.size} for s in self.sources]
@@ -79,7 +83,9 @@ class Job:
         """Run all shards that are not finished. Raises BatchError if some shards kill their workers."""
         path = Path(out)
         with OutputFolder(path, self.describe(fingerprint), self.task.suffix) as folder:
-            if not folder.is_finished:
+            if folder.is_finished:
+                folder.check_finished(self.sources, self.shards())
+            else:
                 self._run(folder, runner, fingerprint, on_progress or (lambda progress: None))
         return Results(path)
 
@@ -107,6 +113,7 @@ class Job:
                 f"batch: {len(lost)} shard{'s' * (len(lost) != 1)} killed every worker that ran them; all others are "
                 "finished", notes=named, hint="the same command tries them again",
             )  # fmt: skip
+        folder.write_stamps(self.sources)
         folder.finish()
 
 

@@ -6,6 +6,7 @@ this one are added, and nothing is faster than the driver reads and writes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 import time
@@ -17,10 +18,11 @@ from rlx.batch.inputs import Shard
 from rlx.batch.job import Job
 from rlx.batch.runner import GivenUp, Runner, run_shards
 from rlx.batch.tasks import ShardResult
-from rlx.errors import BatchError
+from rlx.errors import BatchError, RequestError
 from rlx.fast_dataclass import dataclass
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
+COUNTED = 1 << 20  # bytes of each file that are counted at least
 Start = Callable[[int], Runner]  # a runner with so many workers
 
 
@@ -93,39 +95,70 @@ class Plan:
         return workers * self.one.rate * (1 - lost)
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """What was measured with a number of workers."""
+
+    rates: Measured
+    lines: int  # of shards, with blank ones
+    records: int
+    tokens: int
+    shards: int
+    is_whole: bool  # all of the input
+    driver_seconds: float
+    start_seconds: float
+
+
 def make_plan(job: Job, start: Start, workers: int, fingerprint: str, seconds: float = 30.0) -> Plan:
     """Measure for about so many seconds: a third of them with one worker, the others with all that fit here."""
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise RequestError(f"batch: a plan that is measured for {seconds} seconds, expected a number above 0")
     began = time.monotonic()
-    one, driver_one, start_seconds = _measure(job, start(1), fingerprint, seconds / 3)
-    everyone, driver_all = one, driver_one
+    one = everyone = _measure(job, start(1), fingerprint, seconds / 3)
+    samples = [one]
     if workers > 1:
         left = max(seconds - (time.monotonic() - began), seconds / 3)
-        everyone, driver_all, start_seconds = _measure(job, start(workers), fingerprint, left)
-    driver = (driver_one + driver_all) / max(one.records + (everyone.records if workers > 1 else 0), 1)
-    total = sum(source.size for source in job.sources)
-    sample = everyone if everyone.records >= one.records else one
-    share = min(_share(job, sample, total), 1.0)
-    exact = share >= 1.0
-    records, tokens = (max(1, round(number / share)) for number in (sample.records, sample.tokens))
+        everyone = _measure(job, start(workers), fingerprint, left)
+        samples.append(everyone)
+    sample = max(samples, key=lambda sample: (sample.is_whole, sample.records))
+    records, shards = float(sample.records), float(sample.shards)
+    if not sample.is_whole:
+        lines, shards = _count(job, seconds / 10)
+        records = lines * sample.records / max(sample.lines, 1)
+    tokens = records * sample.tokens / max(sample.records, 1)
+    driver = sum(one.driver_seconds for one in samples) / max(sum(one.records for one in samples), 1)
     return Plan(
-        records, tokens, max(1, round(sample.shards / share)), exact, one, everyone,
-        1 / max(driver, 1e-9), start_seconds,
+        max(1, round(records)), max(1, round(tokens)), max(1, round(shards)), sample.is_whole, one.rates,
+        everyone.rates, 1 / max(driver, 1e-9), everyone.start_seconds,
     )  # fmt: skip
 
 
-def _share(job: Job, measured: Measured, total: int) -> float:
-    """The share of the input that was measured. Of compressed files, the size on disk per record is looked at."""
-    if not any(source.gzipped or source.kind == "parquet" for source in job.sources):
-        return measured.size / max(total, 1)
-    position = read = 0
-    for shard in job.shards():
-        position, read = shard.position, read + shard.records
-        if read >= measured.records:
-            break
-    return position * measured.records / max(read, 1) / max(total, 1)
+def _count(job: Job, seconds: float) -> tuple[float, float]:
+    """Lines and shards of the input: counted as far as the time goes, and then by bytes, file by file.
+
+    A compressed file is read in blocks, ahead of its lines. So counts are taken where a block begins.
+    """
+    lines, shards, end = 0.0, 0.0, time.monotonic() + seconds
+    for i, source in enumerate(job.sources):
+        own_end = time.monotonic() + (end - time.monotonic()) / (len(job.sources) - i)
+        own_lines = own_shards = position = 0
+        begin: tuple[int, int, int] | None = None
+        scale = 1.0
+        with contextlib.closing(job.shards_of(source)) as cutting:
+            for shard in cutting:
+                if own_shards and shard.position != position:
+                    begin = begin or (own_lines, own_shards, shard.position)
+                    size = shard.position - begin[2]
+                    if size > COUNTED and time.monotonic() > own_end:
+                        own_lines, own_shards = own_lines - begin[0], own_shards - begin[1]
+                        scale = source.size / size
+                        break
+                own_lines, own_shards, position = own_lines + shard.records, own_shards + 1, shard.position
+        lines, shards = lines + own_lines * scale, shards + own_shards * scale
+    return lines, shards
 
 
-def _measure(job: Job, runner: Runner, fingerprint: str, seconds: float) -> tuple[Measured, float, float]:
+def _measure(job: Job, runner: Runner, fingerprint: str, seconds: float) -> _Sample:
     """Rates of the workers while all of them are busy, seconds of the driver, and seconds until workers are ready."""
     results, driver, began = list[tuple[Shard, ShardResult]](), 0.0, time.monotonic()
     ready_at = list[float]()
@@ -141,6 +174,7 @@ def _measure(job: Job, runner: Runner, fingerprint: str, seconds: float) -> tupl
             driver += time.perf_counter() - begin
             yield shard
 
+    is_whole = False
     with tempfile.TemporaryDirectory(prefix="rlx-plan-") as folder:
         run = run_shards(
             runner, job.task, shards(), fingerprint, lambda workers: ready_at.append(time.monotonic() - began)
@@ -156,16 +190,21 @@ def _measure(job: Job, runner: Runner, fingerprint: str, seconds: float) -> tupl
             results.append(outcome)
             if time.monotonic() - began - ready_at[0] > seconds:
                 break
+        else:
+            is_whole = True
         run.close()
     if not results:
         raise BatchError("batch: there is nothing to measure: the input has no records")
     measured = results[runner.workers :] or results  # the first call of a worker is slower
     rates = Measured(
         runner.workers,
-        records=sum(shard.records for shard, _ in measured),
+        records=max(1, sum(result.records for _, result in measured)),
         tokens=sum(result.tokens for _, result in measured),
         size=sum(len(shard.data) for shard, _ in measured),
         seconds=max(sum(result.seconds for _, result in measured), 1e-9),
         shards=len(measured),
     )
-    return rates, driver * len(measured) / len(results), ready_at[-1]
+    return _Sample(
+        rates, sum(shard.records for shard, _ in results), sum(result.records for _, result in results),
+        sum(result.tokens for _, result in results), len(results), is_whole, driver, ready_at[-1],
+    )  # fmt: skip

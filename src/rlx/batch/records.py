@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlx.batch.inputs import DELIMITERS, MAX_RECORD, Shard, csv_rows
+from rlx.batch.inputs import DELIMITERS, FIELD, MAX_RECORD, QUOTED, REFUSED, Shard, csv_rows, scan_quotes
 from rlx.engine.sampler import short_repr
 from rlx.errors import FormatError, RequestError, shortened
 from rlx.fast_dataclass import dataclass
@@ -55,7 +55,7 @@ class Record:
 def read_records(shard: Shard, field: str) -> Iterator[Record | Failure]:
     """The records of a shard; `field` is the member that a plain line of text stands for.
 
-    Blank lines of JSONL and CSV files are passed over.
+    Blank lines of JSONL files and empty ones of tables are passed over.
     """
     if shard.too_long:
         quoted = shard.source.kind in DELIMITERS
@@ -63,7 +63,7 @@ def read_records(shard: Shard, field: str) -> Iterator[Record | Failure]:
         yield Failure(shard.first_line, f"the record has more than {MAX_RECORD} bytes{why}")
         return
     for line, raw in _raw_records(shard):
-        if shard.source.kind != "text" and not raw.strip():
+        if not (raw if shard.source.kind in DELIMITERS else raw.strip()) and shard.source.kind != "text":
             continue
         try:
             yield _record(shard, line, raw, field)
@@ -75,16 +75,16 @@ def read_records(shard: Shard, field: str) -> Iterator[Record | Failure]:
 
 def _raw_records(shard: Shard) -> Iterator[tuple[int, bytes]]:
     """The lines of a shard with their numbers, without line ends; records of a CSV file may have several lines."""
-    quoted, lines = shard.source.kind in DELIMITERS, shard.data.split(b"\n")
+    lines = shard.data.split(b"\n")
     if not lines[-1]:
         lines.pop()  # after the last line end
-    first, parts, is_open = shard.first_line, list[bytes](), False
+    first, parts, state = shard.first_line, list[bytes](), FIELD
     for number, line in enumerate(lines, shard.first_line):
         parts.append(line)
-        is_open ^= quoted and line.count(b'"') % 2 == 1
-        if not is_open or number - shard.first_line == len(lines) - 1:
+        state = scan_quotes(line, shard.source.kind, state)
+        if state != QUOTED or number - shard.first_line == len(lines) - 1:
             yield first, b"\n".join(parts).removesuffix(b"\r")
-            first, parts = number + 1, []
+            first, parts, state = number + 1, [], FIELD
 
 
 def _record(shard: Shard, line: int, raw: bytes, field: str) -> Record:
@@ -98,6 +98,8 @@ def _record(shard: Shard, line: int, raw: bytes, field: str) -> Record:
                 raise RequestError(f"the record has {len(row)} fields, the file {len(shard.columns)} columns")
             return _identified(line, dict(zip(shard.columns, row, strict=True)))
         case _:
+            if shard.source.kind == "parquet" and raw.startswith(REFUSED):
+                raise RequestError(text.removeprefix(REFUSED.decode()))
             value = parse_json(raw, Path(f"line {line}"), max_values=MAX_VALUES)
             if isinstance(value, str):
                 return Record(line, {field: value})

@@ -65,15 +65,18 @@ class Results:
                 yield np.load(path, mmap_mode="r", allow_pickle=False)
 
     def vectors(self) -> Array:
-        """All vectors of `embed`, `[rows, dim]`, in memory."""
-        return np.concatenate([table["vector"] for table in self.tables()])
+        """All vectors of `embed`, `[rows, dim]`, in memory. Without any shard, dim is unknown, and 0."""
+        tables = [table["vector"] for table in self.tables()]
+        return np.concatenate(tables) if tables else np.empty((0, 0), np.float32)
 
     def verify(self) -> None:
         """Read all files and compare their digests with the manifest; raises FormatError for the first that differs."""
-        for shard, path in zip(self.manifest["shards"], self.files, strict=True):
-            actual = digest_of(path.read_bytes())
-            if actual != shard["digest"]:
-                raise FormatError(f"{path}: its digest is {actual}, the manifest has {shard['digest']}")
+        expected = {path: shard["digest"] for shard, path in zip(self.manifest["shards"], self.files, strict=True)}
+        expected[self.folder / ERRORS] = self.manifest.get("errors_digest")
+        for path, digest in expected.items():
+            actual = digest_of(path.read_bytes()) if path.exists() else None
+            if actual != digest:
+                raise FormatError(f"{path}: its digest is {actual}, the manifest has {digest}")
 
     def __repr__(self) -> str:
         counts = self.counts

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class ShardResult:
     tokens: int
     failures: Sequence[Failure] = ()
     seconds: float = 0.0  # that the worker took
+    records: int = 0  # that were read: all but blank lines
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ class Task(ABC):
     def check(self, model: Any) -> None:
         """Raise what is wrong with the settings for this model."""
 
+    def for_index(self, model: Any) -> Self:
+        """The task as it is if its results become an index."""
+        return self
+
     @abstractmethod
     def results(self, model: Any, shard: Shard, records: Sequence[Record]) -> ShardResult:
         """The results of the records of a shard."""
@@ -105,9 +110,10 @@ class OpenTask:
                 records.append(one)
             else:
                 failures.append(one)
+        count = len(records) + len(failures)
         result = self.task.results(self.model, shard, records)
         failures = sorted([*failures, *result.failures], key=lambda failure: failure.line)
-        return replace(result, failures=failures, seconds=time.perf_counter() - began)
+        return replace(result, failures=failures, seconds=time.perf_counter() - began, records=count)
 
     def close(self) -> None:
         self.model.close()
@@ -144,13 +150,20 @@ def bisect(items: Sequence[Item], call: Callable[[Sequence[Item]], Sequence[Valu
 def prepare(
     records: Sequence[Record], read: Callable[[Record], Item]
 ) -> tuple[list[tuple[Record, Item]], list[Failure]]:
-    """What `read` makes of each record, and the failures of those that it refuses."""
+    """What `read` makes of each record, and the failures of those for which it raises.
+
+    What raises for lack of memory or for files of the model is no fault of a record, and ends the job.
+    """
     items, failures = list[tuple[Record, Item]](), list[Failure]()
     for record in records:
         try:
             items.append((record, read(record)))
         except (RequestError, FormatError) as error:
             failures.append(record.failure(error))
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:
+            failures.append(record.failure(RequestError(f"{type(error).__name__}: {error}")))
     return items, failures
 
 

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 VERBS = ("embed", "generate", "score")
 NOTE_S = 10.0  # between lines of progress where stderr is no terminal
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+OPTIONS = {  # of one verb only
+    "embed": ("format", "index", "index_dtype", "prompt", "no_truncate"),
+    "generate": ("chat", "system", "max_tokens", "stop", *SAMPLING),
+    "score": ("per_token",),
+}
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +51,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     reading.add_argument("--shard-lines", type=int, metavar="N", help="records per shard")
     reading.add_argument("--format", choices=("npy", "jsonl"), help="embed: NumPy files, or lines of JSON (npy)")
     reading.add_argument("--index", type=Path, metavar="INDEX", help="embed: also an index for rlx search")
-    reading.add_argument("--index-dtype", choices=("f32", "f16", "int8"), default="f32", help="of its vectors (f32)")
+    reading.add_argument("--index-dtype", choices=("f32", "f16", "int8"), help="of its vectors (f32)")
     model = command.add_argument_group("model")
     model.add_argument("--device", default="cpu", help=DEVICE_HELP)
     model.add_argument("--precision", choices=("auto", "f32", "int8"), default="auto")
@@ -58,7 +63,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     generating = command.add_argument_group("generate")
     generating.add_argument("--chat", action="store_true", help="lines are messages of a user")
     generating.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    generating.add_argument("--max-tokens", type=int, default=256, metavar="N", help="tokens per answer (256)")
+    generating.add_argument("--max-tokens", type=int, metavar="N", help="tokens per answer (256)")
     generating.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     for name in SAMPLING:
         kind = int if name in ("top_k", "seed") else float
@@ -71,6 +76,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rlx import batch
 
+    _check_options(arguments)
     task = _task(arguments)
     workers = _workers(arguments.workers)
     hub.resolve(task.model)  # downloads it, and shows its own progress
@@ -79,6 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         "shard_records": arguments.shard_lines,
     }  # fmt: skip
     if arguments.plan:
+        if arguments.ray is not None:
+            raise UsageError("batch: --plan measures this machine, not a Ray cluster", hint="--plan without --ray")
+        if not 0 < arguments.plan_seconds < float("inf"):
+            raise UsageError(f"batch: --plan-seconds is {arguments.plan_seconds}, expected a number above 0")
         show_plan(batch.plan(task, arguments.inputs, seconds=arguments.plan_seconds, **options))
         return 0
     if arguments.out is None:
@@ -91,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _shown() as on_progress:
         results = batch.run(
             task, arguments.inputs, arguments.out, runner=runner, on_progress=on_progress, index=arguments.index,
-            index_dtype=arguments.index_dtype, **options,
+            index_dtype=arguments.index_dtype or "f32", **options,
         )  # fmt: skip
     _report(results)
     if arguments.index is not None:
@@ -99,9 +109,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options of other verbs, which would change nothing."""
+    for verb, names in OPTIONS.items():
+        for name in names:
+            value = getattr(arguments, name)
+            is_given = value is not None and value is not False and value != []  # 0 is a temperature
+            if verb != arguments.verb and is_given:
+                raise UsageError(f"batch {arguments.verb}: --{name.replace('_', '-')} is an option of batch {verb}")
+    if arguments.index_dtype is not None and arguments.index is None:
+        raise UsageError("batch embed: --index-dtype is for an index", hint="--index FOLDER")
+
+
 def _task(arguments: argparse.Namespace) -> Task:
     from rlx.batch.embed_task import Embed
-    from rlx.batch.generate_task import Generate
+    from rlx.batch.generate_task import AUTO, Generate
     from rlx.batch.score_task import Score
 
     verb, field = arguments.verb, arguments.field
@@ -115,7 +137,8 @@ def _task(arguments: argparse.Namespace) -> Task:
         case "embed":
             return Embed(model, load, field, arguments.prompt, not arguments.no_truncate, arguments.format or "npy")
         case "generate":
-            chat = arguments.chat, arguments.system, arguments.max_tokens, tuple(arguments.stop), sampling
+            most = AUTO if arguments.max_tokens is None else arguments.max_tokens
+            chat = arguments.chat, arguments.system, most, tuple(arguments.stop), sampling
             return Generate(model, load, field, *chat)
     return Score(model, load, field, arguments.per_token)
 

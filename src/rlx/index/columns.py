@@ -37,7 +37,10 @@ class Fixed:
         if rows == 0:
             return np.empty(shape, self.dtype)
         require_bytes(self.path, rows * self.row_bytes)
-        return np.memmap(self.path, self.dtype, "r", shape=shape)
+        try:
+            return np.memmap(self.path, self.dtype, "r", shape=shape)
+        except FileNotFoundError:  # a writer has removed it since
+            raise _missing(self.path) from None
 
     def write(self, at: int, values: Array) -> None:
         """Writes rows from row `at` on."""
@@ -128,7 +131,11 @@ def file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
-        raise FormatError(f"{path}: missing, the head names it") from None
+        raise _missing(path) from None
+
+
+def _missing(path: Path) -> FormatError:
+    return FormatError(f"{path}: missing, the head names it")
 
 
 def require_bytes(path: Path, size: int) -> None:
@@ -143,7 +150,11 @@ PART = 1 << 22
 def read_parts(path: Path, start: int, stop: int) -> Iterable[bytes]:
     """Bytes of a file, in parts of bounded size."""
     require_bytes(path, stop)
-    with open(path, "rb", buffering=0) as file:
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by `with`
+    except FileNotFoundError:  # a writer has removed it since
+        raise _missing(path) from None
+    with file:
         file.seek(start)
         while start < stop:
             data = file.read(min(PART, stop - start))

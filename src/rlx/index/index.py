@@ -88,7 +88,7 @@ class Index:
                 raise RequestError(f"Index.create: {name} is {value!r}, expected one of {', '.join(known)}")
         if model is not None and not isinstance(model, str) and model.dim != dim:
             raise RequestError(f"Index.create: dim is {dim}, {model.name} makes vectors of {model.dim}")
-        stored = model if model is None or isinstance(model, str) else _stored_name(model)
+        stored = None if model is None else stored_name(model)
         return cls(Store.create(Path(path), Head(dim, dtype, metric, stored)), threads, model)
 
     @classmethod
@@ -195,7 +195,7 @@ class Index:
                 raise ShapeError(f"append: {len(rows)} vectors and {len(values)} {name}")
         varying: dict[str, list[bytes | None]] = {}
         if ids is not None and kind == "str":
-            varying["ids"] = [str(i).encode() for i in ids]
+            varying["ids"] = [_encoded(str(i), "an id") for i in ids]
         if texts is not None:
             varying["texts"] = [_encoded(text) for text in texts]
         if metadata is not None:
@@ -224,6 +224,10 @@ class Index:
             if not kinds <= {"int", "str"} or len(kinds) > 1:
                 raise RequestError(f"append: ids are {', '.join(sorted(kinds))}, expected integers or strings")
             kind = kinds.pop() if kinds else self._store.head.ids
+            large = next((i for i in ids if kind == "int" and not _fits(i)), None)
+            if large is not None:
+                hint = "ids of any length are strings"
+                raise RequestError(f"append: the id {large} needs more than 64 bits", hint=hint)
         head = self._store.head
         if head.rows and kind != head.ids:
             names = {"row": "row numbers", "int": "integers", "str": "strings"}
@@ -244,12 +248,12 @@ class Index:
         alive = self.rows
         match self._store.head.ids:
             case "row":
-                return np.intersect1d(alive, np.array([i for i in wanted if _is_int(i)], np.int64))
+                return np.intersect1d(alive, np.array([i for i in wanted if _is_int(i) and _fits(i)], np.int64))
             case "int":
-                numbers = np.array([i for i in wanted if _is_int(i)], np.int64)
+                numbers = np.array([i for i in wanted if _is_int(i) and _fits(i)], np.int64)
                 return alive[np.isin(self._store.fixed["numbers"][alive, 0], numbers)]
             case _:
-                names = {i.encode() for i in wanted if isinstance(i, str)}
+                names = {i.encode("utf-8", "surrogatepass") for i in wanted if isinstance(i, str)}
                 values = self._store.values("ids", alive.tolist())
                 return alive[[value in names for value in values]] if len(alive) else alive
 
@@ -289,9 +293,9 @@ class Index:
         """Scores and rows, both [queries, k]; -inf and -1 where there are fewer than k rows."""
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_K:
             raise RequestError(f"search: k is {k!r}, expected an integer from 1 to {MAX_K}")
-        candidates = max(RESCORED * k, LEAST_RESCORED) if rescore is None else rescore
-        if not k <= candidates:
-            raise RequestError(f"search: rescore is {candidates}, expected at least k, {k}")
+        if rescore is not None and (not _is_int(rescore) or rescore < k):
+            raise RequestError(f"search: rescore is {rescore!r}, expected an integer from k, {k}")
+        candidates = max(RESCORED * k, LEAST_RESCORED) if rescore is None else int(rescore)
         queries = self._checked(vectors, "search")
         if self.metric == "cosine":
             queries = normalised(queries)
@@ -497,8 +501,11 @@ def _check_embeds(model: Any, where: str) -> None:
         raise CapabilityError(message, hint="a model such as minilm-l6, by its name or loaded")
 
 
-def _stored_name(model: EmbeddingModel) -> str:
-    """What `rlx.load` takes to load this model again."""
+def stored_name(model: str | EmbeddingModel) -> str:
+    """What `rlx.load` takes to load this model again, from any folder: paths are absolute."""
+    if isinstance(model, str):
+        path = Path(model).expanduser()
+        return str(path.resolve()) if path.exists() else model
     path = model.checkpoint.path
     return str(path.resolve()) if model.name == path.name else model.name
 
@@ -512,15 +519,20 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _encoded(text: str | None) -> bytes | None:
+def _fits(value: Any) -> bool:
+    """Whether an integer has at most 64 bits."""
+    return -(1 << 63) <= int(value) < 1 << 63
+
+
+def _encoded(text: str | None, what: str = "a text") -> bytes | None:
     if text is None:
         return None
     if not isinstance(text, str):
-        raise RequestError(f"append: a text is {type(text).__name__}, expected str")
+        raise RequestError(f"append: {what} is {type(text).__name__}, expected str")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"append: a text cannot be written as UTF-8: {error}") from None
+        raise RequestError(f"append: {what} cannot be written as UTF-8: {error}") from None
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,7 @@ from rlx.index.columns import Fixed, Varying, read_parts, write_at
 from rlx.index.head import MAX_ROWS, Head, read_head, replace_file, sync_folder, write_head
 
 LOCK = "lock"
-TRIES = 5  # a writer may replace files between two reads of a reader
+TRIES = 100  # a writer may replace files between two reads of a reader, again and again
 _PIECE = struct.Struct("<Q32s")  # rows up to and including the piece, digest
 _LEVELS = 127
 
@@ -136,7 +136,21 @@ class Store:
         return [None] * len(rows) if column is None else column.read(rows)
 
     def verify(self) -> None:
-        """Reads everything and compares digests; a FormatError names the first rows that differ."""
+        """Reads everything and compares digests; a FormatError names the first rows that differ.
+
+        If a writer has replaced files since they were mapped, those that are current are compared.
+        """
+        store = self
+        for attempt in range(TRIES):
+            try:
+                store._verify()
+                return
+            except FormatError:
+                if attempt == TRIES - 1 or read_head(self.folder) == store.head:
+                    raise
+            store = Store(self.folder, write=False)
+
+    def _verify(self) -> None:
         start, chain = 0, b""
         for stop, digest in self._pieces(self.head):
             if self._piece_digest(self.head, start, stop, chain) != digest:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
 
 from rlx.batch.on_ray import import_ray
+from rlx.errors import RequestError
 
 
 def connect(address: str = "local", **options: Any) -> Any:
@@ -17,11 +19,38 @@ def connect(address: str = "local", **options: Any) -> Any:
     `ray.init`.
     """
     if address == "local":
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # before ray is imported
+        was_imported = "ray" in sys.modules
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
         options = {"include_dashboard": False} | options
     ray = import_ray()
+    if address == "local" and was_imported:
+        _read_mode_again()
     ray.init(address=address, **{"log_to_driver": False} | options)
     return ray
+
+
+def _read_mode_again() -> None:
+    """Let Ray notice a RAY_AUTH_MODE that was set after it was imported: it reads the variable then only.
+
+    Without this, the processes that it starts would ask for a token which the driver does not send.
+    """
+    wanted = os.environ["RAY_AUTH_MODE"].lower()
+    raylet: Any = importlib.import_module("ray._raylet")
+
+    def agrees() -> bool:
+        return bool((raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN) == (wanted == "token"))
+
+    try:
+        if not agrees():
+            raylet.Config.initialize("")
+        is_read = agrees()
+    except AttributeError:  # these names are Ray's own, and may change
+        is_read = False
+    if not is_read:
+        raise RequestError(
+            f"connect: ray was imported before RAY_AUTH_MODE was set to {wanted!r}, and reads it only then",
+            hint="set RAY_AUTH_MODE=token in the environment, or call rlx.ray.connect before `import ray`",
+        )
 
 
 def assigned() -> dict[str, Any]:
