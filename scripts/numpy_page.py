@@ -62,6 +62,8 @@ All functions below have derivatives in both modes, where there is one, and a `v
 - **Symmetric matrices.** `cholesky`, `eigh` and `eigvalsh` average the matrix and its transpose, so that gradients are
   symmetric. Signs are fixed: the components of each eigenvector have a sum >= 0, and so have those of each right
   singular vector (of each left one, if the matrix is wide).
+- **Repeated eigenvalues or singular values.** Vectors have no derivative where values are equal. The terms of such
+  pairs count as 0, where JAX gives NaN; derivatives of the values are the same.
 - **`np.array([x, y])`** of traced values is impossible, since NumPy asks for their numbers: `rnp.array([x, y])` and
   `np.stack([x, y])` do it.
 - `out=`, in-place methods and strings are not supported. Errors name the function in full, and what to use instead.
@@ -88,7 +90,7 @@ True
 
 def page() -> str:
     """The text of the page."""
-    functions = {name: f for name, f in vars(rlx.numpy).items() if inspect.isfunction(f)}
+    functions = {name: f for name, f in vars(rlx.numpy).items() if inspect.isfunction(f) and name[0] != "_"}
     parts = [HEAD]
     for title in dict.fromkeys(GROUPS.values()):
         group = {name: f for name, f in functions.items() if GROUPS[_module(f)] == title}

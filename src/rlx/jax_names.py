@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 PAGE = "docs/coming-from-jax.md lists JAX's names"
+_TRAIN = "rlx.train has adamw, sgd and schedules, for graphs and flows; write Adam for functions with rlx.tree.map"
 _HERE = {
     "lax": "its functions are in rlx itself: rlx.scan, rlx.cond, rlx.while_loop, rlx.dynamic_slice",
     "nn": "its functions are in rlx itself: rlx.relu, rlx.gelu, rlx.softmax, rlx.one_hot",
@@ -43,7 +44,8 @@ _HERE = {
     "ensure_compile_time_eval": "NumPy arrays stay NumPy under a trace: what depends on no argument is computed once",
     "io_callback": "programs call no Python; rlx.debug.print prints",
     "host_callback": "programs call no Python; rlx.debug.print prints",
-    "optax": "rlx.train has adamw, sgd and schedules",
+    "optax": _TRAIN,
+    "optim": _TRAIN,
     "dlpack": "np.from_dlpack(x): arrays are NumPy arrays",
     "ops": "x.at[i].add(y), rlx.scatter_add",
     "Tracer": "a traced array has x.shape and x.dtype, but no numbers",

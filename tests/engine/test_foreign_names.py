@@ -43,7 +43,7 @@ OWN = {field.name for field in fields(Sampling)} | {
     [
         ("json", "schema= takes a JSON schema"), ("response_format", "schema= takes"),
         ("history", "chat takes the conversation as a list of messages"), ("stream", "model.stream"),
-        ("tools", r"chat\(messages, tools=\[function\]\)"), ("n", "once per seed"), ("echo",
+        ("tools", r"chat\(messages, tools=\[function\]\)"), ("n", r"generate\(\[prompt\] \* 3"), ("echo",
         "model.score"),
         ("max_new_tokens", "here it is called max_tokens"), ("hooks", "here it is called edit"),
         ("system", r"chat\(messages, system=...\)"), ("temprature", "did you mean 'temperature'"),
@@ -140,6 +140,8 @@ def test_several_prompts_for_one(talker: Any) -> None:
         (lambda: talker.report(["a", "b"]), 'trace="t.json"'),
         (lambda: talker.run([[1], [2]]), "[model.run(text) for text in texts]"),
         (lambda: talker.chat([hello, hello]), "generate([model.chat_tokens(a), model.chat_tokens(b)])"),
+        (lambda: talker.chat(hello[0]), "a conversation is a list of messages"),
+        (lambda: talker.chat(hello[0], system="Be kind."), "a conversation is a list of messages"),
         (lambda: talker.run("a", capture=1), 'capture="layers.1"'),
         (lambda: talker.generate("a", capture=[1]), 'capture="layers.1"'),
     ):

@@ -192,6 +192,13 @@ def test_functions_are_called_until_there_is_a_text(tmp_path: Path) -> None:
         )
         assert calls and answer.tool_calls[0].result == json.dumps({"ok": calls[0][0]})
         assert json.loads(answer.tool_calls[0].arguments)["on"] == calls[0][0]
+        call = answer.tool_calls[0]
+        message = {"role": "assistant", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": call.result}
+        again = model.chat([{"role": "user", "content": "hi"}, message, result], tools=[set_light], max_tokens=4)
+        plain = [{"role": "user", "content": "hi"}, message | {"content": "", "tool_calls": [call.message()]}, result]
+        assert again.usage.prompt_tokens == model.chat(plain, tools=[set_light], max_tokens=4).usage.prompt_tokens
+        assert model.chat_tokens([*plain[:1], message, result]) == model.chat_tokens(plain)
         with pytest.raises(RequestError, match="no tool"):
             model.chat("hi", tools=[set_light], tool_choice={"type": "function", "function": {"name": "x"}})
         with pytest.raises(RequestError, match="no tool 'set_ligth'") as caught:

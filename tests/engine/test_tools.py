@@ -124,7 +124,7 @@ def test_thoughts_come_first_and_apart() -> None:
 def test_a_template_without_tools_is_refused() -> None:
     with pytest.raises(CapabilityError, match="does not show tools") as caught:
         learn_format(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"))
-    assert "qwen2.5-coder-1.5b" in str(caught.value.hint) and "calls tools" in CATALOGUE["qwen2.5-coder-1.5b"].about
+    assert "qwen2.5-coder-1.5b" in str(caught.value.hint) and "call tools" in CATALOGUE["qwen2.5-coder-1.5b"].about
     with pytest.raises(CapabilityError, match="cannot learn"):
         learn_format(ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"))
 

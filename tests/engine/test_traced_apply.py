@@ -142,6 +142,39 @@ def test_quantised_weights_are_read_as_they_are(tmp_path: Path) -> None:
     assert trained[name].shape == (96, 64) and trained[name].any()
 
 
+def test_captured_values_are_those_of_run_and_have_gradients(tiny: LanguageModel) -> None:
+    paths = ["layers.*", "layers.1.attn", "logits"]
+    wanted = tiny.run(TOKENS, capture=paths)
+    for values in (
+        tiny.apply({}, TOKENS, capture=paths),
+        rlx.jit(lambda tokens: tiny.apply({}, tokens, capture=paths))(TOKENS),
+    ):
+        assert set(values) == set(wanted) and "layers.0" in values and "logits" in values
+        for path, value in wanted.items():
+            np.testing.assert_allclose(values[path], value, rtol=1e-4, atol=1e-4)
+    one = tiny.apply({}, TOKENS[:1], capture="logits")["logits"]
+    assert one.shape == (1, 97)
+    edited = tiny.apply({}, TOKENS, edit={"layers.0": lambda x: 0 * x}, capture="layers.0.out")
+    assert list(edited) == ["layers.0.out"] and not edited["layers.0.out"].any()
+
+    def norm(change: Any) -> Any:
+        values = tiny.apply({}, TOKENS, edit={"layers.0": lambda x: x + change}, capture="layers.0")
+        return np.sum(values["layers.0"] ** 2) / 2
+
+    slopes = rlx.grad(norm)(np.zeros((12, 48), np.float32))
+    np.testing.assert_allclose(slopes, wanted["layers.0"], rtol=1e-4, atol=1e-4)
+    with pytest.raises(RequestError, match=r"no stage of .* matches 'layers\.9'"):
+        tiny.apply({}, TOKENS, capture="layers.9")
+
+
+def test_padding_at_the_end_changes_no_earlier_logits(tiny: LanguageModel) -> None:
+    last_logits = rlx.jit(lambda tokens, last: tiny.apply({}, tokens)[last])
+    for size in (5, 9):
+        padded = np.pad(TOKENS[:size], (0, 12 - size))
+        np.testing.assert_allclose(last_logits(padded, size - 1), tiny.logits(TOKENS[:size])[-1], rtol=1e-4, atol=1e-4)
+    assert len(rlx.explain(last_logits).splitlines()) == 1
+
+
 def test_what_cannot_be_applied_says_why(tiny: LanguageModel) -> None:
     def traced(params: Any, tokens: Any = TOKENS) -> Any:
         return rlx.grad(lambda p: np.sum(tiny.apply(p, tokens)))(params)
@@ -166,3 +199,19 @@ def test_what_cannot_be_applied_says_why(tiny: LanguageModel) -> None:
     assert "model.params lists them" in (unknown.value.hint or "")
     with pytest.raises(RequestError, match="outside the vocabulary"):
         traced(tiny.float_params("lm_head.weight"), [200])
+    with pytest.raises(RequestError, match="apply: tokens need a fixed length under a trace") as length:
+        rlx.jit(lambda tk: tiny.apply({}, tk)[-1], dims={"tk": ("seq",)})(TOKENS)
+    assert "pad tokens at the end" in (length.value.hint or "")
+    for verb in (
+        lambda edit: tiny.run(TOKENS, edit=edit)["logits"],
+        lambda edit: tiny.generate(TOKENS, max_tokens=1, edit=edit),
+    ):
+        with pytest.raises(RequestError, match="a traced array") as edited:
+            rlx.grad(lambda change: verb({"layers.0": lambda x: x + change})[-1, 5])(np.zeros(48, np.float32))  # noqa: B023
+        assert "use model.apply(params, tokens, edit=...)" in (edited.value.hint or "")
+    with pytest.raises(RequestError, match="run: tokens are <traced") as ran:
+        rlx.jit(lambda tk: tiny.run(tk)["logits"])(TOKENS)
+    assert "model.apply(params, tokens)" in (ran.value.hint or "")
+    with pytest.raises(BindError, match="no parameter matches") as deep:
+        tiny.float_params("model.layers.1.*")
+    assert deep.value.hint == "`*` stops at a dot: 'model.layers.1.**'"

@@ -346,6 +346,15 @@ def test_errors_name_what_does_not_fit() -> None:
         rlx.jit(lambda x: x + leaked[0])(1.0)
     with pytest.raises(GraphError, match=r"explain: .* is not a function made by rlx\.jit"):
         rlx.explain(np.sin)
+    with pytest.raises(GraphError) as not_jitted:
+        rlx.explain(rlx.grad(np.sin))
+    assert str(not_jitted.value.hint).startswith("rlx.jit(rlx.grad(f)) can be explained; outside of jit a program is")
+    with pytest.raises(GraphError) as flag:
+        rlx.jit(lambda x, flag: x if flag else -x)(1.0, True)
+    assert "rlx.jit(f, static_argnames=...)" in str(flag.value.hint)
+    with pytest.raises(GraphError) as indexed:
+        rlx.jit(lambda i: rlx.asarray([1.0, 2.0])[i])(1)
+    assert "rlx.at(table)[i].get()" in str(indexed.value.hint)
 
 
 def test_a_trace_is_a_graph() -> None:

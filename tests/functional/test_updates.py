@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.errors import DTypeError, KernelError, ShapeError
+from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 
 X = np.array([3.0, -1.0, 4.0, 1.5, -5.0])
 REPEATED = np.array([0, 3, 0, 0, 4])
@@ -126,3 +126,14 @@ def test_dynamic_slices_are_moved_inside() -> None:
         rlx.dynamic_slice(x, (0, 0), (2, 6))
     with pytest.raises(DTypeError, match="starts are integers"):
         rlx.dynamic_slice(x, (0.0, 0), (2, 3))
+
+
+def test_keywords_of_jax_have_hints() -> None:
+    for name in ("set", "add", "max"):
+        with pytest.raises(GraphError, match=f"{name}: has no argument 'mode'") as caught:
+            getattr(rlx.at(X)[0], name)(1.0, mode="drop")
+        assert caught.value.hint is not None and "out of range" in caught.value.hint
+    with pytest.raises(GraphError, match="get: has no argument 'fill_value'"):
+        rlx.jit(lambda x: x.at[0].get(fill_value=0.0))(X)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        rlx.at(X)[0].set(1.0, modes="drop")

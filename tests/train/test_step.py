@@ -432,3 +432,7 @@ def test_a_built_model_brings_its_weights_and_its_profile() -> None:
     assert len(slow.report({"x": x}).launches) > len(step.report({"x": x}).launches)
     with pytest.raises(GraphError, match="step: ModelFlow is neither a Graph nor a GraphModule"):
         rlx.train.step(flow, rlx.train.sgd(0.5))
+    for function in (lambda x: x, rlx.jit(lambda x: x), rlx.grad(lambda x: x)):
+        with pytest.raises(GraphError, match="is neither a Graph nor a GraphModule") as caught:
+            rlx.train.step(function, rlx.train.sgd(0.5))
+        assert "Adam over a tree" in str(caught.value.hint)

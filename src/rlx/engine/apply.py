@@ -6,7 +6,8 @@ Inside a traced function, as under `rlx.grad`, the model becomes part of the fun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,17 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import F32, F64, dtype
+from rlx.engine.capture import checked_patterns, is_captured
 from rlx.engine.edits import Edit, checked_edits, edited_values
 from rlx.engine.sampler import short_repr
-from rlx.errors import BindError, DTypeError, RequestError, ShapeError, nearest
+from rlx.errors import BindError, DTypeError, ShapeError, nearest
+from rlx.flow.stage_values import matched_stages
 from rlx.flow.weights import MapWeights, WeightSource
 from rlx.fork_safe_locks import Lock
+from rlx.ir.graph import Value
 from rlx.models.family import STORED
 from rlx.runtime.compiled import CompiledGraph
-from rlx.types import concrete
+from rlx.types import concrete, sym
 
 if TYPE_CHECKING:
     from rlx.engine.model import Model
@@ -96,44 +100,56 @@ class Applied:
 
 # -- inside a traced function ----------------------------------------------------------------------------------------
 def traced_outputs(
-    model: Model, params: Mapping[str, Any], inputs: Mapping[str, Any], edit: Mapping[str, Edit] | None = None
-) -> list[Any]:
-    """The outputs of a model in the current trace, for a batch of one. Params and inputs may be traced arrays.
+    model: Model, params: Mapping[str, Any], inputs: Mapping[str, Any], edit: Mapping[str, Edit] | None = None,
+    capture: Iterable[str] | str | None = None,
+) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+    """The outputs of a model in the current trace, for a batch of one, and captured values of stages, `[seq, ...]`.
 
-    Outside of a trace, the graph is compiled and run at once.
+    Params and inputs may be traced arrays. Outside of a trace, the graph is compiled and run at once.
     """
     from rlx.functional import tree
     from rlx.functional.tracers import current
     from rlx.functional.tracing import apply_graph, trace_leaves
 
-    trace = current()
-    if trace is not None:
-        return _inlined(trace, model, params, inputs, checked_edits(edit))
+    edits, patterns = checked_edits(edit), checked_patterns(capture, "apply")
+    kinds = _traced_kinds(model, params)
+    built = model.graphs.traceable.get_or_make(frozenset(kinds.items()), lambda: _traceable(model, kinds))
+    captured = _captured(built, patterns)
 
     def outputs() -> list[Any]:
-        inner = current()
-        assert inner is not None
-        return _inlined(inner, model, params, inputs, checked_edits(edit))
+        trace = current()
+        assert trace is not None
+        return _inlined(trace, model, built, params, inputs, edits, list(captured.values()))
 
-    function = trace_leaves(outputs, tree.structure(((), {})), [])
-    results: list[Any] = apply_graph(function.graph, function.captured)
-    return results
+    if current() is not None:
+        results = outputs()
+    else:
+        function = trace_leaves(outputs, tree.structure(((), {})), [])
+        results = apply_graph(function.graph, function.captured)
+    count = len(built.module.outputs)
+    return results[:count], dict(zip(captured, results[count:], strict=True))
+
+
+def _captured(built: BuiltModel, patterns: Sequence[str]) -> dict[str, Value]:
+    """The values of the stages and outputs that match the patterns."""
+    main = dict(zip(built.output_names, built.module.outputs, strict=True))
+    stages = matched_stages(built.module, patterns, main)
+    return stages | {name: value for name, value in main.items() if is_captured(name, patterns)}
 
 
 def _inlined(
-    trace: Trace, model: Model, params: Mapping[str, Any], inputs: Mapping[str, Any], edits: Mapping[str, Edit]
-) -> list[Any]:
+    trace: Trace, model: Model, built: BuiltModel, params: Mapping[str, Any], inputs: Mapping[str, Any],
+    edits: Mapping[str, Edit], captured: Sequence[Value],
+) -> list[Any]:  # fmt: skip
+    """Copy a model's graph into a trace; returns its outputs, then the captured values."""
     from rlx.engine.graph_edits import inline_edited
     from rlx.functional.tracers import type_of
     from rlx.mir.bind_dims import bind_dims
 
-    kinds = _traced_kinds(model, params)
-    built = model.graphs.traceable.get_or_make(frozenset(kinds.items()), lambda: _traceable(model, kinds))
     sizes: dict[str, int] = {}
     for node in built.module.inputs:
         for wanted, size in zip(node.types[0].shape, type_of(inputs[node.attrs["name"]]).shape, strict=True):
-            if not isinstance(size, int):
-                raise RequestError(f"apply: the number of tokens is {size}", hint="it must be known while tracing")
+            assert isinstance(size, int)
             if not isinstance(wanted, int):
                 sizes[str(wanted)] = size
     # nodes correspond: binding sizes keeps their order
@@ -148,7 +164,11 @@ def _inlined(
         if node.op in ("input", "param"):
             name = node.attrs["name"]
             operands.append(inputs[name] if node.op == "input" else params.get(name, model.held_weight(built, name)))
-    return list(inline_edited(trace, graph, operands, by_value))
+    more = [graph.nodes[value.node.id][value.index] for value in captured]
+    results = inline_edited(trace, graph, operands, by_value, more)
+    count = len(graph.outputs)
+    rows = zip(captured, results[count:], strict=True)
+    return [*results[:count], *(result[0] if value.shape[0] == sym.BATCH else result for value, result in rows)]
 
 
 def _traceable(model: Model, kinds: Mapping[str, str]) -> BuiltModel:
@@ -194,6 +214,10 @@ def float_params(model: Model, patterns: Sequence[str]) -> dict[str, Array]:
 
     names = [name for name in model.params if any(matches(name, pattern) for pattern in patterns)]
     if not names:
+        deep = [re.sub(r"\*+", "**", pattern) for pattern in patterns]
+        deep = [pattern for pattern in deep if any(matches(name, pattern) for name in model.params)]
+        if deep:
+            raise BindError(f"float_params: no parameter matches {patterns}", hint=f"`*` stops at a dot: {deep[0]!r}")
         close = nearest(patterns[0], model.params)
         hint = _name_hint(model.params)
         raise BindError(f"float_params: no parameter matches {patterns}", hint=f"{hint}; {close}" if close else hint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlx.arrays import Array
 from rlx.engine.edits import Edit, EditedModel, checked_edits, split_at_stages
@@ -32,6 +32,15 @@ def captured_values(
         outputs = values(compiled, {})
         results = dict(zip(built.output_names[: len(outputs)], outputs, strict=True))
     return {n: v for n, v in results.items() if not patterns or is_captured(n, patterns)}
+
+
+def check_not_traced(tokens: Any) -> None:
+    """Raise for traced tokens: `run` computes at once."""
+    from rlx.functional.tracers import Traced
+
+    if isinstance(tokens, Traced):
+        hint = "model.apply(params, tokens) is part of a traced function, and takes edit= and capture= too"
+        raise RequestError(f"run: tokens are {tokens!r}, a traced array", hint=hint)
 
 
 def checked_patterns(capture: Iterable[str] | str | None, where: str) -> list[str]:

@@ -21,6 +21,7 @@ from rlx.ir.graph import Value
 from rlx.runtime.compiled import CompiledGraph
 
 Edit = Callable[[Array], Array]
+TRACED_EDIT = "under rlx.grad, rlx.jit or rlx.vmap, use model.apply(params, tokens, edit=...)"
 Values = Callable[[CompiledGraph, Mapping[str, Array]], list[Array]]  # runs a graph with additional inputs
 
 
@@ -115,6 +116,10 @@ def split_at_stages(
 
 def _replacement(path: str, value: Array, result: Any) -> Array:
     """The checked result of an edit function: same shape and dtype as the value."""
+    from rlx.functional.tracers import Traced
+
+    if isinstance(result, Traced):
+        raise RequestError(f"edit {path!r}: its function gave {result!r}, a traced array", hint=TRACED_EDIT)
     if not hasattr(result, "__array__"):
         message = f"edit {path!r}: its function gave {short_repr(result)}, expected an array"
         raise RequestError(message, hint="return the array, changed or not")

@@ -26,7 +26,7 @@ _CONSTRAINED = "schema= takes a JSON schema; regex=, choice= and grammar= are th
 _HISTORY = 'chat takes the conversation as a list of messages: [{"role": "user", "content": "..."}, ...]'
 _STREAM = "model.stream(...) returns the text piece by piece"
 _TOOLS = "chat(messages, tools=[function]) runs functions that the model calls"
-_SEVERAL = "call once per seed: [model.generate(prompt, temperature=1.0, seed=i) for i in range(3)]"
+_SEVERAL = "several samples: model.generate([prompt] * 3, temperature=1.0)"
 _PARAMS = "model.apply(params, tokens) runs other weights; model.save(path, params) writes a model with them"
 _KEEPS = "a model keeps its weights: model.apply(params, tokens) runs others, model.save(path, params) writes a model"
 _BEAMS = "there is no beam search: model.score compares texts"

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.check_token_independence import TOKENS, same_apart
-from rlx.engine.edits import Edit, edited_values
+from rlx.engine.edits import TRACED_EDIT, Edit, edited_values
 from rlx.engine.sampler import short_repr
 from rlx.errors import GraphError, RequestError, RlxError, ShapeError
 from rlx.fast_dataclass import dataclass
@@ -113,7 +113,8 @@ def trace_edit(path: str, functions: Sequence[Edit], type_: TensorType) -> Trace
 
     traced = trace_leaves(edit, tree.structure(((0,), {})), [type_.with_shape(*shape)], ["value"])
     if traced.captured:
-        raise RequestError(f"edit {path!r}: its function reads {traced.captured[0]!r}, a traced array")
+        message = f"edit {path!r}: its function reads {traced.captured[0]!r}, a traced array"
+        raise RequestError(message, hint=TRACED_EDIT)
     numbers: dict[str, Array] = {}
 
     def lift(rewriter: Rewriter, node: Node) -> Value | None:
@@ -156,9 +157,13 @@ def checked_result(path: str, function: Edit, value: Any) -> Any:
 
 
 def inline_edited(
-    trace: Trace, graph: Graph, operands: Sequence[Any], edits: Mapping[Value, tuple[str, Sequence[Edit]]]
-) -> list[Traced]:
-    """Copy a graph of one sequence into a trace, applying edits to the values of stages; returns its outputs."""
+    trace: Trace, graph: Graph, operands: Sequence[Any], edits: Mapping[Value, tuple[str, Sequence[Edit]]],
+    captured: Sequence[Value] = (),
+) -> list[Traced]:  # fmt: skip
+    """Copy a graph of one sequence into a trace, applying edits to the values of stages.
+
+    Returns its outputs, then the captured values.
+    """
     arguments = iter(operands)
     inside: dict[Value, Value] = {}
     for node in graph.nodes:
@@ -174,7 +179,7 @@ def inline_edited(
             for function in functions:
                 result = checked_result(path, function, result)
             inside[value] = trace.constant(result).reshape(*value.shape) if functions else inside[value]
-    return [Traced(trace, inside[value]) for value in graph.outputs]
+    return [Traced(trace, inside[value]) for value in (*graph.outputs, *captured)]
 
 
 def _flat_shape(type_: TensorType) -> tuple[Any, ...]:

@@ -358,8 +358,9 @@ class LanguageModel(Model):
         `tools` are Python functions with typed arguments: the model may call them, `chat` runs them and gives it the
         results until it answers with text. Tools in OpenAI's form are not run: the calls are in
         `completion.tool_calls`. `tool_choice` is "auto" (the model decides), "none", "required" (at least one call),
-        or the name of the function that must be called. `completion.tool_calls` lists all calls. With `schema` and the
-        like, an answer that calls no tool follows it; a call that is required excludes it.
+        or the name of the function that must be called. `completion.tool_calls` lists all calls, and may be the
+        `tool_calls` of a message. An exception in a function is raised by `chat`. With `schema` and the like, an answer
+        that calls no tool follows it; a call that is required excludes it.
         """
         self.check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
@@ -641,6 +642,11 @@ def _conversation(messages: str | Messages, system: str | None) -> Messages:
             f"chat: found a list of {len(messages)} lists, expected one conversation, a list of messages",
             hint="several conversations: generate([model.chat_tokens(a), model.chat_tokens(b)])",
         )
+    if isinstance(messages, Mapping):
+        hint = 'a conversation is a list of messages: [{"role": "user", "content": "Hello"}]'
+        raise RequestError("chat: found one message, expected a list of messages", hint=hint)
+    if _is_conversation(conversation):
+        conversation = [_with_plain_calls(message) for message in conversation]
     if system is None:
         return conversation
     if not isinstance(system, str):
@@ -648,6 +654,19 @@ def _conversation(messages: str | Messages, system: str | None) -> Messages:
     if _is_conversation(conversation) and conversation[0].get("role") == "system":
         raise RequestError("chat: the messages begin with a system message, and system= is another")
     return [{"role": "system", "content": system}, *conversation]
+
+
+def _with_plain_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose tool calls are in OpenAI's form, where they were `ToolCall` objects of an answer."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, (list, tuple)):
+        return message
+    from rlx.engine.tools import ToolCall
+
+    if not any(isinstance(call, ToolCall) for call in calls):
+        return message
+    plain = [call.message() if isinstance(call, ToolCall) else call for call in calls]
+    return {"content": "", **message, "tool_calls": plain}
 
 
 def _warn_of_answer(messages: Any, where: str) -> None:

@@ -325,11 +325,12 @@ class Model:
         an array of the same shape and type, and computes the rest of the model from it.
         """
         self.check_usable()
+        from rlx.engine.capture import captured_values, check_not_traced
+
+        check_not_traced(tokens)
         ids = self.prompt_ids(tokens, "run")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"run: {len(ids)} tokens, expected 1 to {self.context}")
-        from rlx.engine.capture import captured_values
-
         return captured_values(self, capture, edit, lambda compiled, more: self._values(compiled, ids, more))
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
@@ -353,8 +354,9 @@ class Model:
         return Params(self.built.module, {}, self.checkpoint.weights)
 
     def apply(
-        self, params: Mapping[str, Any], tokens: str | Sequence[int] | Any, *, edit: Mapping[str, Edit] | None = None
-    ) -> Any:
+        self, params: Mapping[str, Any], tokens: str | Sequence[int] | Any, *, edit: Mapping[str, Edit] | None = None,
+        capture: Iterable[str] | str | None = None,
+    ) -> Any:  # fmt: skip
         """Run the model with other parameters: returns logits `[seq, vocab]`, or the hidden states of an encoder.
 
         Missing parameters are the model's own. New values need no compilation; a new dtype of a weight, such as f32 for
@@ -362,7 +364,8 @@ class Model:
 
         Under `rlx.grad`, `rlx.jit` or `rlx.vmap`, parameters and token ids `[seq]` may be traced arrays: the model is
         part of the traced function. `edit={"embed": f}` replaces the value of a stage by `f(value)`, which may read
-        traced arrays. Activations are f32 then, whatever the model's precision.
+        traced arrays. Activations are f32 then, whatever the model's precision. With `capture`, the result is a dict of
+        values by stage path, as `run` returns it, which may be differentiated.
         """
         self.check_usable()
         from rlx.engine.apply import apply_params, traced_outputs
@@ -374,11 +377,12 @@ class Model:
         if isinstance(tokens, (list, tuple)) and any(isinstance(x, Traced) for x in tokens):
             hint = "pass an array, np.array(ids, np.int32), to the traced function"
             raise RequestError(f"apply: tokens are a {type(tokens).__name__} of traced numbers", hint=hint)
-        if current() is None and not edit:
+        if current() is None and not edit and not capture:
             ids = self._checked_tokens(tokens)
             return apply_params(self, params, lambda compiled: self._values(compiled, ids))
         ids_array = tokens if isinstance(tokens, Traced) else np.array(self._checked_tokens(tokens), np.int32)
-        return self._one_result(traced_outputs(self, params, self._sequence_inputs(ids_array), edit))
+        outputs, captured = traced_outputs(self, params, self._sequence_inputs(ids_array), edit, capture)
+        return captured if capture else self._one_result(outputs)
 
     def _checked_tokens(self, tokens: str | Sequence[int]) -> list[int]:
         ids = self.prompt_ids(tokens, "apply")
@@ -389,6 +393,9 @@ class Model:
     def _sequence_inputs(self, tokens: Any) -> dict[str, Any]:
         """Graph inputs of one sequence of token ids `[seq]`, which may be traced."""
         (size,) = tokens.shape
+        if not isinstance(size, int):
+            hint = "without dims=, pad tokens at the end to one length, and read position len - 1"
+            raise RequestError("apply: tokens need a fixed length under a trace", hint=hint)
         positions = np.arange(size, dtype=np.int32)
         return {
             "tokens": tokens[None],

@@ -134,18 +134,22 @@ class VisionModel(Model):
         pixels = self.prepare(image)[None]
         return captured_values(self, capture, edit, lambda compiled, more: self._run_one(compiled, pixels, more))
 
-    def apply(self, params: Mapping[str, Any], image: Any, *, edit: Mapping[str, Edit] | None = None) -> Any:
+    def apply(
+        self, params: Mapping[str, Any], image: Any, *, edit: Mapping[str, Edit] | None = None,
+        capture: Iterable[str] | str | None = None,
+    ) -> Any:  # fmt: skip
         """Run the model on an image with other parameters: returns the hidden states `[tokens, dim]`.
 
-        Under `rlx.grad` and `rlx.jit`, parameters may be traced arrays; see `Model.apply` for edits.
+        Under `rlx.grad` and `rlx.jit`, parameters may be traced arrays; see `Model.apply` for edits and captures.
         """
         from rlx.functional.tracers import current
 
         self.check_usable()
         pixels = self.prepare(image)[None]
-        if current() is None and not edit:
+        if current() is None and not edit and not capture:
             return apply_params(self, params, lambda compiled: self._run_one(compiled, pixels, {})[::-1])
-        return traced_outputs(self, params, self.inputs(pixels), edit)[-1][0]
+        outputs, captured = traced_outputs(self, params, self.inputs(pixels), edit, capture)
+        return captured if capture else outputs[-1][0]
 
     def _run_one(self, compiled: CompiledGraph, pixels: Array, more: Mapping[str, Array]) -> list[Array]:
         inputs = self.inputs(pixels) | {name: array[None] for name, array in more.items()}

@@ -22,6 +22,7 @@ from rlx.formats.tokenizer import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1 << 14
 _MAX_NESTING = 32
+_LIST = 'a conversation is a list of messages: [{"role": "user", "content": "Hello"}]'
 _MESSAGE = 'a message is a dict with a role and a content: {"role": "user", "content": "Hello"}'
 _MARK_BITS = 100  # of entropy, so that no input can guess the mark
 _INDEX_BITS = 27
@@ -98,7 +99,7 @@ class ChatTemplate:
 
     def _check_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-            raise RequestError(f"messages: expected a list, found {type(messages).__name__}")
+            raise RequestError(f"messages: expected a list, found {type(messages).__name__}", hint=_LIST)
         if not 0 < len(messages) <= MAX_MESSAGES:
             raise RequestError(f"messages: expected 1 to {MAX_MESSAGES}, found {len(messages)}", hint=_MESSAGE)
         return [self._check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]

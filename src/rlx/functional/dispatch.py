@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlx.errors import GraphError
+from rlx.errors import GraphError, nearest
 from rlx.functional import linalg, numpy, reductions
 from rlx.functional.operands import asarray
 from rlx.functional.shapes import reshape
@@ -105,13 +105,23 @@ def _shown(signature: inspect.Signature) -> str:
     return "(" + ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values()) + ")"
 
 
+def absent_hint(name: str) -> str | None:
+    """Return what to use instead of a function or module of NumPy that rlx lacks; None if there is nothing like it."""
+    module, _, last = name.rpartition(".")
+    if "fft" in (module, last):
+        return _COMPLEX
+    if "random" in (module, last):
+        return "rlx.random draws under a trace, from explicit keys"
+    return HINTS.get(name) or HINTS.get(last)
+
+
+def missing_name(name: str) -> NoReturn:
+    """Raise for an attribute that `rlx.numpy` lacks, with a hint for the names of NumPy."""
+    hint = None if name.startswith("_") else absent_hint(name) or nearest(name, [n for n in vars(numpy) if n[0] != "_"])
+    raise AttributeError(f"module 'rlx.numpy' has no attribute {name!r}" + (f": {hint}" if hint else ""))
+
+
 def unsupported(name: str, hint: str | None = None, reason: str = "") -> NoReturn:
     """Raise an error with the full name, and a hint at a function that does something like it."""
-    last = name.rpartition(".")[2]
-    hint = hint or HINTS.get(name) or HINTS.get(last)
-    if hint is None and name.startswith("fft."):
-        hint = _COMPLEX
-    if hint is None and name.startswith("random."):
-        hint = "rlx.random draws under a trace, from explicit keys"
-    hint = hint or "rlx.numpy has what is supported; docs/numpy.md lists it"
+    hint = hint or absent_hint(name) or "rlx.numpy has what is supported; docs/numpy.md lists it"
     raise GraphError(f"numpy.{name}: is not supported on traced arrays{reason}", hint=hint, notes=[f"at: {here()}"])

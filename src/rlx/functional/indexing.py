@@ -11,6 +11,7 @@ import numpy as np
 
 from rlx.dtypes import dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.functional.absent_keywords import without
 from rlx.functional.creation import iota, zeros
 from rlx.functional.elementwise import (
     equal,
@@ -346,6 +347,15 @@ def _size(size: Size) -> Any:
     return traced(build.count(trace.graph, size, dtype("i64")))
 
 
+_NO_MODE = (
+    "an index out of range is an error: np.clip(i, 0, n - 1) keeps it in range, rlx.where(mask, y, x) drops updates"
+)
+_update = without(
+    mode=_NO_MODE, fill_value=_NO_MODE, unique_indices="leave it out: indices may repeat",
+    indices_are_sorted="leave it out: indices need no order", wrap_negative_indices="leave it out: -1 is the last one",
+)  # fmt: skip
+
+
 class At:
     """Indexed updates: `x.at[key].set(y)`, `.add(y)`, `.max(y)` and others return an updated copy, `.get()` reads."""
 
@@ -358,44 +368,54 @@ class At:
     def __repr__(self) -> str:
         return f"<updates of {type_of(self.x)}: .at[key].set(y), .add, .subtract, .multiply, .divide, .max, .min>"
 
+    @_update
     def get(self) -> Any:
         """x[key]."""
         return index(self.x, self.key)
 
+    @_update
     def set(self, y: Any) -> Any:
         """Return x with the selected elements replaced; for repeated indices the last one wins."""
         return _at_set(self.x, self.key, y)
 
+    @_update
     def add(self, y: Any) -> Any:
         """Return x with y added to the selected elements; repeated indices accumulate, here and below."""
         return _at_add(self.x, self.key, y)
 
+    @_update
     def subtract(self, y: Any) -> Any:
         """Return x with y subtracted from the selected elements."""
         return _at_add(self.x, self.key, negative(y))
 
+    @_update
     def multiply(self, y: Any) -> Any:
         """Return x with the selected elements multiplied by y."""
         return _at_multiply(self.x, self.key, y)
 
     mul = multiply  # both are JAX's names
 
+    @_update
     def divide(self, y: Any) -> Any:
         """Return x with the selected elements divided by y."""
         return _at_divide(self.x, self.key, y)
 
+    @_update
     def max(self, y: Any) -> Any:
         """Return x with the selected elements replaced by their maximum with y."""
         return _at_extreme(self.x, self.key, y, True)
 
+    @_update
     def min(self, y: Any) -> Any:
         """Return x with the selected elements replaced by their minimum with y."""
         return _at_extreme(self.x, self.key, y, False)
 
+    @_update
     def power(self, y: Any) -> Any:
         """Return x with the selected elements raised to the power y; indices must not repeat."""
         return self.set(self.get() ** y)
 
+    @_update
     def apply(self, function: Any) -> Any:
         """Return x with a function applied to the selected elements; indices must not repeat."""
         return self.set(function(self.get()))

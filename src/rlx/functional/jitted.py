@@ -371,6 +371,11 @@ def jit(
 def explain(function: Any) -> str:
     """List each time a jitted function was traced, and why."""
     if not isinstance(function, Jitted):
-        hint = "step = rlx.jit(f); other functions are traced when they are called"
+        transform = getattr(function, "_transform", None)
+        jitted = "rlx.jit(f)" if transform is None else f"rlx.jit(rlx.{transform}(f))"
+        hint = (
+            f"{jitted} can be explained; outside of jit a program is cached, and traced again if a type, "
+            "a Python integer or anything the function reads has changed"
+        )
         raise GraphError(f"explain: {function!r} is not a function made by rlx.jit", hint=hint)
     return function.explain()

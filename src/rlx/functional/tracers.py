@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -213,7 +214,8 @@ class Traced(Operators):
         raise GraphError(f"{self!r}: has no {quantity} while it is traced", hint=hint, notes=[f"at: {here()}"])
 
     def __bool__(self) -> bool:
-        self._unknown("truth value", "use rlx.where to choose numbers, rlx.cond or rlx.while_loop to choose code")
+        choose = "use rlx.where to choose numbers, rlx.cond or rlx.while_loop to choose code"
+        self._unknown("truth value", f"{choose}; a Python flag is a static argument: rlx.jit(f, static_argnames=...)")
 
     def __int__(self) -> int:
         self._unknown(
@@ -330,6 +332,7 @@ _ASKING = {  # a name in the line that asks NumPy for the values of a traced arr
     "searchsorted": "np.searchsorted(array, x) accepts it, array.searchsorted(x) does not",
     "asarray": "rlx.numpy.asarray(x) accepts it; a traced array is an array already",
 }
+_INDEXED = re.compile(r"\b(?:asarray|arange)\(.*\)\s*\[")  # an array that is indexed in the line that makes it
 _REDUCTIONS = {"sum", "mean", "prod", "max", "min", "amax", "amin", "std", "var", "median", "any", "all"}
 
 
@@ -341,6 +344,8 @@ def _hint_for_caller() -> str | None:
         in_numpy.add(frame.f_code.co_name)
         frame = frame.f_back
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if _INDEXED.search(line):
+        return f"rlx.at(table)[i].get() is table[i] of a NumPy array, such as rlx.asarray returns; {_ASKING['asarray']}"
     for name, hint in _ASKING.items():
         if f"{name}(" in line:
             return hint

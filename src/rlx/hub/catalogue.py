@@ -313,8 +313,8 @@ CATALOGUE: dict[str, Entry] = {
             aliases=("minilm", "all-minilm-l6-v2"),
         ),
         Entry(
-            "qwen2.5-coder-1.5b", "Qwen2.5-Coder 1.5B Instruct, Q4_K_M: writes and explains code, calls tools", "chat",
-            "qwen2",
+            "qwen2.5-coder-1.5b",
+            "Qwen2.5-Coder 1.5B Instruct, Q4_K_M: writes and explains code, can call tools if forced", "chat", "qwen2",
             "Apache-2.0", "Qwen/Qwen2.5-Coder-1.5B-Instruct", _QWEN_FILES,
             aliases=("qwen2.5-coder", "qwen2.5-coder-1.5b-instruct"),
         ),

@@ -21,5 +21,6 @@ from numpy import newaxis as newaxis
 from numpy import uint8 as uint8
 from numpy import uint32 as uint32
 
+from rlx.functional.dispatch import missing_name as __getattr__  # noqa: F401
 from rlx.functional.numpy import *  # noqa: F403
 from rlx.numpy import linalg as linalg

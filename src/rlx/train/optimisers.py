@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlx.errors import RequestError
+from rlx.errors import RequestError, UnknownAttribute
 from rlx.fast_dataclass import dataclass
 from rlx.flow.patterns import matches_name
 from rlx.ir.graph import Value
@@ -42,6 +42,17 @@ class Optimiser:
 
     def __repr__(self) -> str:
         return f"{self.name}({self.lr!r}{''.join(f', {name}={value!r}' for name, value in self.settings.items())})"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise, with a hint for the methods of optimisers in other libraries."""
+            if name not in ("init", "apply", "apply_gradients", "step", "zero_grad", "state_dict"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            hint = (
+                "rlx.train.step(loss, optimiser) trains a graph or a flow; docs/coming-from-jax.md has Adam for trees"
+            )
+            raise UnknownAttribute(f"{name}: {type(self).__name__} has no such attribute", hint=hint)
 
 
 def adamw(

@@ -6,6 +6,7 @@ updates the parameters; it allocates nothing but the loss.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -66,6 +67,9 @@ def step_graph(
         raise GraphError(f"step: optimiser is a {type(optimiser).__name__}", hint="such as rlx.train.adamw(1e-3)")
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf):
         raise RequestError(f"step: clip is {clip!r}, expected the largest norm of all gradients, or None")
+    if inspect.isroutine(loss) or hasattr(loss, "__wrapped__"):  # or made by rlx.jit or rlx.grad
+        hint = "for functions, docs/coming-from-jax.md has Adam over a tree of parameters, with rlx.value_and_grad"
+        raise GraphError(f"step: {type(loss).__name__} is neither a Graph nor a GraphModule", hint=hint)
     source = as_graph("step", loss)
     trained = {str(n.attrs["name"]): n.types[0] for n in select_wrt("step", source, wrt)}
     for name, type_ in trained.items():
