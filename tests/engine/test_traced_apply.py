@@ -118,6 +118,9 @@ def test_all_kinds_of_models(tmp_path: Path) -> None:
         step[1] = 1e-2
         up, down = (np.sum(model.apply({weight: params[weight] + s}, tokens).astype(float) ** 2) for s in (step, -step))
         assert gradient[weight][1] == pytest.approx((up - down) / 2e-2, rel=2e-2)
+        wanted, values = model.run(tokens, capture="layers.*"), model.apply({}, tokens, capture="layers.*")
+        assert wanted and set(values) == set(wanted)
+        assert all(np.allclose(values[path], wanted[path], atol=1e-4) for path in wanted)
 
 
 def test_quantised_weights_are_read_as_they_are(tmp_path: Path) -> None:

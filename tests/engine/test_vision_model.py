@@ -188,3 +188,6 @@ def test_gradients_of_an_image_model(model: VisionModel) -> None:
     step[2] = 1e-2
     up, down = (float(total({name: params[name] + sign * step})) for sign in (1, -1))
     assert rlx.grad(total)(params)[name][2] == pytest.approx((up - down) / 2e-2, rel=2e-2, abs=1e-2)
+    wanted, values = model.run(image, capture="layers.*"), model.apply({}, image, capture="layers.*")
+    assert wanted and set(values) == set(wanted)
+    assert all(np.allclose(values[path], wanted[path], atol=1e-3) for path in wanted)
