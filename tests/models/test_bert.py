@@ -265,6 +265,6 @@ def test_a_bert_that_reads_from_the_left_keeps_no_matrix_of_scores(tmp_path: Pat
     settings["config"]["is_decoder"] = True
     golden_encoders.write_folder(tmp_path, settings)
     checkpoint = open_checkpoint(tmp_path)
-    module = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights).module
-    kinds = {node.attrs["mask_kind"] for node in module.nodes if "mask_kind" in node.attrs}
+    graph = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights).into_graph()
+    kinds = {node.attrs["mask_kind"] for node in graph.nodes if "mask_kind" in node.attrs}
     assert kinds == {"causal+segments"}
