@@ -261,7 +261,7 @@ def _facts(record: Record, example: Example) -> Iterator[str]:
     names = example.names
     before = "nothing" if example.value is None else f"`{example.dtype}{_shape(example.value, names)}`"
     after = "nothing" if record.result is None else f"`{_type(record.result.type, names)}`"
-    yield f"- value: {before} to {after}"
+    yield "- value: any, unchanged" if before == after == "nothing" else f"- value: {before} to {after}"
     for label, shapes in {"weights": record.weights, "params": record.computed}.items():
         yield from _listed(label, {name: _shape(shape, names) for name, shape in shapes.items()})
     typed = {"reads": record.read, "declares": record.declared, "states": record.states, "side outputs": record.side}

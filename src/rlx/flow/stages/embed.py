@@ -24,7 +24,7 @@ class Embed(FlowStage):
 
     weight_key: str
     axis: int = 0
-    shape: tuple[int, int] | None = None  # checks the table: rows, width
+    shape: tuple[int, int] | None = None  # of the table, rows and width: checks it, and `init` needs it
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         tokens = ctx.need(value, "Embed")
@@ -54,7 +54,7 @@ class GatherAdd(FlowStage):
     input_name: str
     weight_key: str
     axis: int = 0
-    rows: int | None = None  # checks the table, which is as wide as the value
+    rows: int | None = None  # of the table: checks it, and `init` needs it; it is as wide as the value
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GatherAdd")

@@ -18,7 +18,7 @@ class SwiGlu(FlowStage):
     gate_key: str
     up_key: str
     down_key: str
-    intermediate_size: int | None = None  # checks the shapes of the weights
+    intermediate_size: int | None = None  # checks the shapes of the weights, and `init` needs it
     bias: bool = False  # each weight has a bias, under the key that ends in `bias`
     activation: str = "silu"
 
@@ -75,7 +75,7 @@ class GeluFfn(FlowStage):
     output_w: str
     output_b: str
     approx_gelu: bool = False  # the tanh approximation, whatever `activation` says
-    intermediate_size: int | None = None  # checks the shapes of the weights
+    intermediate_size: int | None = None  # checks the shapes of the weights, and `init` needs it
     activation: str = "gelu"
 
     @classmethod
