@@ -218,3 +218,16 @@ def test_what_cannot_be_applied_says_why(tiny: LanguageModel) -> None:
     with pytest.raises(BindError, match="no parameter matches") as deep:
         tiny.float_params("model.layers.1.*")
     assert deep.value.hint == "`*` stops at a dot: 'model.layers.1.**'"
+
+
+@pytest.mark.parametrize("tokens", [[5], [5, 6, 7]])
+def test_edits_of_logits_see_a_row_per_token(tiny: LanguageModel, tokens: list[int]) -> None:
+    shapes = []
+
+    def doubled(value: Any) -> Any:
+        shapes.append(value.shape)
+        return value * 2
+
+    edited = tiny.apply({}, tokens, edit={"logits": doubled})
+    np.testing.assert_array_equal(edited, 2 * np.asarray(tiny.apply({}, tokens)))
+    assert shapes == [(len(tokens), tiny.facts.vocab)]
