@@ -109,6 +109,20 @@ def test_a_ray_that_cannot_read_the_mode_again_is_explained(monkeypatch: pytest.
     assert "before `import ray`" in (caught.value.hint or "")
 
 
+def test_a_machine_without_a_cluster_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(RequestError, match="no Ray cluster answers at this machine") as caught:
+        rlx.ray.connect("auto")
+    assert "--ray local" in (caught.value.hint or "")
+    with pytest.raises(RequestError, match=r"no Ray cluster answers at 10\.0\.0\.1:6379"):
+        rlx.ray.connect("10.0.0.1:6379")
+
+
 # -- jobs ------------------------------------------------------------------------------------------------------------
 def test_jobs_on_ray_have_the_bytes_of_local_ones(ray: Any, cluster: Any, encoder: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.txt", TEXTS)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlx.batch.folder import check_folder
 from rlx.batch.job import Job, OnProgress
 from rlx.batch.job import Progress as Progress
 from rlx.batch.results import Results as Results
@@ -84,6 +85,7 @@ def run(
     is a folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8; without a
     prompt, texts then get the model's prompt for documents. An index that is there already must be the one of this job.
     """
+    check_folder(Path(out))
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
     if index is not None:
         from rlx.batch.indexing import build_index, check_index
