@@ -172,7 +172,7 @@ class OutputFolder:
         assert self._journal is not None
         part = Part.of(shard, result)
         write_file(self.part_path(shard.number), result.output)
-        failures = [failure.members(shard.source.name) for failure in result.failures]
+        failures = [failure.members(shard.source) for failure in result.failures]
         self._journal.write(json_line(asdict(part) | {"failures": failures}))
         self._journal.flush()
         os.fsync(self._journal.fileno())
