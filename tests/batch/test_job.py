@@ -221,6 +221,17 @@ def test_a_folder_with_other_files_is_left_alone(decoder: Path, tmp_path: Path) 
     (tmp_path / "out" / "thesis.tex").write_text("precious")
     with pytest.raises(RequestError, match=r"has other files, such as 'thesis\.tex'"):
         run(decoder, tmp_path)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("precious")
+    (tmp_path / "a.txt").write_text("hello\n")
+    for out in (tmp_path / "out", tmp_path / "out" / "vectors"):
+        with pytest.raises(RequestError, match=r"out is not a folder") as caught:
+            rlx.batch.score(tmp_path / "a.txt", out, "a model that is not loaded")
+        assert "-o FOLDER" in (caught.value.hint or "")
+    assert (tmp_path / "out").read_text() == "precious"
 
 
 def test_two_drivers_do_not_share_a_folder(decoder: Path, tmp_path: Path) -> None:

@@ -6,15 +6,20 @@ import gzip
 import random
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import rlx
 from batch.conftest import Inline, write_texts
 from rlx.batch import planning
 from rlx.batch.job import Job
+from rlx.batch.local import Local
 from rlx.batch.planning import Measured, Plan, make_plan
 from rlx.batch.score_task import Score
-from rlx.batch.sizing import choose_workers
+from rlx.batch.sizing import INTERPRETER, choose_workers, devices_of, private_bytes
+from rlx.engine.memory import Memory
 from rlx.errors import RequestError
 
 # One worker: 100 records per second. 8 workers: 640, an efficiency of 0.8. Shards of 1,000 records.
@@ -86,14 +91,15 @@ def test_a_large_file_is_counted_in_part(tmp_path: Path, decoder: Path) -> None:
         assert counted != 150_000, "it was not read to its end"
 
 
-class Facts:
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-
 class FakeModel:
-    def __init__(self, kind: str, threads: int) -> None:
-        self.facts, self.threads = Facts(kind), threads
+    """A model of the size of MiniLM, or of SmolLM2."""
+
+    def __init__(self, kind: str, threads: int, cache: int = 23_040) -> None:
+        self.facts, self.threads, self.context = SimpleNamespace(kind=kind, dim=384), threads, 8192
+        self.caches = SimpleNamespace(limit=None, bytes_for=lambda tokens: tokens * cache)
+
+    def memory(self) -> Memory:
+        return Memory(weights=0, mapped=100 << 20, cache=0, arena=0)
 
 
 def test_encoders_get_a_process_per_core_and_decoders_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +109,37 @@ def test_encoders_get_a_process_per_core_and_decoders_threads(monkeypatch: pytes
     assert choose_workers(FakeModel("decoder", 2)) == (1, 2)
     assert choose_workers(FakeModel("encoder", 16), 4) == (4, 4)
     assert choose_workers(FakeModel("encoder", 16), 4, 1) == (4, 1)
-    assert choose_workers(FakeModel("encoder", 16), device="cuda") == (1, 1)
+    assert choose_workers(FakeModel("decoder", 16, cache=1 << 20)) == (1, 8), "a process has 32 GiB of cache"
     monkeypatch.setattr("rlx.free_memory.available", lambda: 1 << 30)
-    assert choose_workers(FakeModel("encoder", 16)) == (3, 1), "what fits into memory"
+    assert choose_workers(FakeModel("encoder", 16)) == (2, 1), "what fits into memory, of which the weights have a part"
+    monkeypatch.setattr("rlx.free_memory.available", lambda: 1 << 20)
+    assert choose_workers(FakeModel("encoder", 16)) == (1, 1)
+
+
+def test_a_small_model_needs_little_memory_per_process(encoder: Path, decoder: Path) -> None:
+    for path in (encoder, decoder):
+        with rlx.load(path) as model:
+            assert INTERPRETER < private_bytes(model) < INTERPRETER + (64 << 20)
+
+
+def test_there_is_a_process_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SimpleNamespace(allocator=SimpleNamespace(is_host=False), device_count=lambda: 2)
+    monkeypatch.setattr("rlx.batch.sizing.device_named", lambda name: SimpleNamespace(backend=backend))
+    assert choose_workers(FakeModel("encoder", 16), device="cuda") == (2, 1)
+    assert choose_workers(FakeModel("encoder", 16), device="cuda:1") == (1, 1)
+
+    class FakeWorker:
+        def __init__(self, task: Score, threads: int) -> None:
+            self.device, self.is_alive, self.process = task.load["device"], True, self
+
+        def poll(self) -> int | None:
+            return None if self.is_alive else -9
+
+    monkeypatch.setattr("rlx.batch.local.LocalWorker", FakeWorker)
+    runner = Local(2, 1, devices_of("cuda"))
+    task = Score("model", {"device": "cuda"})
+    start: Any = runner.start
+    workers = [start(task), start(task)]
+    assert [worker.device for worker in workers] == ["cuda:0", "cuda:1"]
+    workers[1].is_alive = False
+    assert start(task).device == "cuda:1", "the one whose worker died"

@@ -109,6 +109,36 @@ def test_a_ray_that_cannot_read_the_mode_again_is_explained(monkeypatch: pytest.
     assert "before `import ray`" in (caught.value.hint or "")
 
 
+def test_a_machine_without_a_cluster_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(RequestError, match="no Ray cluster answers at this machine") as caught:
+        rlx.ray.connect("auto")
+    assert "--ray local" in (caught.value.hint or "")
+    with pytest.raises(RequestError, match=r"no Ray cluster answers at 10\.0\.0\.1:6379"):
+        rlx.ray.connect("10.0.0.1:6379")
+
+
+def test_the_example_embeds_a_file_on_a_cluster_with_a_token(encoder: Path, tmp_path: Path) -> None:
+    write_texts(tmp_path / "a.txt", TEXTS)
+    expected = rlx.batch.embed(tmp_path / "a.txt", tmp_path / "expected", encoder, runner=Inline())
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    example = Path(__file__).parents[2] / "examples" / "ray_embed.py"
+    command = [example, tmp_path / "a.txt", "-o", tmp_path / "out", "--model", encoder, "--workers", "2"]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=environment | {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4},
+        capture_output=True, text=True, timeout=LONGEST_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    dim = expected.vectors().shape[1]
+    assert done.stdout.splitlines()[-1] == f"{TEXTS} vectors of {dim} numbers in {tmp_path / 'out'}"
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
 # -- jobs ------------------------------------------------------------------------------------------------------------
 def test_jobs_on_ray_have_the_bytes_of_local_ones(ray: Any, cluster: Any, encoder: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.txt", TEXTS)

@@ -88,7 +88,36 @@ def test_openais_embedding_lines_have_answers_in_its_form(encoder: Path, tmp_pat
     assert first["custom_id"] == "a" and first["error"] is None and first["response"]["status_code"] == 200
     assert np.array(decoded).tobytes() == vectors[:2].tobytes() and body["usage"]["prompt_tokens"] == 7
     assert np.array(second["response"]["body"]["data"][0]["embedding"], np.float32).tobytes() == vectors[2].tobytes()
-    assert [error["id"] for error in results.errors()] == ["c", "d", "e"]
+    errors = list(results.errors())
+    assert [error["custom_id"] for error in errors] == ["c", "d", "e"]
+    assert errors[1]["response"] is None and errors[1]["id"].startswith("batch_req_") and errors[1]["line"] == 4
+    assert errors[1]["error"]["message"] == f"dimensions: 3 is asked for, vectors have {vectors.shape[1]}"
+    assert errors[1]["error"]["code"] == "invalid_request"
+
+
+def test_equal_lines_of_two_files_have_ids_of_their_own(encoder: Path, decoder: Path, tmp_path: Path) -> None:
+    def ids_of(call: Any, model: Path, line: dict[str, Any]) -> list[str]:
+        bad = {"custom_id": "bad", "body": 1}
+        paths = [write_lines(tmp_path / f"{name}.jsonl", [line, bad]) for name in "ab"]
+        out = tmp_path / f"out-{call.__name__}"
+        results = call(paths, out, model, runner=Inline(), **({"format": "jsonl"} if call is rlx.batch.embed else {}))
+        errors = list(results.errors())
+        assert [error["custom_id"] for error in errors] == ["bad", "bad"]
+        bodies = [row["response"]["body"].get("id", row["id"]) for row in results]
+        return [*(row["id"] for row in results), *(error["id"] for error in errors), *bodies]
+
+    embedded = ids_of(rlx.batch.embed, encoder, openai_line("a", "/v1/embeddings", input="gus"))
+    assert len(set(embedded)) == 4
+    line = openai_line("a", "/v1/completions", prompt="hello", max_tokens=2)
+    assert len(set(ids_of(rlx.batch.generate, decoder, line))) == 6
+
+
+def test_odd_ids_are_errors_only_if_results_have_ids(encoder: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "gus", "id": 1.5}, {"text": "bal", "id": {}}, {"id": 2.5}])
+    table = rlx.batch.embed(path, tmp_path / "table", encoder, runner=Inline(), index=tmp_path / "index")
+    assert len(table) == 2 and lines_of(table) == [(3, "text: expected a text, there are id")]
+    listed = rlx.batch.embed(path, tmp_path / "lines", encoder, format="jsonl", runner=Inline())
+    assert len(listed) == 0 and [line for line, _ in lines_of(listed)] == [1, 2, 3]
 
 
 # -- generate --------------------------------------------------------------------------------------------------------
@@ -157,7 +186,7 @@ def test_openais_chat_lines_have_answers_in_its_form(decoder: Path, tmp_path: Pa
         sampled = model.chat(hello, max_tokens=4, temperature=1.0, seed=5).text
         assert rows["c"]["choices"][0]["message"]["content"] == sampled
     assert rows["a"]["model"] == "gpt-x" and rows["a"]["usage"]["prompt_tokens"] == len(tokens)
-    errors = {error["id"]: error["error"] for error in results.errors()}
+    errors = {error["custom_id"]: error["error"]["message"] for error in results.errors()}
     assert list(errors) == list("defghi")
     assert "'tools' is not supported" in errors["d"] and "hot" in errors["h"]
 
@@ -186,7 +215,7 @@ def test_settings_of_a_job_are_defaults_of_openais_lines(decoder: Path, tmp_path
         plain = rlx.batch.generate(path, tmp_path / "plain", decoder, max_tokens=3, runner=Inline())
         assert [row["response"]["body"]["usage"]["completion_tokens"] for row in plain] == [3, 4, 3]
     (error,) = results.errors()
-    assert error["id"] == "c" and "/v1/completions continues a text" in error["error"]
+    assert error["custom_id"] == "c" and "/v1/completions continues a text" in error["error"]["message"]
     with pytest.raises(RequestError, match="max_tokens is 'many', expected a number or 'auto'"):
         rlx.batch.generate(path, tmp_path / "many", decoder, max_tokens="many", runner=Inline())
 
@@ -198,8 +227,8 @@ def test_a_bad_seed_is_a_failure_of_its_line(decoder: Path, tmp_path: Path) -> N
     bad = ["abc", "", [], {}, 1.5, True]
     path = write_lines(tmp_path / "a.jsonl", [line(seed) for seed in [*bad, 7, -1, 2**70, None]])
     results = rlx.batch.generate(path, tmp_path / "out", decoder, runner=Inline())
-    assert [error["id"] for error in results.errors()] == [repr(seed) for seed in bad]
-    assert all("seed: expected a whole number, found " in error["error"] for error in results.errors())
+    assert [error["custom_id"] for error in results.errors()] == [repr(seed) for seed in bad]
+    assert all("seed: expected a whole number, found " in error["error"]["message"] for error in results.errors())
     assert [row["custom_id"] for row in results] == ["7", "-1", str(2**70), "None"]
 
 

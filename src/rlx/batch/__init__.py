@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlx.batch.folder import check_folder
 from rlx.batch.job import Job, OnProgress
 from rlx.batch.job import Progress as Progress
 from rlx.batch.results import Results as Results
 from rlx.batch.runner import Runner
-from rlx.batch.sizing import choose_workers, on_host
+from rlx.batch.sizing import choose_workers, devices_of
 from rlx.batch.tasks import Task
 from rlx.errors import RequestError
 
@@ -84,6 +85,7 @@ def run(
     is a folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8; without a
     prompt, texts then get the model's prompt for documents. An index that is there already must be the one of this job.
     """
+    check_folder(Path(out))
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
     if index is not None:
         from rlx.batch.indexing import build_index, check_index
@@ -106,7 +108,8 @@ def plan(
 
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
     job, chosen, fingerprint = prepare(job, workers, threads, "local")
-    return make_plan(job, lambda count: Local(count, chosen.threads), chosen.workers, fingerprint, seconds)
+    devices = devices_of(task.load.get("device"))
+    return make_plan(job, lambda count: Local(count, chosen.threads, devices), chosen.workers, fingerprint, seconds)
 
 
 def prepare(
@@ -135,12 +138,13 @@ def _runner(runner: str | Runner, asked: int | str, workers: int, threads: int, 
     if runner == "local":
         from rlx.batch.local import Local
 
-        return Local(workers, threads)
+        return Local(workers, threads, devices_of(device))
     if runner == "ray":
         from rlx.batch.on_ray import OnRay
 
-        count = OnRay.capacity(threads) if asked == "auto" else workers
-        return OnRay(count, threads, gpus=0 if on_host(device) else 1)
+        gpus = 1 if devices_of(device) else 0
+        count = OnRay.capacity(threads, gpus) if asked == "auto" else workers
+        return OnRay(count, threads, gpus=gpus)
     raise RequestError(f"batch: no runner is called {runner!r}", hint=f"known: {', '.join(RUNNERS)}")
 
 

@@ -43,7 +43,11 @@ class Embed(Task):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.main_field,) if self.format == "npy" else (self.main_field, "id")
+        return (self.main_field, "id") if self.writes_ids else (self.main_field,)
+
+    @property
+    def writes_ids(self) -> bool:
+        return self.format != "npy"
 
     def check(self, model: EmbeddingModel) -> None:
         if self.format not in FORMATS:
@@ -125,7 +129,7 @@ class Embed(Task):
             if record.url is None:
                 lines.append(json_line(place(shard, record) | {"vector": numbers(own[0])}))
             else:
-                lines.append(json_line(openai_row(record, _body(model, record.members, rows, own))))
+                lines.append(json_line(openai_row(shard, record, _body(model, record.members, rows, own))))
         return b"".join(lines)
 
 

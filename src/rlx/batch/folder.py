@@ -61,6 +61,18 @@ def digest_of(data: bytes) -> str:
     return new_digest(data).hexdigest()
 
 
+def check_folder(path: Path) -> None:
+    """Raise RequestError unless a job can write to a folder: it is one of a job, empty, or not there yet."""
+    top = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
+    if not top.is_dir():
+        raise RequestError(f"batch: {top} is not a folder", hint="results are several files: -o FOLDER")
+    if top is not path or (path / MANIFEST).exists():
+        return
+    others = sorted(e.name for e in os.scandir(path) if e.name != JOURNAL and not e.name.startswith("."))
+    if others:
+        raise RequestError(f"batch: {path} has other files, such as {others[0]!r}", hint="an empty folder")
+
+
 class OutputFolder:
     """The folder of a job that runs. Use it in `with`: it holds a lock."""
 
@@ -71,6 +83,7 @@ class OutputFolder:
         self._journal: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
+        check_folder(self.path)  # before the lock is written
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.path / LOCK, "ab")
         try:
@@ -101,9 +114,6 @@ class OutputFolder:
     def _resume(self) -> None:
         manifest = read_manifest(self.path)
         if manifest is None:
-            others = [entry.name for entry in os.scandir(self.path) if entry.name not in (LOCK, JOURNAL)]
-            if [name for name in others if not name.startswith(".")]:
-                raise RequestError(f"batch: {self.path} has other files, such as {others[0]!r}", hint="an empty folder")
             (self.path / JOURNAL).touch()  # before the manifest: without it the job would count as finished
             self._write_manifest({})
         else:
@@ -162,7 +172,7 @@ class OutputFolder:
         assert self._journal is not None
         part = Part.of(shard, result)
         write_file(self.part_path(shard.number), result.output)
-        failures = [failure.members(shard.source.name) for failure in result.failures]
+        failures = [failure.members(shard.source) for failure in result.failures]
         self._journal.write(json_line(asdict(part) | {"failures": failures}))
         self._journal.flush()
         os.fsync(self._journal.fileno())

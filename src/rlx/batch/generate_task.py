@@ -11,7 +11,7 @@ from dataclasses import field, replace
 from typing import Any, ClassVar
 
 from rlx.batch.inputs import Shard
-from rlx.batch.records import Failure, Record
+from rlx.batch.records import Failure, Record, digest_of_line
 from rlx.batch.tasks import ShardResult, Task, json_line, openai_row, place, prepare
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load_settings import as_int
@@ -88,7 +88,7 @@ class Generate(Task):
                 members |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
                 lines.append(json_line(place(shard, record) | members))
             else:
-                lines.append(json_line(openai_row(record, _body(model, record, request, completion))))
+                lines.append(json_line(openai_row(shard, record, _body(model, shard, record, request, completion))))
         return ShardResult(b"".join(lines), len(lines), tokens, failures)
 
     def complete_texts(self, model: LanguageModel, texts: Listed[str]) -> list[Completion]:
@@ -246,7 +246,9 @@ def complete(
     return completed, failures
 
 
-def _body(model: LanguageModel, record: Record, request: Request, completion: Completion) -> dict[str, Any]:
+def _body(
+    model: LanguageModel, shard: Shard, record: Record, request: Request, completion: Completion
+) -> dict[str, Any]:
     """The answer of OpenAI's API. `created` is 0: results do not depend on when they were computed."""
     usage = completion.usage
     counts = {
@@ -254,7 +256,7 @@ def _body(model: LanguageModel, record: Record, request: Request, completion: Co
         "total_tokens": usage.total_tokens,
     }  # fmt: skip
     is_chat = record.url == "/v1/chat/completions"
-    digest = hashlib.blake2b(f"{record.line} {record.id}".encode(errors="surrogatepass"), digest_size=12).hexdigest()
+    digest = digest_of_line(shard.source, record.line, record.id)
     choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason, "logprobs": None}
     if is_chat:
         choice["message"] = _message(model, request, completion)

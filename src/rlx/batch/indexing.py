@@ -76,7 +76,8 @@ def _rows(job: Job, results: Results, task: Embed) -> Iterator[tuple[Array, list
         if not part["rows"]:
             continue
         table = np.load(file, mmap_mode="r", allow_pickle=False)
-        texts = {record.line: record for record in read_records(shard, task.main_field) if isinstance(record, Record)}
+        records = read_records(shard, task.main_field, check_ids=task.writes_ids)
+        texts = {record.line: record for record in records if isinstance(record, Record)}
         lines = table["line"].tolist()
         ids = [f"{shard.source.name}:{line}" for line in lines]
         yield np.ascontiguousarray(table["vector"]), ids, [texts[line].text(task.main_field) for line in lines]

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -53,13 +55,21 @@ class LocalWorker:
 
 
 class Local:
-    """Runs shards in processes of this machine."""
+    """Runs shards in processes of this machine, spread over `devices` if there are several."""
 
-    def __init__(self, workers: int, threads: int = 1) -> None:
+    def __init__(self, workers: int, threads: int = 1, devices: Sequence[str] = ()) -> None:
         self.workers, self.threads = workers, threads
+        self._running = {name: list[LocalWorker]() for name in devices}
 
     def start(self, task: Task) -> LocalWorker:
-        return LocalWorker(task, self.threads)
+        if len(self._running) < 2:
+            return LocalWorker(task, self.threads)
+        for name, workers in self._running.items():
+            self._running[name] = [worker for worker in workers if worker.process.poll() is None]
+        device = min(self._running, key=lambda name: len(self._running[name]))
+        worker = LocalWorker(replace(task, load={**task.load, "device": device}), self.threads)
+        self._running[device].append(worker)
+        return worker
 
     def wait(self, workers: list[LocalWorker]) -> tuple[LocalWorker, Event]:
         ready = wait([worker.pipe for worker in workers])[0]

@@ -35,23 +35,29 @@ class OnRay:
     """Runs shards on actors with `threads` CPUs and `gpus` GPUs each, on the cluster that `ray.init` found."""
 
     def __init__(self, workers: int, threads: int = 1, *, gpus: float = 0) -> None:
-        self.capacity(threads)
+        self.capacity(threads, gpus)
         self.workers, self.threads, self.gpus = workers, threads, gpus
         self.ray = import_ray()
 
     @staticmethod
-    def capacity(threads: int) -> int:
-        """How many workers with so many threads the cluster holds; raises RequestError if none."""
+    def capacity(threads: int, gpus: float = 0) -> int:
+        """How many workers with so many threads and GPUs the cluster holds; raises RequestError if none."""
         ray = import_ray()
         if not ray.is_initialized():
             raise RequestError(
                 "batch: no Ray cluster is connected", hint="ray.init(address='auto'); rlx batch --ray auto"
             )
-        nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-        if max(nodes, default=0) < threads:
-            most = max(nodes, default=0)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
+        if most < threads:
             raise RequestError(f"batch: a worker has {threads} threads, the largest node of the cluster {most} CPUs")
-        return sum(cpus // threads for cpus in nodes)
+        count = 0
+        for node in nodes:
+            fitting = int(node.get("CPU", 0)) // threads
+            count += min(fitting, int(node.get("GPU", 0) / gpus)) if gpus else fitting
+        if not count:
+            raise RequestError("batch: no node of the cluster has a GPU and CPUs for a worker", hint="--device cpu")
+        return count
 
     def start(self, task: Task) -> RayWorker:
         actor = self.ray.remote(Actor).options(num_cpus=self.threads, num_gpus=self.gpus, max_restarts=0)

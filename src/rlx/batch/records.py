@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlx.batch.inputs import DELIMITERS, FIELD, MAX_RECORD, QUOTED, REFUSED, Shard, csv_rows, scan_quotes
+from rlx.batch.inputs import DELIMITERS, FIELD, MAX_RECORD, QUOTED, REFUSED, Shard, Source, csv_rows, scan_quotes
 from rlx.engine.sampler import short_repr
 from rlx.errors import FormatError, RequestError, shortened
 from rlx.fast_dataclass import dataclass
@@ -18,17 +19,29 @@ MAX_VALUES = 1 << 16  # of JSON per line
 MESSAGE = 500  # characters
 
 
+def digest_of_line(source: Source, line: int, name: str | int | None) -> str:
+    """What ids in OpenAI's form end with. It follows from the place of a line, so that every run gives the same."""
+    text = f"{source.number} {line} {name}"
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+
+
 @dataclass(frozen=True)
 class Failure:
-    """A line that has no result."""
+    """A line that has no result. `in_openai_form`: it is one of OpenAI's batch API, and its error has that form."""
 
     line: int
     message: str
     id: str | int | None = None
+    in_openai_form: bool = False
 
-    def members(self, file: str) -> dict[str, Any]:
+    def members(self, source: Source) -> dict[str, Any]:
+        place = {"file": source.name, "line": self.line}
+        if self.in_openai_form:
+            own = f"batch_req_{digest_of_line(source, self.line, self.id)}"
+            error = {"code": "invalid_request", "message": self.message}
+            return place | {"id": own, "custom_id": self.id, "response": None, "error": error}
         named = {} if self.id is None else {"id": self.id}
-        return {"file": file, "line": self.line, **named, "error": self.message}
+        return place | named | {"error": self.message}
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ class Record:
     url: str | None = None
 
     def failure(self, error: Exception) -> Failure:
-        return Failure(self.line, shortened(str(error), MESSAGE), self.id)
+        return Failure(self.line, shortened(str(error), MESSAGE), self.id, self.url is not None)
 
     def text(self, name: str) -> str:
         """A member that is a text; raises RequestError if it is missing, or no text."""
@@ -52,10 +65,11 @@ class Record:
         return value
 
 
-def read_records(shard: Shard, field: str) -> Iterator[Record | Failure]:
+def read_records(shard: Shard, field: str, *, check_ids: bool = True) -> Iterator[Record | Failure]:
     """The records of a shard; `field` is the member that a plain line of text stands for.
 
-    Blank lines of JSONL files and empty ones of tables are passed over.
+    Blank lines of JSONL files and empty ones of tables are passed over. Without `check_ids`, an id that is neither text
+    nor whole number is ignored instead of a failure: it is for results that have no ids.
     """
     if shard.too_long:
         quoted = shard.source.kind in DELIMITERS
@@ -66,7 +80,7 @@ def read_records(shard: Shard, field: str) -> Iterator[Record | Failure]:
         if not (raw if shard.source.kind in DELIMITERS else raw.strip()) and shard.source.kind != "text":
             continue
         try:
-            yield _record(shard, line, raw, field)
+            yield _record(shard, line, raw, field, check_ids)
         except (RequestError, FormatError, csv.Error) as error:
             yield Failure(line, shortened(str(error), MESSAGE))
         except UnicodeDecodeError as error:
@@ -87,7 +101,7 @@ def _raw_records(shard: Shard) -> Iterator[tuple[int, bytes]]:
             first, parts, state = number + 1, [], FIELD
 
 
-def _record(shard: Shard, line: int, raw: bytes, field: str) -> Record:
+def _record(shard: Shard, line: int, raw: bytes, field: str, check_ids: bool) -> Record | Failure:
     text = raw.decode()
     match shard.source.kind:
         case "text":
@@ -96,7 +110,7 @@ def _record(shard: Shard, line: int, raw: bytes, field: str) -> Record:
             row = next(csv_rows([text], shard.source.kind))
             if len(row) != len(shard.columns):
                 raise RequestError(f"the record has {len(row)} fields, the file {len(shard.columns)} columns")
-            return _identified(line, dict(zip(shard.columns, row, strict=True)))
+            return _identified(line, dict(zip(shard.columns, row, strict=True)), check_ids)
         case _:
             if shard.source.kind == "parquet" and raw.startswith(REFUSED):
                 raise RequestError(text.removeprefix(REFUSED.decode()))
@@ -105,11 +119,23 @@ def _record(shard: Shard, line: int, raw: bytes, field: str) -> Record:
                 return Record(line, {field: value})
             if not isinstance(value, dict):
                 raise RequestError(f"expected an object or a text, found {short_repr(value)}")
-            return _openai(line, value) if "custom_id" in value and "body" in value else _identified(line, value)
+            if "custom_id" not in value or "body" not in value:
+                return _identified(line, value, check_ids)
+            try:
+                return _openai(line, value)
+            except RequestError as error:
+                name = value["custom_id"]
+                known = name if isinstance(name, str) and len(name) <= MAX_ID else None
+                return Failure(line, shortened(str(error), MESSAGE), known, in_openai_form=True)
 
 
-def _identified(line: int, members: Mapping[str, Any]) -> Record:
-    return Record(line, members, _checked_id(members.get("id"), "id"))
+def _identified(line: int, members: Mapping[str, Any], check_ids: bool) -> Record:
+    try:
+        return Record(line, members, _checked_id(members.get("id"), "id"))
+    except RequestError:
+        if check_ids:
+            raise
+        return Record(line, members)
 
 
 def _openai(line: int, members: Mapping[str, Any]) -> Record:

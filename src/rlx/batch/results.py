@@ -50,7 +50,7 @@ class Results:
                     yield from map(json.loads, lines)
 
     def errors(self) -> Iterator[dict[str, Any]]:
-        """Lines without a result: file, line, id and error."""
+        """Lines without a result: file, line, id and error. Those of OpenAI's batch API have its members too."""
         path = self.folder / ERRORS
         if path.exists():
             with open(path, "rb") as lines:

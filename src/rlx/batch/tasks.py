@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from rlx.batch.inputs import Shard
-from rlx.batch.records import Failure, Record, read_records
+from rlx.batch.records import Failure, Record, digest_of_line, read_records
 from rlx.engine.load import load
 from rlx.errors import FormatError, RequestError
 from rlx.fast_dataclass import dataclass
@@ -68,6 +68,11 @@ class Task(ABC):
         """Of the files with results."""
         return ".jsonl"
 
+    @property
+    def writes_ids(self) -> bool:
+        """Whether results have the ids of their records."""
+        return True
+
     def settings(self) -> dict[str, Any]:
         """All settings that results depend on, for the manifest."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "model"}
@@ -105,7 +110,7 @@ class OpenTask:
     def run(self, shard: Shard) -> ShardResult:
         began = time.perf_counter()
         records, failures = list[Record](), list[Failure]()
-        for one in read_records(shard, self.task.main_field):
+        for one in read_records(shard, self.task.main_field, check_ids=self.task.writes_ids):
             if isinstance(one, Record):
                 records.append(one)
             else:
@@ -173,9 +178,9 @@ def place(shard: Shard, record: Record) -> dict[str, Any]:
     return {"file": shard.source.name, "line": record.line, **named}
 
 
-def openai_row(record: Record, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A result in the form of OpenAI's batch API. Its ids follow from the line, so that every run gives the same."""
-    digest = hashlib.blake2b(f"{record.line} {record.id}".encode(errors="surrogatepass"), digest_size=12).hexdigest()
+def openai_row(shard: Shard, record: Record, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A result in the form of OpenAI's batch API."""
+    digest = digest_of_line(shard.source, record.line, record.id)
     response = {"status_code": 200, "request_id": f"req_{digest}", "body": body}
     return {"id": f"batch_req_{digest}", "custom_id": record.id, "response": response, "error": None}
 

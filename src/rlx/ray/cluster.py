@@ -25,7 +25,14 @@ def connect(address: str = "local", **options: Any) -> Any:
     ray = import_ray()
     if address == "local" and was_imported:
         _read_mode_again()
-    ray.init(address=address, **{"log_to_driver": False} | options)
+    try:
+        ray.init(address=address, **{"log_to_driver": False} | options)
+    except ConnectionError as error:  # what Ray says is a page on its own settings
+        where = "this machine" if address == "auto" else address
+        raise RequestError(
+            f"connect: no Ray cluster answers at {where}",
+            hint='"local" (rlx batch --ray local) starts one; ray start --head --port 6379, or its address HOST:6379',
+        ) from error
     return ray
 
 
