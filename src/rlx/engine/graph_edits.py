@@ -183,7 +183,7 @@ def inline_edited(
 
 
 def _flat_shape(type_: TensorType) -> tuple[Any, ...]:
-    """Batch and sequence as one axis of tokens; values of two axes, as after the last-token gather, have one already."""
+    """Batch and sequence as one axis of tokens. Values of two axes, as after the last-token gather, have it already."""
     shape = type_.shape
     return (shape[0] * shape[1], *shape[2:]) if len(shape) > 2 and shape[0] in (sym.BATCH, 1) else shape
 
