@@ -45,7 +45,11 @@ def _case(name: str, n: int, batch: int, wide: bool) -> Case:
 
 
 def operands(case: Case) -> list[Array]:
-    """The same in every process; cholesky and eigh get positive definite matrices."""
+    """The same in every process; cholesky and eigh get positive definite matrices.
+
+    Of a thousand random matrices some are nearly singular: solutions in f32 are then far from those of NumPy, which
+    computes them in f64. So batches of `solve` and `inv` get singular values from 0.5 to 2.
+    """
     n, batch = case.dims["n"], case.dims["batch"]
     kind = np.float64 if case.dims["wide"] else np.float32
     lead = () if batch == 1 else (batch,)
@@ -53,6 +57,9 @@ def operands(case: Case) -> list[Array]:
     matrix = rng.standard_normal((*lead, n, n)) / n**0.5 + np.eye(n)
     if case.subject in ("cholesky", "eigh"):
         matrix = matrix @ np.swapaxes(matrix, -1, -2) + 0.1 * np.eye(n)
+    if batch > 1 and case.subject in ("solve", "inv"):
+        left, _, right = np.linalg.svd(matrix)
+        matrix = left * rng.uniform(0.5, 2, (batch, 1, n)) @ right
     arrays = [matrix, rng.standard_normal((*lead, n, 1))] if case.subject == "solve" else [matrix]
     return [array.astype(kind) for array in arrays]
 
