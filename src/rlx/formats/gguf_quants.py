@@ -127,8 +127,8 @@ class _Bytes:
     def lookup(self, table: Table, index: Array) -> Array:
         return np.array(table.values, np.int32)[index].view(_Numbers)
 
-    def where(self, condition: Array, then: Array, other: Array) -> Array:
-        return np.where(condition, then, other).view(_Numbers)
+    def where(self, condition: Array, then: Callable[[], Array], other: Callable[[], Array]) -> Array:
+        return np.where(condition, then(), other()).view(_Numbers)
 
     def zero(self) -> Array:
         return np.zeros((1, 1, 1), np.int32).view(_Numbers)

@@ -10,12 +10,23 @@ from collections.abc import Callable
 
 from rlx.dtypes import F32
 from rlx.formats import iq_tables
-from rlx.formats.quant_blocks import Decoder, Int, Number, Position, Reader, Table, signed_word
+from rlx.formats.quant_blocks import (
+    Decoder,
+    Int,
+    IntegerForm,
+    IntegerReader,
+    Number,
+    Position,
+    Reader,
+    Table,
+    half,
+    signed_word,
+)
 
 _GRIDS = {name: Table(name, iq_tables.words(name)) for name in iq_tables.GRIDS}
 _SIGNS = Table("signs", iq_tables.SIGNS)
 _IQ4 = Table("iq4", iq_tables.IQ4)
-_FP4 = Table("fp4", iq_tables.FP4)
+FP4 = Table("fp4", iq_tables.FP4)
 _POWERS = Table("powers_of_3", (1, 3, 9, 27, 81))
 
 Make = Callable[[], Number]  # a lazy read, evaluated once by `Reader.keep`
@@ -30,11 +41,11 @@ def _little_endian(b: Reader, byte: Int, count: int) -> Number:
     return value
 
 
-def _nibble(b: Reader, byte: Int, which: Int) -> Number:
+def _nibble(b: IntegerReader, byte: Int, which: Int) -> Number:
     return b.bits(byte, which << 2, 4)
 
 
-def _pairs(b: Reader, base: int, which: Int) -> Number:
+def _pairs(b: IntegerReader, base: int, which: Int) -> Number:
     """Consecutive nibbles: the low and high half of one byte, then of the next."""
     return _nibble(b, (which >> 1) + base, which & 1)
 
@@ -169,22 +180,15 @@ def _iq1_m(b: Reader, i: Position) -> Number:
 
 
 # -- codes of single numbers ------------------------------------------------------------------------------------------
-def _iq4_nl(b: Reader, i: Position) -> Number:
-    return b.lookup(_IQ4, _nibble(b, (i & 15) + 2, i >> 4)).cast(F32) * b.half(0)
+def _iq4_xs(b: IntegerReader, i: Position) -> Number:
+    return b.lookup(_IQ4, _nibble(b, ((i >> 5) << 4) + (i & 15) + 8, i >> 4 & 1))
 
 
-def _iq4_xs(b: Reader, i: Position) -> Number:
-    part = i >> 5
-
-    def scale() -> Number:
-        high = b.bits((part >> 2) + 2, (part & 3) << 1, 2)
-        return b.half(0) * ((_pairs(b, 4, part) | high << 4) - 32).cast(F32)
-
-    code = _nibble(b, (part << 4) + (i & 15) + 8, i >> 4 & 1)
-    return b.lookup(_IQ4, code).cast(F32) * _scale(b, part, scale)
+def _iq4_xs_scale(b: IntegerReader, part: Int) -> Number:
+    return (_pairs(b, 4, part) | b.bits((part >> 2) + 2, (part & 3) << 1, 2) << 4) - 32
 
 
-def power_scale(b: Reader) -> Number:
+def _power_scale(b: Reader) -> Number:
     """2 ** (e - 128), where e is the first byte of a block; e < 2 gives subnormals."""
 
     def scale() -> Number:
@@ -192,10 +196,6 @@ def power_scale(b: Reader) -> Number:
         return (e < 2).select(0x200000 << e, e - 1 << 23).bits()
 
     return b.keep("scale", scale)
-
-
-def _mxfp4(b: Reader, i: Position) -> Number:
-    return b.lookup(_FP4, _nibble(b, (i & 15) + 1, i >> 4)).cast(F32) * power_scale(b)
 
 
 def _nvfp4(b: Reader, i: Position) -> Number:
@@ -207,7 +207,7 @@ def _nvfp4(b: Reader, i: Position) -> Number:
         return byte.eq(127).select(0.0, ((byte & 127) << 20).bits() * 2.0**119)
 
     code = _nibble(b, (part << 3) + (i & 7) + 4, i >> 3 & 1)
-    return b.lookup(_FP4, code).cast(F32) * _scale(b, part, scale)
+    return b.lookup(FP4, code).cast(F32) * _scale(b, part, scale)
 
 
 _E4M3_BITS = signed_word(0x87F00000)  # sign, exponent and mantissa bits of an E4M3 float within an f32
@@ -222,23 +222,7 @@ def _f8e4m3(b: Reader, i: Position) -> Number:
 
 
 # -- few bits ---------------------------------------------------------------------------------------------------------
-def _q8_1(b: Reader, i: Position) -> Number:
-    return b.signed((i & 31) + 4).cast(F32) * b.half(0)
-
-
-def _q1_0(b: Reader, i: Position) -> Number:
-    return ((b.bits((i >> 3) + 2, i & 7, 1) << 1) - 1).cast(F32) * b.half(0)
-
-
-def _q2_0(b: Reader, i: Position) -> Number:
-    return (b.bits((i >> 2) + 2, (i & 3) << 1, 2) - 1).cast(F32) * b.half(0)
-
-
-def _tq2_0(b: Reader, i: Position) -> Number:
-    return (b.bits(((i >> 7) << 5) + (i & 31), (i >> 5 & 3) << 1, 2) - 1).cast(F32) * b.half(32)
-
-
-def _tq1_0(b: Reader, i: Position) -> Number:
+def _tq1_0(b: IntegerReader, i: Position) -> Number:
     """Five digits per byte: 32 bytes up to position 160, 16 up to 240; then four digits in each of 4 bytes."""
     part = i >> 4
     later, last = part + 6 >> 4, part + 1 >> 4  # 1 from 160 on, 1 from 240 on
@@ -247,11 +231,19 @@ def _tq1_0(b: Reader, i: Position) -> Number:
     byte = first + (i & 15) - ((i & 12) & 0 - last)
     power = b.lookup(_POWERS, digit + ((i >> 2 & 3) & 0 - last))
     fraction = b.bits(byte, 0, 8) * power & 255
-    return ((fraction * 3 >> 8) - 1).cast(F32) * b.half(26)
+    return (fraction * 3 >> 8) - 1
 
 
 DECODERS: dict[str, Decoder] = {
-    "q8_1": _q8_1, "q1_0": _q1_0, "q2_0": _q2_0, "tq1_0": _tq1_0, "tq2_0": _tq2_0, "iq1_s": _iq1_s, "iq1_m": _iq1_m,
-    "iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s, "iq3_xxs": _iq3_xxs, "iq3_s": _iq3_s, "iq4_nl": _iq4_nl,
-    "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, "nvfp4": _nvfp4, "f8e4m3_128": _f8e4m3, "f8e4m3_32": _f8e4m3,
+    "q8_1": IntegerForm(lambda b, i: b.signed((i & 31) + 4)),
+    "q1_0": IntegerForm(lambda b, i: (b.bits((i >> 3) + 2, i & 7, 1) << 1) - 1),
+    "q2_0": IntegerForm(lambda b, i: b.bits((i >> 2) + 2, (i & 3) << 1, 2) - 1),
+    "tq1_0": IntegerForm(_tq1_0, half(26)),
+    "tq2_0": IntegerForm(lambda b, i: b.bits(((i >> 7) << 5) + (i & 31), (i >> 5 & 3) << 1, 2) - 1, half(32)),
+    "iq1_s": _iq1_s, "iq1_m": _iq1_m, "iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s, "iq3_xxs": _iq3_xxs,
+    "iq3_s": _iq3_s,
+    "iq4_nl": IntegerForm(lambda b, i: b.lookup(_IQ4, _nibble(b, (i & 15) + 2, i >> 4))),
+    "iq4_xs": IntegerForm(_iq4_xs, run=32, scale=_iq4_xs_scale),
+    "mxfp4": IntegerForm(lambda b, i: b.lookup(FP4, _nibble(b, (i & 15) + 1, i >> 4)), _power_scale),
+    "nvfp4": _nvfp4, "f8e4m3_128": _f8e4m3, "f8e4m3_32": _f8e4m3,
 }  # fmt: skip

@@ -2,8 +2,8 @@
 
 Each decoder is written once against a `Reader`, which is backed by NumPy arrays (`formats/gguf_quants.py`) or kernel
 expressions (`lir/forms/quant_blocks.py`) in any memory layout. A `Position` is a constant (unrolled kernels, where
-offsets and shifts fold), a run-time value, or both. Results are bit-identical to ggml: widen, then multiply and add in
-its order.
+offsets and shifts fold), a run-time value, or both. Most types are an `IntegerForm`, whose parts integer kernels read
+one by one. Results are bit-identical to ggml: widen, then multiply and add in its order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,23 @@ class Table:
     values: tuple[int, ...] = field(repr=False, compare=False)
 
 
-class Reader(Protocol):
+class IntegerReader(Protocol):
+    """Access to the integers of a block, as i32."""
+
+    def bits(self, byte: Int, first: Int, width: int) -> Number:
+        """`width` bits of a byte, starting at bit `first`."""
+
+    def signed(self, byte: Int) -> Number:
+        """A byte as a signed integer."""
+
+    def lookup(self, table: Table, index: Int) -> Number:
+        """An entry of a table."""
+
+    def where(self, condition: Int, then: Callable[[], Number], other: Callable[[], Number]) -> Number:
+        """`then` if the condition is non-zero, else `other`; if it is a constant, only one of them is read."""
+
+
+class Reader(IntegerReader, Protocol):
     """Access to the bytes of a block. Integers are i32, floats f32."""
 
     def half(self, unit: int) -> Number:
@@ -65,23 +81,11 @@ class Reader(Protocol):
     def single(self, unit: int) -> Number:
         """The f32 in two consecutive 16-bit units, low one first."""
 
-    def bits(self, byte: Int, first: Int, width: int) -> Number:
-        """`width` bits of a byte, starting at bit `first`."""
-
-    def signed(self, byte: Int) -> Number:
-        """A byte as a signed integer."""
-
     def byte(self, index: int) -> Number:
         """A byte, for types stored in byte units."""
 
     def top_byte(self, byte: Int, shift: int) -> Number:
         """A byte in the top bits of an i32, shifted right arithmetically by `shift`."""
-
-    def lookup(self, table: Table, index: Int) -> Number:
-        """An entry of a table."""
-
-    def where(self, condition: Int, then: Number, other: Number) -> Number:
-        """`then` if the condition is non-zero, else `other`."""
 
     def zero(self) -> Number:
         """The integer 0."""
@@ -97,115 +101,131 @@ class Reader(Protocol):
 
 
 Decoder = Callable[[Reader, Position], Number]
+CodeDecoder = Callable[[IntegerReader, Position], Number]
+RunDecoder = Callable[[IntegerReader, Int], Number]
+BlockDecoder = Callable[[Reader], Number]
 
 
-def _nibble(b: Reader, base: int, i: Position) -> Number:
+def half(unit: int) -> BlockDecoder:
+    """Read the f16 at a 16-bit unit."""
+    return lambda b: b.half(unit)
+
+
+@dataclass(frozen=True)
+class IntegerForm:
+    """A type whose values are `unit · code + other` or `(unit · scale) · code - other · minimum`.
+
+    Codes, scales and minima are integers; `unit` and `other` are floats of a block.
+    """
+
+    code: CodeDecoder
+    unit: BlockDecoder = half(0)
+    other: BlockDecoder | None = None
+    run: int = 0  # positions that share a scale and a minimum; 0 in types without scales
+    scale: RunDecoder | None = None
+    minimum: RunDecoder | None = None
+
+    def __call__(self, b: Reader, i: Position) -> Number:
+        """Decode the value at a position."""
+        if self.scale is None:
+            value = self.code(b, i).cast(F32) * self.unit(b)
+            return value if self.other is None else value + self.other(b)
+        run = i >> self.run.bit_length() - 1
+        scale = _product(b, ("scale", run), self.unit, self.scale, run)
+        if self.other is None or self.minimum is None:
+            return self.code(b, i).cast(F32) * scale
+        minimum = _product(b, ("min", run), self.other, self.minimum, run)
+        return self.code(b, i).cast(F32) * scale - minimum
+
+
+def _product(b: Reader, key: object, unit: BlockDecoder, integer: RunDecoder, run: Int) -> Number:
+    return b.keep(key, lambda: unit(b) * integer(b, run).cast(F32))
+
+
+def _nibble(b: IntegerReader, base: int, i: Position) -> Number:
     return b.bits((i & 15) + base, (i >> 4) << 2, 4)
 
 
-def _fifth(b: Reader, base: int, i: Position) -> Number:
-    return b.bits((i >> 3) + base, i & 7, 1) << 4
+def _five_bits(b: IntegerReader, base: int, i: Position) -> Number:
+    """A nibble and a fifth bit: 32 of those come first, in order."""
+    return _nibble(b, base + 4, i) | b.bits((i >> 3) + base, i & 7, 1) << 4
 
 
-def _q4_0(b: Reader, i: Position) -> Number:
-    return (_nibble(b, 2, i) - 8).cast(F32) * b.half(0)
-
-
-def _q4_1(b: Reader, i: Position) -> Number:
-    return _nibble(b, 4, i).cast(F32) * b.half(0) + b.half(1)
-
-
-def _q5_0(b: Reader, i: Position) -> Number:
-    return ((_nibble(b, 6, i) | _fifth(b, 2, i)) - 16).cast(F32) * b.half(0)
-
-
-def _q5_1(b: Reader, i: Position) -> Number:
-    return (_nibble(b, 8, i) | _fifth(b, 4, i)).cast(F32) * b.half(0) + b.half(1)
-
-
-def _q8_0(b: Reader, i: Position) -> Number:
-    return b.signed((i & 31) + 2).cast(F32) * b.half(0)
-
-
-def _pair(b: Reader, base: int, i: Position) -> Number:
+def _pair(b: IntegerReader, base: int, i: Position) -> Number:
     """A 2-bit code: 128 positions share 32 bytes, as four bit planes."""
     return b.bits(((i >> 7) << 5) + (i & 31) + base, (i >> 5 & 3) << 1, 2)
 
 
-def _q2_k(b: Reader, i: Position) -> Number:
-    s = i >> 4
-    scale = b.keep(("scale", s), lambda: b.half(40) * b.bits(s, 0, 4).cast(F32))
-    minimum = b.keep(("min", s), lambda: b.half(41) * b.bits(s, 4, 4).cast(F32))
-    return _pair(b, 16, i).cast(F32) * scale - minimum
+def _q3_k(b: IntegerReader, i: Position) -> Number:
+    return (_pair(b, 32, i) | b.bits(i & 31, i >> 5, 1) << 2) - 4
 
 
-def _q3_k(b: Reader, i: Position) -> Number:
-    s = i >> 4
-
-    def scale() -> Number:
-        low, high = b.bits((s & 7) + 96, (s >> 3) << 2, 4), b.bits((s & 3) + 104, (s >> 2) << 1, 2)
-        return b.half(54) * ((low | high << 4) - 32).cast(F32)
-
-    high = b.bits(i & 31, i >> 5, 1) << 2
-    return ((_pair(b, 32, i) | high) - 4).cast(F32) * b.keep(("scale", s), scale)
+def _q3_k_scale(b: IntegerReader, s: Int) -> Number:
+    return (b.bits((s & 7) + 96, (s >> 3) << 2, 4) | b.bits((s & 3) + 104, (s >> 2) << 1, 2) << 4) - 32
 
 
-def _k_scales(b: Reader, i: Position) -> tuple[Number, Number]:
-    """A 6-bit scale and minimum: the first four in the low bits of bytes 4-7 and 8-11, the rest in bytes 12-15 plus
-    the top bits of those."""
-    j = i >> 5
-    late, at = j >> 2, j & 3
-
-    def scale() -> Number:
-        split = b.bits(at + 12, 0, 4) | b.bits(at + 4, 6, 2) << 4
-        return b.half(0) * b.where(late, split, b.bits(at + 4, 0, 6)).cast(F32)
-
-    def minimum() -> Number:
-        split = b.bits(at + 12, 4, 4) | b.bits(at + 8, 6, 2) << 4
-        return b.half(1) * b.where(late, split, b.bits(at + 8, 0, 6)).cast(F32)
-
-    return b.keep(("scale", j), scale), b.keep(("min", j), minimum)
-
-
-def _k_nibble(b: Reader, base: int, i: Position) -> Number:
+def _k_nibble(b: IntegerReader, base: int, i: Position) -> Number:
     """A 4-bit code: 64 positions share 32 bytes, low nibbles first."""
     return b.bits(((i >> 6) << 5) + (i & 31) + base, (i >> 5 & 1) << 2, 4)
 
 
-def _q4_k(b: Reader, i: Position) -> Number:
-    scale, minimum = _k_scales(b, i)
-    return _k_nibble(b, 16, i).cast(F32) * scale - minimum
+def _six_bits(b: IntegerReader, first: int, shift: int, j: Int) -> Number:
+    """A 6-bit scale or minimum: four are in the low bits of bytes from `first` on, the rest in nibbles of bytes 12-15
+    plus the top bits of those."""
+    at = j & 3
+    return b.where(
+        j >> 2,
+        lambda: b.bits(at + 12, shift, 4) | b.bits(at + first, 6, 2) << 4,
+        lambda: b.bits(at + first, 0, 6),
+    )
 
 
-def _q5_k(b: Reader, i: Position) -> Number:
-    scale, minimum = _k_scales(b, i)
-    q = _k_nibble(b, 48, i) | b.bits((i & 31) + 16, i >> 5, 1) << 4
-    return q.cast(F32) * scale - minimum
+def _q5_k(b: IntegerReader, i: Position) -> Number:
+    return _k_nibble(b, 48, i) | b.bits((i & 31) + 16, i >> 5, 1) << 4
 
 
-def _q6_k(b: Reader, i: Position) -> Number:
-    s = i >> 4
-    scale = b.keep(("scale", s), lambda: b.half(104) * b.signed(s + 192).cast(F32))
+def _q6_k(b: IntegerReader, i: Position) -> Number:
     low = b.bits(((i >> 7) << 6) + (i & 63), (i >> 6 & 1) << 2, 4)
-    return ((low | _pair(b, 128, i) << 4) - 32).cast(F32) * scale
+    return (low | _pair(b, 128, i) << 4) - 32
 
 
-def _q8_k(b: Reader, i: Position) -> Number:
-    return b.signed((i & 255) + 4).cast(F32) * b.single(0)
+def _k_form(code: CodeDecoder) -> IntegerForm:
+    """q4_k or q5_k."""
+    return IntegerForm(
+        code, other=half(1), run=32,
+        scale=lambda b, j: _six_bits(b, 4, 0, j), minimum=lambda b, j: _six_bits(b, 8, 4, j),
+    )  # fmt: skip
 
 
 DECODERS: dict[str, Decoder] = {
-    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q2_k": _q2_k, "q3_k": _q3_k,
-    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "q8_k": _q8_k,
+    "q4_0": IntegerForm(lambda b, i: _nibble(b, 2, i) - 8),
+    "q4_1": IntegerForm(lambda b, i: _nibble(b, 4, i), other=half(1)),
+    "q5_0": IntegerForm(lambda b, i: _five_bits(b, 2, i) - 16),
+    "q5_1": IntegerForm(lambda b, i: _five_bits(b, 4, i), other=half(1)),
+    "q8_0": IntegerForm(lambda b, i: b.signed((i & 31) + 2)),
+    "q2_k": IntegerForm(
+        lambda b, i: _pair(b, 16, i), half(40), half(41), run=16,
+        scale=lambda b, s: b.bits(s, 0, 4), minimum=lambda b, s: b.bits(s, 4, 4),
+    ),
+    "q3_k": IntegerForm(_q3_k, half(54), run=16, scale=_q3_k_scale),
+    "q4_k": _k_form(lambda b, i: _k_nibble(b, 16, i)),
+    "q5_k": _k_form(_q5_k),
+    "q6_k": IntegerForm(_q6_k, half(104), run=16, scale=lambda b, s: b.signed(s + 192)),
+    "q8_k": IntegerForm(lambda b, i: b.signed((i & 255) + 4), lambda b: b.single(0)),
 }  # fmt: skip
 
 
-def decode(storage: DType, block: Reader, position: Position) -> Number:
-    """Decode the value at a position."""
+def decoder(storage: DType) -> Decoder:
+    """The decoder of a type."""
     if storage.name not in DECODERS:  # needs tables, or unknown
         from rlx.formats.iq_blocks import DECODERS as WITH_TABLES  # imports this module
 
         DECODERS.update(WITH_TABLES)
     if storage.name not in DECODERS:
         raise FormatError(f"blocks of {storage}: no decoder is known", hint="known: " + ", ".join(DECODERS))
-    return DECODERS[storage.name](block, position)
+    return DECODERS[storage.name]
+
+
+def decode(storage: DType, block: Reader, position: Position) -> Number:
+    """Decode the value at a position."""
+    return decoder(storage)(block, position)

@@ -138,11 +138,11 @@ class Block:
         """An entry of a table, which is embedded in the code."""
         return known(table.values[index], I32) if isinstance(index, int) else Lookup(_code_table(table), index)
 
-    def where(self, condition: Int, then: Expr, other: Expr) -> Expr:
+    def where(self, condition: Int, then: Callable[[], Expr], other: Callable[[], Expr]) -> Expr:
         """`then` where the condition is not 0."""
         if isinstance(condition, int):
-            return then if condition else other
-        return condition.ne(0).select(then, other)
+            return then() if condition else other()
+        return condition.ne(0).select(then(), other())
 
     def zero(self) -> Expr:
         """The integer 0."""

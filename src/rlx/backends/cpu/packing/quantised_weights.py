@@ -157,6 +157,19 @@ def word_runs(storage: DType, integer: bool) -> list[WordRun]:
     return [WordRun((storage.size - storage.unit * len(separate_fields(storage))) // 4, (Bits(0),))]
 
 
+def panel_bits(storage: DType, wanted: Bits) -> list[Bits]:
+    """Where panels of integer kernels store some bits of a block's words: the inverse of `word_runs`."""
+    places, at = [], 0
+    for run in word_runs(storage, integer=True):
+        for bits in run.bits:
+            common = wanted.back(wanted.mask) & bits.back(bits.mask)
+            index = wanted.word - bits.word
+            if common and 0 <= index < run.count:
+                places.append(Bits(at + index, wanted.right - bits.right, wanted.moved(common)))
+        at += run.count
+    return places
+
+
 def _word_units(storage: DType) -> list[int]:
     """The units of a block that belong to words."""
     apart = separate_fields(storage)
