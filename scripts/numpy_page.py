@@ -96,8 +96,9 @@ def page() -> str:
         group = {name: f for name, f in functions.items() if GROUPS[_module(f)] == title}
         parts.append(f"## {title}\n{_table('', group)}")
     parts.append(
-        f"## Linear algebra\n`rlx.numpy.linalg`, which is `numpy.linalg`. Leading axes are a batch; matrices of up to"
-        f" {_small()} rows in large batches\nare factored one per vector lane, larger ones by blocks.\n\n"
+        f"## Linear algebra\n`rlx.numpy.linalg`, which is `numpy.linalg`, and `solve_triangular` as SciPy has it."
+        f" Leading axes are a batch; matrices of up\nto {_small()} rows in large batches are factored one per vector"
+        " lane, larger ones by blocks.\n\n"
         f"{_table('linalg.', {n: f for n, f in vars(rlx.numpy.linalg).items() if inspect.isfunction(f)})}"
     )
     parts.append(f"## Methods of ufuncs\n{_methods()}")

@@ -23,7 +23,7 @@ _HERE = {
     "top_k": "rlx.topk",
     "select": "rlx.where",
     "jnp": "rlx.numpy, or plain numpy: its functions work on traced arrays",
-    "scipy": "rlx.numpy.linalg has solve, cholesky, eigh and more; rlx.logsumexp and rlx.erf are in rlx itself",
+    "scipy": "rlx.numpy.linalg has solve_triangular, cholesky and more; rlx.logsumexp and rlx.erf are in rlx itself",
     "config": "there are no global switches: f64 is always enabled, rlx.debug.nans() finds NaN",
     "devices": 'rlx env lists what this machine has; device="cuda" is an argument of rlx.jit, compile and load',
     "local_devices": "rlx env lists what this machine has; device= is an argument of rlx.jit, compile and load",

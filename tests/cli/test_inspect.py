@@ -12,6 +12,7 @@ import small_bert
 import rlx
 from rlx.cli.inspect import load, matches, phase_sizes
 from rlx.cli.main import main
+from rlx.flow import LayerStack
 
 MLP = Path(__file__).parents[2] / "examples" / "mlp.rlx"
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
@@ -67,6 +68,19 @@ def test_what_was_fused_and_the_bind_program(capsys: pytest.CaptureFixture[str])
     assert 0 < out.index("matmul epilogue: fused_matmul + add + gelu") < out.index("pack_panels")  # fusions come first
     out = inspect(capsys, MLP, "--fusion")
     assert 0 < out.index("matmul epilogue: fused_matmul + add + gelu") < out.index("graph @")
+
+
+def test_fusions_of_one_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def layer(i: int) -> LayerStack:
+        return LayerStack().linear(f"{i}.w").custom(lambda emit, value: value.gelu() + 1.0)
+
+    flow = rlx.ModelFlow("f").input("x", ("batch", 8)).repeat_layers(2, layer)
+    built = flow.build(flow.init(rlx.random.key(0), shapes={f"{i}.w": (8, 8) for i in range(2)}))
+    path = built.compile().export(tmp_path / "f.rlxp")
+    both = inspect(capsys, path, "--fusion")
+    one = inspect(capsys, path, "--fusion", "--stage", "layers.1")
+    assert "fused 4" in both and "fused 2" in one  # a region and an epilogue per layer
+    assert "(layers.0" in both and "layers.0" not in one.partition("graph @")[0]
 
 
 def test_a_binding_gives_launches_their_work(capsys: pytest.CaptureFixture[str]) -> None:

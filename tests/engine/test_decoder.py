@@ -19,6 +19,7 @@ from rlx.engine.decoder import Decoder, Pick
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load import load
 from rlx.engine.logprobs import Logprob
+from rlx.errors import RequestError
 from rlx.sampling import token_bits
 
 from .conftest import language_model
@@ -134,6 +135,34 @@ def test_seeds_give_the_tokens_they_always_gave(tiny: LanguageModel) -> None:
     batch = tiny.generate([prompt, prompt[:7], prompt[3:]], max_tokens=6, seed=7, temperature=1.3, top_p=0.9)
     rows = [[61, 57, 29, 32, 16, 62], [56, 55, 11, 16, 52, 45], [33, 57, 29, 28, 25, 38]]
     assert [c.tokens for c in batch] == rows
+
+
+def test_each_prompt_of_a_batch_may_have_settings_of_its_own(tiny: LanguageModel) -> None:
+    prompts = [random_tokens(n, seed=n) for n in (20, 7, 13)]
+    own: dict[str, list[Any]] = {
+        "max_tokens": [5, 9, 7], "temperature": [0, 0.8, 1.3], "top_k": [0, 5, 30], "top_p": [1, 0.9, 0.7],
+        "min_p": [0, 0.05, 0], "repetition_penalty": [1, 1.2, 1], "frequency_penalty": [0, 0, 0.7],
+        "presence_penalty": [0.4, 0, 0], "seed": [1, 2, 3], "logprobs": [0, 2, 1],
+    }  # fmt: skip
+    together = tiny.generate(prompts, **own)
+    for i, prompt in enumerate(prompts):
+        alone = tiny.generate(prompt, **{name: values[i] for name, values in own.items()})
+        assert (together[i].tokens, together[i].logprobs) == (alone.tokens, alone.logprobs)
+        assert together[i].seed == i + 1 and len(together[i].tokens) == own["max_tokens"][i]
+    mixed = tiny.generate(prompts, max_tokens=4, temperature=1.0, seed=(1, 2, 3))  # with settings for all
+    alone = [tiny.generate(p, max_tokens=4, temperature=1.0, seed=i + 1) for i, p in enumerate(prompts)]
+    assert [c.tokens for c in mixed] == [c.tokens for c in alone]
+    assert tiny.generate([], seed=[]) == []
+
+
+def test_lists_of_settings_are_as_long_as_the_prompts(tiny: LanguageModel) -> None:
+    with pytest.raises(RequestError, match="generate: seed has 3 values for 2 prompts"):
+        tiny.generate([[1], [2]], seed=[1, 2, 3])
+    with pytest.raises(RequestError, match="generate: max_tokens has 2 values for one prompt") as caught:
+        tiny.generate([1, 2], max_tokens=[5, 6])  # type: ignore[call-overload]
+    assert "generate([prompt, prompt], max_tokens=[...])" in (caught.value.hint or "")
+    with pytest.raises(RequestError, match="temperature is -1, expected a number"):
+        tiny.generate([[1], [2]], temperature=[0, -1])
 
 
 def test_the_host_does_not_touch_logits_that_nobody_asks_for(

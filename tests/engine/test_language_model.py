@@ -91,6 +91,17 @@ def test_the_first_of_several_stop_strings_counts(stories: LanguageModel, told: 
     assert stories.generate([1], stop=["little girl", "a little"]).text == told[: told.index("a little")]
 
 
+def test_prompts_of_a_batch_have_stop_strings_of_their_own(stories: LanguageModel, told: str) -> None:
+    stop = [["Lily"], ["a little"], []]
+    texts = [c.text for c in stories.generate([[1]] * 3, max_tokens=30, stop=stop)]
+    assert texts == [stories.generate([1], max_tokens=30, stop=s).text for s in stop]
+    assert len(set(texts)) == 3
+    both = stories.generate([[1]] * 2, max_tokens=30, stop=["Lily", "a little"])  # texts: for all prompts
+    assert [c.text for c in both] == texts[1:2] * 2
+    with pytest.raises(RequestError, match="generate: stop has 1 value for 2 prompts"):
+        stories.generate([[1]] * 2, stop=[["Lily"]])
+
+
 def test_a_stop_string_is_found_across_tokens_and_never_shown(stories: LanguageModel, told: str) -> None:
     stop = told[60:75]  # begins and ends inside words
     pieces = list(stories.stream([1], stop=stop))

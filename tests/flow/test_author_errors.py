@@ -82,6 +82,7 @@ def test_inputs_of_stages_are_positional_too() -> None:
     params, tokens = MASKED.init(KEY), np.array([[1, 2, 3]], np.int32)
     f, mask = MASKED.as_function(params), np.array([[1, 1, 0]], f32)
     np.testing.assert_array_equal(f(tokens, mask), f(tokens, attention_mask=mask))
+    assert f"{f.__name__}(tokens) at" in repr(f)
 
 
 def test_methods_take_the_settings_of_their_stages() -> None:

@@ -37,6 +37,7 @@ def refusal(kind: type[Exception], f: Callable[[], object]) -> str:
         lambda x: x.mean(1), lambda x: x.sum(1, keepdims=True), lambda x: x.transpose(0, 2, 1),
         lambda x: x.transpose((2, 0, 1)), lambda x: x.swapaxes(1, 2), lambda x: x.T, lambda x: x.flatten(),
         lambda x: x.std(-1), lambda x: x.argmax(1), lambda x: x.reshape(x.ndim, -1),
+        lambda x: x[:, :, None], lambda x: x[..., None], lambda x: x[None, 0, ..., None, 1:],
     ],
 )  # fmt: skip
 def test_values_of_a_stage_have_the_methods_of_arrays(f: Callable[[Any], Any]) -> None:

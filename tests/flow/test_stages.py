@@ -528,6 +528,32 @@ def test_an_output_that_nobody_named_is_an_error() -> None:
     assert "'hidden'" in (caught.value.hint or "")
 
 
+def doubling_layers() -> ModelFlow:
+    return flow().repeat_layers(2, lambda i: LayerStack().custom_named("conv", lambda e, v: v * 2.0).stage(Times(5)))
+
+
+def test_outputs_of_layers_are_named_by_their_path(device: str) -> None:
+    paths = ("layers.0.conv", "layers.0", "layers.1.conv", "layers.1")
+    for result, factor in zip(run(doubling_layers().outputs("y", *paths), device), (100, 2, 10, 20, 100), strict=True):
+        close(result, X * factor)
+    values = doubling_layers().build({}, capture=paths).compile(device).run({"x": X})
+    for result, factor in zip(values, (100, 2, 10, 20, 100), strict=True):  # as `capture` does
+        close(result, X * factor)
+    named = flow().repeat_layers(2, lambda i: Custom(lambda e, v: e.set_named("half", v * 0.5) or v * 3.0))
+    close(run(named.outputs("y", "layers.1.half"), device)[1], X * 1.5)
+
+
+def test_a_name_that_several_stages_use_needs_its_path(device: str) -> None:
+    with pytest.raises(GraphError, match="flow 'f': 2 values are called 'conv'") as caught:
+        doubling_layers().outputs("y", "conv").build()
+    assert caught.value.hint == "give the path: layers.0.conv, layers.1.conv"
+    with pytest.raises(GraphError, match=r"no value is called 'layers\.2'") as caught:
+        doubling_layers().outputs("y", "layers.2").build()
+    assert caught.value.hint == "layers are 0 to 1"
+    own = flow().custom_named("conv", lambda e, v: v * 3.0).stage(*doubling_layers().stages)
+    close(run(own.outputs("y", "conv"), device)[1], X * 3)  # a path of its own
+
+
 @pytest.mark.parametrize("make", [lambda f: f.named_layer("first", Times(2)), lambda f: f.store_stream("first")])
 def test_the_main_output_is_not_called_like_another_value(make: Any) -> None:
     assert make(flow()).outputs("first").build().output_names == ["first"]  # it is that value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -422,6 +423,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     ),
     "a keyword of tree.map": (lambda: rlx.tree.map(abs, [1], is_leaf=None), GraphError, "'is_leaf'", "tree.register"),  # type: ignore[call-arg]
     "a keyword of scan": (lambda: rlx.scan(abs, 0.0, X, unroll=2), GraphError, "'unroll'", "machine code"),
+    "a keyword of vmap": (lambda: rlx.vmap(abs, axis_size=3), GraphError, "'axis_size'", "np.arange(n)"),  # type: ignore[call-arg]
+    "float of a traced array": (lambda: rlx.jit(float)(X[0]), GraphError, "has no value for float()", "np.exp(x)"),
+    "a function of math": (lambda: rlx.jit(math.exp)(X[0]), GraphError, "has no value for float()", "np.exp(x)"),
+    "trans of a triangular solve": (
+        lambda: rlx.numpy.linalg.solve_triangular(np.eye(2), np.ones(2), trans=3),
+        GraphError,
+        "trans is 3",
+        "transpose",
+    ),
     "a keyword of jit": (lambda: rlx.jit(abs, donate_argnums=0), GraphError, "'donate_argnums'", "own their memory"),  # type: ignore[call-overload]
     "a forgotten has_aux": (
         lambda: rlx.grad(lambda x: (x.sum(), x))(X),
@@ -527,6 +537,29 @@ def test_names_of_jax_say_where_they_are() -> None:
             getattr(rlx, name)
     with pytest.raises(AttributeError, match="has no data while it is traced"):
         rlx.jit(lambda x: x.tolist())(X)
+
+
+def test_an_assignment_to_an_element_is_told_from_a_conversion() -> None:
+    def assigned(x: Any) -> None:
+        np.zeros(3)[0] = x
+
+    with pytest.raises(ValueError, match="setting an array element") as caught:
+        rlx.jit(assigned)(X[0])
+    assert "rlx.at(array)[0].set(x)" in caught.value.__cause__.hint  # type: ignore[union-attr]
+    with pytest.raises(GraphError) as converted:
+        rlx.jit(float)(X[0])
+    assert "array[0]" not in (converted.value.hint or "")
+
+
+def test_names_of_scipy_say_where_they_are() -> None:
+    for module, name, place in (
+        (rlx.numpy, "scipy", "rlx.logsumexp"),
+        (rlx.numpy.linalg, "cho_solve", "solve_triangular"),
+        (rlx.numpy.linalg, "eigvals", "eigh"),
+        (rlx.numpy.linalg, "solv", "did you mean 'solve'"),
+    ):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{place}"):
+            getattr(module, name)
 
 
 def test_a_number_may_be_a_condition() -> None:

@@ -26,6 +26,7 @@ SYMMETRIC = SQUARE + SQUARE.T
 TALL, WIDE, VECTOR = RNG.standard_normal((6, 4)), RNG.standard_normal((3, 5)), RNG.standard_normal(4)
 BATCH = RNG.standard_normal((3, 4, 4))
 COLUMNS = RNG.standard_normal((4, 2))
+TRIANGLES = BATCH + 4 * np.eye(4)
 
 
 def symmetrised(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +58,16 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...]
     "solve": (np.linalg.solve, np.linalg.solve, (SQUARE, COLUMNS)),
     "solve a vector": (np.linalg.solve, np.linalg.solve, (SQUARE, VECTOR)),
     "solve a batch": (np.linalg.solve, np.linalg.solve, (BATCH, COLUMNS)),
+    "solve_triangular": (la.solve_triangular, scipy.linalg.solve_triangular, (TRIANGLES[0], COLUMNS)),
+    "solve_triangular a vector": (
+        lambda a, b: la.solve_triangular(a, b, 1, lower=True),
+        lambda a, b: scipy.linalg.solve_triangular(a, b, 1, lower=True), (TRIANGLES[0], VECTOR),
+    ),
+    "solve_triangular a batch": (
+        lambda a, b: la.solve_triangular(a, b, "T", unit_diagonal=True),
+        lambda a, b: np.stack([scipy.linalg.solve_triangular(x, b, "T", unit_diagonal=True) for x in a]),
+        (TRIANGLES, COLUMNS),
+    ),
     "inv": (np.linalg.inv, np.linalg.inv, (SQUARE,)),
     "inv of a batch": (np.linalg.inv, np.linalg.inv, (BATCH,)),
     "det": (np.linalg.det, np.linalg.det, (BATCH,)),

@@ -15,7 +15,7 @@ from targets import host
 import rlx
 from rlx.backends.reports import Ceilings, Share, Work
 from rlx.errors import CapabilityError
-from rlx.inspect.profiler import LaunchReport
+from rlx.inspect.profiler import LaunchReport, Report
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,12 @@ def test_a_report_is_a_table(report: rlx.Report) -> None:
     assert len(rows) == 7 and all("layers.py:" in row and "%" in row for row in rows)
     columns = {row.index("layers.0") for row in rows}
     assert len(columns) == 1  # columns line up
+
+
+def test_kernels_below_a_microsecond_have_three_digits() -> None:
+    launches = [LaunchReport(f"k{i}", "loops", "", 8, 8, seconds) for i, seconds in enumerate((4.2e-8, 1.26e-6))]
+    rows = str(Report("f", "cpu", 1, launches=launches)).splitlines()[-2:]
+    assert [row.split()[2] for row in rows] == ["0.042", "1.3"]
 
 
 def test_a_report_with_inputs_needs_no_run_before() -> None:

@@ -166,11 +166,13 @@ def test_a_constant_does_not_change_with_the_array_it_came_from() -> None:
 axis_keys = st.integers(-3, 2) | st.slices(3).filter(lambda s: (s.step or 1) > 0)
 
 
-@given(st.lists(axis_keys, max_size=3), st.integers(0, 3), st.booleans())
+@given(st.lists(axis_keys, max_size=3), st.integers(0, 3), st.booleans(), st.lists(st.integers(0, 4), max_size=2))
 @examples()
-def test_indexing_agrees_with_numpy(keys: list[Any], gap: int, dots: bool) -> None:
+def test_indexing_agrees_with_numpy(keys: list[Any], gap: int, dots: bool, new_axes: list[int]) -> None:
     if dots:
         keys.insert(min(gap, len(keys)), ...)
+    for at in new_axes:
+        keys.insert(at, None)
     data = np.arange(27, dtype=np.float32).reshape(3, 3, 3)
     x = f32(3, 3, 3)
     try:
@@ -192,6 +194,9 @@ def test_indexing_of_symbolic_sizes() -> None:
     assert x[:-1].shape == (n - 1, 4, dim("m"))
     assert x[0].shape == (4, dim("m"))
     assert x[::2].shape == ((n + 1) // 2, 4, dim("m"))
+    assert x[..., None, -1].shape == (n, 4, 1)
+    assert x[:, :, None].shape == (n, 4, 1, dim("m"))
+    assert x[0, 0, 0][None].shape == (1,)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +204,7 @@ def test_indexing_of_symbolic_sizes() -> None:
     [
         ((0, 0, 0), "3 indices for"), ((..., 0, 0, 0), "3 indices for"), (4, "4 lies outside an axis of size 3"),
         (-4, "-4 lies outside an axis of size 3"), (True, "True is not an integer or a slice"),
-        (1.5, "1.5 is not an integer"), ("a", "'a' is not an integer"), (None, "None is not an integer"),
+        (1.5, "1.5 is not an integer"), ("a", "'a' is not an integer"), ((None, 0, 0, 0), "3 indices for"),
         ((..., ...), "Ellipsis is not an integer"), (slice(0, 4), "0:4 on axis 0 does not lie within 0:3"),
         (slice(None, None, -1), "step -1 on axis 0 is not positive"),
     ],

@@ -403,6 +403,28 @@ def test_a_wrong_label_is_reported() -> None:
     assert train.run({"x": np.ones((2, 5), np.float32), "label": np.array([0, 3], np.int32)}) > 0
 
 
+def test_a_loss_counts_only_labels_that_are_not_ignored() -> None:
+    def loss(emit: Any, logits: Any) -> Any:
+        labels = emit.input("labels", ("n",), "i32")
+        return np.mean(emit.cross_entropy(logits, labels), where=rlx.not_equal(labels, -100))
+
+    logits = np.arange(15, dtype=np.float32).reshape(5, 3) % 4
+    labels = np.array([0, 1, -100, 2, -100], np.int32)
+    expected = rlx.cross_entropy(logits[[0, 1, 3]], labels[[0, 1, 3]]).mean()
+    flow = rlx.ModelFlow("f").input("logits", ("n", 3)).custom(loss)
+    (masked,) = flow.build().compile().run({"logits": logits, "labels": labels})
+    np.testing.assert_allclose(masked, expected, rtol=1e-6)
+    traced = rlx.jit(lambda x, y: np.mean(rlx.cross_entropy(x, y), where=rlx.not_equal(y, -100)))
+    np.testing.assert_allclose(traced(logits, labels), expected, rtol=1e-6)
+
+
+def test_a_mean_of_some_elements_is_said_to_be_numpys() -> None:
+    g = rlx.Graph("g")
+    with pytest.raises(GraphError, match="mean: has no attribute 'where'") as caught:
+        g.mean(g.input("x", (3,)), where=True)  # type: ignore[call-arg]
+    assert caught.value.hint == "np.mean(value, where=mask) takes graph values"
+
+
 def test_tables_that_a_flow_computes_are_not_trained() -> None:
     table = np.array([1.0, 2.0, 3.0], np.float32)
 

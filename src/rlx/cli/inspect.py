@@ -142,7 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"# {phase}: " + ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items())))
     chosen = Selection(arguments.stage, arguments.find, arguments.all)
     if arguments.fusion:
-        print(f"{optimise(lower(graph), machine, profile).report}\n")
+        fusions = optimise(lower(graph), machine, profile).report
+        print(f"{fusions.within(lambda where: matches(arguments.stage, stage_of(where)))}\n")
     if arguments.links:
         lines = linked_lines(graph, arguments.level, machine, profile, chosen, built=arguments.built)
     else:

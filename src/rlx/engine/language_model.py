@@ -22,7 +22,7 @@ from rlx.engine.logs import warn
 from rlx.engine.model import NOTHING, Model
 from rlx.engine.page_pool import PagePool
 from rlx.engine.request import Request, Ticket
-from rlx.engine.sampler import Sampler, Sampling, short_repr
+from rlx.engine.sampler import RANGES, Sampler, Sampling, short_repr
 from rlx.engine.scheduler import Scheduler
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.engine.sequence import Timings as Timings
@@ -298,13 +298,15 @@ class LanguageModel(Model):
 
     @overload
     def generate(
-        self, prompt: Sequence[str] | Sequence[Sequence[int]], *, max_tokens: int | None = 256,
-        stop: str | Sequence[str] = (), logprobs: int = 0, edit: Mapping[str, Edit] | None = None,
-        capture: str | Iterable[str] | None = None, trace: str | Path | None = None, **sampling: Any,
+        self, prompt: Sequence[str] | Sequence[Sequence[int]], *,
+        max_tokens: int | Sequence[int | None] | None = 256,
+        stop: str | Sequence[str] | Sequence[Sequence[str]] = (), logprobs: int | Sequence[int] = 0,
+        edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None,
+        trace: str | Path | None = None, **sampling: Any,
     ) -> list[Completion]: ...  # fmt: skip
 
     def generate(
-        self, prompt: Any, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (), logprobs: int = 0,
+        self, prompt: Any, *, max_tokens: Any = 256, stop: Any = (), logprobs: Any = 0,
         edit: Mapping[str, Edit] | None = None, capture: str | Iterable[str] | None = None,
         trace: str | Path | None = None, **sampling: Any,
     ) -> Completion | list[Completion]:  # fmt: skip
@@ -315,6 +317,9 @@ class LanguageModel(Model):
         returns the log-probability of each token and of the n likeliest ones (True: 1). The other keywords are those of
         `Sampling`: temperature (default 0: the likeliest token), top_k, top_p, min_p, repetition_penalty,
         frequency_penalty, presence_penalty, logit_bias, allowed, logits_processor, seed.
+
+        With a list of prompts, every setting that is a number may be a list, with one number per prompt, and `stop` a
+        list of lists: `generate([a, b], temperature=[0, 0.5], stop=[["."], []])`.
 
         One of `schema` (a JSON schema or a pydantic class), `regex`, `choice` (a list of texts) and `grammar` (Lark or
         GBNF) makes the text follow it; what cannot be enforced is an error. Such a text is complete unless its
@@ -329,7 +334,8 @@ class LanguageModel(Model):
         """
         self.check_usable()
         many = _is_batch(prompt)
-        settings = _Settings.of(max_tokens, stop, logprobs, sampling)
+        common = {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs, **sampling}
+        settings = _Settings.per_prompt(common, len(prompt) if many else None)
 
         def call(recorder: CallRecorder | None) -> list[Completion]:
             start = execution(self, edit, capture, recorder)
@@ -337,7 +343,8 @@ class LanguageModel(Model):
             with _tokenizing(recorder):
                 rows = zip(prompt if many else [prompt], places, strict=True)
                 tokens = [self.prompt_ids(p, where) for p, where in rows]
-            sequences = [self.new_sequence(settings.request(self, t), w) for t, w in zip(tokens, places, strict=True)]
+            requests = [s.request(self, t) for s, t in zip(settings, tokens, strict=True)]
+            sequences = [self.new_sequence(r, where) for r, where in zip(requests, places, strict=True)]
             return self._complete(_watched(sequences, recorder), start)
 
         completions = self._recorded(trace, "generate", call)
@@ -614,12 +621,43 @@ class _Settings:
         structure, plain = _structure(sampling)
         return cls(limit, strings, _count("logprobs", logprobs), Sampling.of(plain), structure)
 
+    @classmethod
+    def per_prompt(cls, common: Mapping[str, Any], prompts: int | None) -> list[_Settings]:
+        """The settings of each prompt, where a list has one value per prompt; None is a single prompt."""
+        lists = {name: value for name, value in common.items() if _is_per_prompt(name, value)}
+        for name, values in lists.items():
+            count = f"{len(values)} value{'s' * (len(values) != 1)}"
+            if prompts is None:
+                raise RequestError(
+                    f"generate: {name} has {count} for one prompt",
+                    hint=f"a list of prompts takes a value for each: generate([prompt, prompt], {name}=[...])",
+                )
+            if len(values) != prompts:
+                raise RequestError(f"generate: {name} has {count} for {prompts} prompts")
+        if not lists:
+            return [cls._of_keywords(**common)] * (1 if prompts is None else prompts)
+        rows = zip(*lists.values(), strict=True)
+        return [cls._of_keywords(**{**common, **dict(zip(lists, row, strict=True))}) for row in rows]
+
+    @classmethod
+    def _of_keywords(cls, max_tokens: Any, stop: Any, logprobs: Any, **sampling: Any) -> _Settings:
+        return cls.of(max_tokens, stop, logprobs, sampling)
+
     def request(self, model: LanguageModel, tokens: list[int], answer: bool = False) -> Request:
         """A request; each one follows the structure by itself."""
         sampling = self.sampling
         if self.structure is not None:
             sampling = replace(sampling, allowed=model.grammars.follow(self.structure, tokens, answer))
         return Request(tokens, self.max_tokens, self.stop, self.logprobs, sampling, answer)
+
+
+def _is_per_prompt(name: str, value: Any) -> bool:
+    """Whether a setting is a list with one value per prompt: of numbers, or of lists of stop strings."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    if name == "stop":  # a list of texts is for all prompts
+        return any(item is None or isinstance(item, (list, tuple)) for item in value)
+    return name in ("max_tokens", "logprobs", "seed", *RANGES)
 
 
 def _structure(settings: Mapping[str, Any]) -> tuple[Structure | None, Mapping[str, Any]]:

@@ -26,7 +26,7 @@ ID_TYPES = (set, frozenset, list, tuple, range)  # of token ids; arrays are bitm
 MAX_BIAS = 1e30  # limit of bias and penalties: their sum does not overflow float32
 
 # setting -> minimum, maximum, and the range in words. No value in range overflows float32.
-_RANGES: dict[str, tuple[float, float, str]] = {
+RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0, 1e4, "a number from 0 to 10000"),
     "top_k": (0, 2**53, "a whole number from 0, where 0 is no limit"),
     "top_p": (math.ulp(0.0), 1, "a number above 0, up to 1"),
@@ -73,7 +73,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high, wanted) in _RANGES.items():
+        for name, (low, high, wanted) in RANGES.items():
             value = getattr(self, name)
             if value is None and name == "temperature":
                 continue

@@ -100,6 +100,7 @@ def flow_function(
         return run(weights_by_name, arrays)
 
     function.__name__ = flow.name if flow.name.isidentifier() else "flow"
+    function.__qualname__ = f"{function.__name__}({', '.join(inputs)})"  # what repr shows
     function.__doc__ = f"The flow {flow.name!r} as a function of {', '.join(inputs)}."
     return function
 

@@ -242,7 +242,7 @@ class FlowCtx:
 
     def set_named(self, name: str, value: Value | FlowValue) -> None:
         """Store a value under a name, for other stages and for `ModelFlow.outputs`."""
-        self.state.named[name] = value.id if isinstance(value, FlowValue) else value
+        self.state.set_named(name, value.id if isinstance(value, FlowValue) else value)
 
     def named(self, name: str) -> Value:
         """Return a value that a stage has named."""

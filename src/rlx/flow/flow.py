@@ -22,7 +22,7 @@ from rlx.flow.init import Initialiser, Rules, WantedWeights, as_initialiser, mak
 from rlx.flow.layers import StageList
 from rlx.flow.patterns import check_names_matched, matches
 from rlx.flow.side_outputs import SideOutputs
-from rlx.flow.stage_values import matched_stages
+from rlx.flow.stage_values import matched_stages, stage_hint, stage_values
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import LmHead
 from rlx.flow.stages.structure import Sequence as StageSequence
@@ -108,9 +108,10 @@ class ModelFlow(StageList):
         return replace(self, output_name=name)
 
     def outputs(self, *names: str) -> Self:
-        """Name the main output, and add further outputs: values that stages have named, and streams.
+        """Name the main output, and add further outputs: values that stages have named, streams, and stages by path.
 
-        The first name is for the main output, the last value; it must not be the name of another value.
+        The first name is for the main output, the last value; it must not be the name of another value. A name that
+        several stages use needs its path: `layers.0.conv`.
         """
         if not names:
             raise GraphError(f"flow {self.name!r}: an output needs a name")
@@ -327,6 +328,21 @@ class ModelFlow(StageList):
 
         return flow_function(self, params, training=training, strict=strict)
 
+    def _value(self, ctx: FlowCtx, name: str, known: Mapping[str, Value]) -> Value:
+        """Return the value of a stream, of a name that one stage uses, or of a path."""
+        named_at = ctx.state.named_at
+        by_path = {path: value for values in named_at.values() for path, value in values.items()}
+        values = stage_values(ctx.hir()) | by_path | dict(known)
+        users = named_at.get(name, {})
+        if known.get(name) not in users.values():
+            users = {}  # a stage has replaced it, as the final state of a scan
+        if name in values and (len(users) < 2 or name in users):
+            return users.get(name, values[name])
+        paths = [path for path in values if path.endswith(f".{name}")]
+        problem = f"{len(paths)} values are called {name!r}" if users else f"no value is called {name!r}"
+        listed = f"give the path: {', '.join(paths[:8])}" + (", ..." if paths[8:] else "")
+        raise GraphError(f"flow {self.name!r}: {problem}", hint=listed if paths else stage_hint(name, list(values)))
+
     def _extra(self, ctx: FlowCtx, main: Value) -> Iterator[tuple[str, Value]]:
         known = {name: value.id for name, value in ctx.state.streams.items()} | ctx.state.named
         if known.get(self.output_name, main) is not main:
@@ -334,10 +350,7 @@ class ModelFlow(StageList):
                 f"flow {self.name!r}: the main output is called {self.output_name!r}, and so is another value",
                 hint=f'the first name of outputs is that of the main one: outputs("main", "{self.output_name}")',
             )
-        for name in self.extra_names:
-            if name not in known:
-                raise GraphError(f"flow {self.name!r}: no value is called {name!r}", hint=nearest(name, known))
-            yield name, known[name]
+        yield from ((name, self._value(ctx, name, known)) for name in self.extra_names)
         for side in self.side:
             yield from side.drain()
         for extend in self.extensions:

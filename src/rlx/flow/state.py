@@ -13,6 +13,7 @@ from rlx.fast_dataclass import dataclass
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op_methods import FlowValueOps
 from rlx.ir.operators import Operators
+from rlx.ir.provenance import here
 from rlx.ops.attention import split_mask
 from rlx.runtime.kv_spec import KvCacheSpec, table_name
 from rlx.types import Size, dim, sym
@@ -194,6 +195,7 @@ class FlowState:
     streams: dict[str, FlowValue] = field(default_factory=dict)
     inputs: dict[str, tuple[Value, Shape]] = field(default_factory=dict)  # of the graph; the first is the first value
     named: dict[str, Value] = field(default_factory=dict)
+    named_at: dict[str, dict[str, Value]] = field(default_factory=dict)  # by name, then by path of the stage and name
     gdn: GdnInputSlots | None = None
     loaded_params: dict[str, Value] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)  # of stages named by the user
@@ -250,6 +252,13 @@ class FlowState:
         if name not in self.streams:
             raise GraphError(f"{where}: no stream is called {name!r}", hint=nearest(name, self.streams))
         return self.streams[name]
+
+    def set_named(self, name: str, value: Value) -> None:
+        """Store a value under a name; stages at different paths may use the same one."""
+        stage = here().stage
+        path = stage if f".{stage}".endswith(f".{name}") else f"{stage}.{name}".lstrip(".")
+        self.named[name] = value
+        self.named_at.setdefault(name, {})[path] = value
 
     def value(self, name: str, where: str) -> Value:
         """Return a named value; raises an error that names `where` if it does not exist."""

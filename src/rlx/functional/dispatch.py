@@ -47,6 +47,11 @@ _FOR_EACH = "rlx.vmap maps a function over an axis"
 _SETS = "the size of the result depends on data: rlx.numpy.unique takes size="
 _PRINT = "rlx.debug.print shows values once they are computed"
 _COMPLEX = "rlx has no complex numbers: keep real and imaginary parts as two arrays; docs/numpy.md shows a transform"
+_CHOLESKY = (
+    "L = rlx.numpy.linalg.cholesky(a); y = rlx.numpy.linalg.solve_triangular(L, b, lower=True); "
+    "x = rlx.numpy.linalg.solve_triangular(L, y, trans=1, lower=True)"
+)
+_SCIPY = "rlx.numpy.linalg has solve_triangular, rlx.logsumexp, rlx.erf, rlx.sigmoid and rlx.softmax are in rlx itself"
 _EIGEN = "rlx.numpy.linalg has eigh and eigvalsh, for symmetric matrices"
 HINTS = {
     "put": _IN_PLACE, "place": _IN_PLACE, "putmask": _IN_PLACE, "copyto": _IN_PLACE, "fill_diagonal": _IN_PLACE,
@@ -58,6 +63,7 @@ HINTS = {
     "argpartition": "rlx.numpy.argsort, or rlx.topk", "insert": "rlx.numpy.concatenate of slices",
     "delete": "rlx.numpy.concatenate of slices", "einsum_path": "rlx.numpy.einsum contracts from left to right",
     "roots": _EIGEN, "linalg.eig": _EIGEN, "linalg.eigvals": _EIGEN, "angle": _COMPLEX, "conjugate": _COMPLEX,
+    "cho_factor": _CHOLESKY, "cho_solve": _CHOLESKY, "scipy": _SCIPY, "special": _SCIPY,
     "linalg.cond": "rlx.numpy.linalg.svd gives the singular values",
     "reduceat": "rlx.numpy.bincount(weights=) sums by group", "polyfit": "rlx.numpy.linalg.lstsq of rlx.numpy.vander",
 }  # fmt: skip
@@ -119,6 +125,12 @@ def missing_name(name: str) -> NoReturn:
     """Raise for an attribute that `rlx.numpy` lacks, with a hint for the names of NumPy."""
     hint = None if name.startswith("_") else absent_hint(name) or nearest(name, [n for n in vars(numpy) if n[0] != "_"])
     raise AttributeError(f"module 'rlx.numpy' has no attribute {name!r}" + (f": {hint}" if hint else ""))
+
+
+def missing_linalg_name(name: str) -> NoReturn:
+    """Raise for an attribute that `rlx.numpy.linalg` lacks, with a hint for the names of NumPy and SciPy."""
+    hint = None if name.startswith("_") else absent_hint(f"linalg.{name}") or nearest(name, linalg.FUNCTIONS)
+    raise AttributeError(f"module 'rlx.numpy.linalg' has no attribute {name!r}" + (f": {hint}" if hint else ""))
 
 
 def unsupported(name: str, hint: str | None = None, reason: str = "") -> NoReturn:

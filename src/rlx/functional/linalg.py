@@ -102,19 +102,44 @@ def cholesky(a: Any, upper: bool = False) -> Any:
 @eager
 def solve(a: Any, b: Any) -> Any:
     """x with a x = b. A vector b is one right-hand side; more axes are a batch of matrices."""
-    a, b = float_operands(_square("solve", a), b)
+    return _solution("solve", a, b, _factor_and_solve)
+
+
+@eager
+def solve_triangular(a: Any, b: Any, trans: Any = 0, lower: bool = False, unit_diagonal: bool = False) -> Any:
+    """x with A x = b, where A is the upper or `lower` triangle of a, as `scipy.linalg` has it.
+
+    `trans` 1 or "T" solves with the transpose of A; with `unit_diagonal`, its diagonal counts as ones.
+    """
+    if trans not in (0, 1, 2, "N", "T", "C"):
+        raise GraphError(f"linalg.solve_triangular: trans is {trans!r}, expected 0 or 1", hint="1 is the transpose")
+    settings = {"lower": bool(lower), "transpose": trans not in (0, "N"), "unit_diagonal": bool(unit_diagonal)}
+
+    def solve_batch(a: Any, b: Any, batch: tuple[Size, ...]) -> Any:
+        a = broadcast_to(a, (*batch, *type_of(a).shape[-2:]))
+        return apply("triangular_solve", a, b, **settings)
+
+    return _solution("solve_triangular", a, b, solve_batch)
+
+
+def _solution(where_: str, a: Any, b: Any, solve_batch: Callable[[Any, Any, tuple[Size, ...]], Any]) -> Any:
+    """Check a system, broadcast b to the batch of both, and solve it; a vector b gives a vector."""
+    a, b = float_operands(_square(where_, a), b)
     vector, right_type = type_of(b).rank == 1, type_of(b)
     b = expand_dims(b, 1) if vector else b
     if type_of(a).shape[-1] != type_of(b).shape[-2]:
         raise ShapeError(
-            f"linalg.solve: sizes differ, {type_of(a)} and {right_type}", hint="one row of b for each row of a"
+            f"linalg.{where_}: sizes differ, {type_of(a)} and {right_type}", hint="one row of b for each row of a"
         )
-    batch = broadcast(type_of(a).shape[:-2], type_of(b).shape[:-2], where="linalg.solve")
+    batch = broadcast(type_of(a).shape[:-2], type_of(b).shape[:-2], where=f"linalg.{where_}")
+    x = solve_batch(a, broadcast_to(b, (*batch, *type_of(b).shape[-2:])), batch)
+    return squeeze(x, -1) if vector else x
+
+
+def _factor_and_solve(a: Any, b: Any, batch: tuple[Size, ...]) -> Any:
     lu, _, order = apply("lu", a)
     lu, order = (broadcast_to(x, (*batch, *type_of(x).shape[n:])) for x, n in ((lu, -2), (order, -1)))
-    b = broadcast_to(b, (*batch, *type_of(b).shape[-2:]))
-    x = _solve_factored(lu, order, b)
-    return squeeze(x, -1) if vector else x
+    return _solve_factored(lu, order, b)
 
 
 def _solve_factored(lu: Any, order: Any, b: Any) -> Any:

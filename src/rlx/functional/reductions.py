@@ -246,7 +246,7 @@ def log_softmax(x: Any, axis: int = -1) -> Any:
 
 
 def cross_entropy(logits: Any, labels: Any, ignore_index: int = -100) -> Any:
-    """Cross entropy per row of the last axis: logsumexp(logits) - logits[label]."""
+    """Cross entropy per row of the last axis: logsumexp(logits) - logits[label], or 0 for the label `ignore_index`."""
     return apply("cross_entropy", asarray(logits), asarray(labels), ignore_index=ignore_index)
 
 

@@ -228,7 +228,8 @@ class Traced(Operators):
         self._unknown("value for an index or a size", hint)
 
     def __float__(self) -> float:
-        self._unknown("value for float()", f"rlx and NumPy functions accept it as it is; {_SETS}")
+        hint = "rlx and NumPy functions accept it as it is: np.exp(x) instead of math.exp(x)"
+        self._unknown("value for float()", _SETS if _sets_an_element() else hint)
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         hint = "np.stack([x, y]) and rlx.numpy.array([x, y]) accept it, np.array([x, y]) does not"
@@ -334,6 +335,14 @@ _ASKING = {  # a name in the line that asks NumPy for the values of a traced arr
 }
 _INDEXED = re.compile(r"\b(?:asarray|arange)\(.*\)\s*\[")  # an array that is indexed in the line that makes it
 _REDUCTIONS = {"sum", "mean", "prod", "max", "min", "amax", "amin", "std", "var", "median", "any", "all"}
+
+
+def _sets_an_element() -> bool:
+    """Whether the caller of a conversion is an assignment to an element: `array[0] = x`."""
+    import dis  # only errors need it
+
+    frame = sys._getframe(2)
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "STORE_SUBSCR"
 
 
 def _hint_for_caller() -> str | None:

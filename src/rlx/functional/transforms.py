@@ -13,6 +13,7 @@ from typing import Any
 from rlx import transforms as graphs
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
+from rlx.functional.absent_keywords import without
 from rlx.functional.arrays import astype, zeros_like
 from rlx.functional.graph_values import on_values
 from rlx.functional.printing import emit_batch, emit_called
@@ -410,6 +411,10 @@ def _jacobian(name: str, function: Fun, argnums: int | Sequence[int], transform:
 
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
+@without(
+    axis_size="it is that of the batched arguments; rlx.vmap(lambda _, x: f(x), in_axes=(0, None))(np.arange(n), x)",
+    axis_name="there are no collectives: reduce the results along their batch axis",
+)  # fmt: skip
 def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
     """Vectorise a function over a batch axis.
 

@@ -120,7 +120,7 @@ class Report:
         if total:
             columns[2:2] = ["µs", "GB/s", "GFLOPS", "ceiling"]
             for row, x in zip(rows, self.launches, strict=True):
-                taken = Bar(f"{x.seconds * 1e6:.1f}", x.seconds / total)
+                taken = Bar(_microseconds(x.seconds), x.seconds / total)
                 row[2:2] = [taken, x.gb_per_second, x.gflops, self._share(x)]
         return box(self._title, *map(note, self._machine), table(columns, rows))
 
@@ -129,10 +129,15 @@ class Report:
         lines.append(f"  {'kernel':40} {'kind':9} {'µs':>9} {'GB/s':>7} {'GFLOPS':>7} {'ceiling':>11}  where")
         for x in self.launches:
             lines.append(
-                f"  {_label(x):40} {x.kind:9} {x.seconds * 1e6:9.1f} {x.gb_per_second:7.1f} {x.gflops:7.1f} "
+                f"  {_label(x):40} {x.kind:9} {_microseconds(x.seconds):>9} {x.gb_per_second:7.1f} {x.gflops:7.1f} "
                 f"{self._share(x):>11}  {x.where}"
             )
         return "\n".join(lines)
+
+
+def _microseconds(seconds: float) -> str:
+    """A number with one digit after the point, or three below 1 µs."""
+    return f"{seconds * 1e6:.{3 if 0 < seconds < 1e-6 else 1}f}"
 
 
 def _rates(limits: Ceilings) -> str:

@@ -130,6 +130,8 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
         if unknown:
             name = _TORCH_ATTRIBUTES.get(unknown[0], unknown[0])
             hint = f"did you mean {name!r}?" if name in schema.attrs else nearest(name, schema.attrs)
+            if name == "where" and op in ("sum", "mean"):
+                hint = f"np.{op}(value, where=mask) takes graph values"
             raise GraphError(f"{op}: has no attribute {unknown[0]!r}", hint=hint)
         full: dict[str, Any] = {}
         for key, default in schema.attrs.items():

@@ -422,8 +422,9 @@ class _Builders:
     ) -> Value:
         """logsumexp(logits) - logits[label] per row of the last axis: the negative log-probability of the label.
 
-        A row whose label is `ignore_index` has a loss of 0; any other label outside the row is an error at run time.
-        Narrow floats give f32.
+        A row whose label is `ignore_index` has a loss of 0, which a plain mean counts:
+        `np.mean(losses, where=rlx.not_equal(labels, -100))` is the mean of the others. Any other label outside the row is
+        an error at run time. Narrow floats give f32.
         """
     def cross_entropy_grad(
         self, logits: Operand, labels: Operand, dy: Operand, *, ignore_index: int = -100,
@@ -1710,8 +1711,9 @@ class ValueOps:
     def cross_entropy(self, labels: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None) -> Self:
         """logsumexp(logits) - logits[label] per row of the last axis: the negative log-probability of the label.
 
-        A row whose label is `ignore_index` has a loss of 0; any other label outside the row is an error at run time.
-        Narrow floats give f32.
+        A row whose label is `ignore_index` has a loss of 0, which a plain mean counts:
+        `np.mean(losses, where=rlx.not_equal(labels, -100))` is the mean of the others. Any other label outside the row is
+        an error at run time. Narrow floats give f32.
         """
     def cross_entropy_grad(
         self, labels: Operand, dy: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None

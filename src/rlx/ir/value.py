@@ -166,17 +166,22 @@ class Value(ValueOps, NumpyFunctions, Operators):
 def _index(value: Value, key: Any) -> Value:
     keys = list(key) if isinstance(key, tuple) else [key]
     gap = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
-    rest = keys[gap + 1 :]
-    if gap + len(rest) > value.rank:
-        raise ShapeError(f"index: {gap + len(rest)} indices for {value.type}")
-    keys = keys[:gap] + [slice(None)] * (value.rank - gap - len(rest)) + rest
+    used = sum(k is not None for i, k in enumerate(keys) if i != gap)  # None is a new axis
+    if used > value.rank:
+        raise ShapeError(f"index: {used} indices for {value.type}")
+    keys[gap : gap + 1] = [slice(None)] * (value.rank - used)
+    sizes = iter(value.shape)
     first_indices: list[Size] = []
     stops: list[Size] = []
     steps: list[int] = []
-    axes: list[int] = []
-    for axis, (k, size) in enumerate(zip(keys, value.shape, strict=True)):
+    axes: list[int | None] = []  # of the result: an axis of `value`, or a new one
+    for k in keys:
+        if k is None:
+            axes.append(None)
+            continue
+        size = next(sizes)
         if isinstance(k, slice):
-            axes.append(axis)
+            axes.append(len(steps))
             first_indices.append(0 if k.start is None else _bound(k.start, size))
             stops.append(size if k.stop is None else _bound(k.stop, size))
             steps.append(1 if k.step is None else operator.index(k.step))
@@ -186,7 +191,9 @@ def _index(value: Value, key: Any) -> Value:
             stops.append(at + 1)
             steps.append(1)
     result = value.graph.one("slice", value, start=tuple(first_indices), stop=tuple(stops), step=tuple(steps))
-    return result if len(axes) == value.rank else result.reshape(tuple(result.shape[a] for a in axes))
+    if axes == list(range(value.rank)):
+        return result
+    return result.reshape(tuple(1 if a is None else result.shape[a] for a in axes))
 
 
 def _from_end(k: Any, size: Size) -> Size:

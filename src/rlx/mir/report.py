@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field, replace
 
 from rlx.fast_dataclass import dataclass
@@ -60,6 +60,15 @@ class FusionReport:
     def keep_separate(self, node: Node, why: str, ops: str) -> None:
         """Record why a node is in a launch of its own although no fusion was missed."""
         self.separate.append(Miss("separate", ops, why, _where(node), node.origin.blocks))
+
+    def within(self, is_inside: Callable[[str], bool]) -> FusionReport:
+        """Return the part of the report whose places are inside, as of a stage."""
+        parts = {
+            "fused": [f for f in self.fused if is_inside(f.where)],
+            "missed": [m for m in self.missed if is_inside(m.where)],
+            "separate": [m for m in self.separate if is_inside(m.where)],
+        }
+        return replace(self, **parts)  # type: ignore[arg-type]
 
     @property
     def apart(self) -> list[Miss]:

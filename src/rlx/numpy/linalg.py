@@ -1,5 +1,6 @@
 """The names of `numpy.linalg`, on arrays and on traced arrays."""
 
+from rlx.functional.dispatch import missing_linalg_name as __getattr__  # noqa: F401
 from rlx.functional.linalg import cholesky as cholesky
 from rlx.functional.linalg import cond as cond
 from rlx.functional.linalg import det as det
@@ -14,6 +15,7 @@ from rlx.functional.linalg import pinv as pinv
 from rlx.functional.linalg import qr as qr
 from rlx.functional.linalg import slogdet as slogdet
 from rlx.functional.linalg import solve as solve
+from rlx.functional.linalg import solve_triangular as solve_triangular
 from rlx.functional.linalg import svd as svd
 from rlx.functional.linalg import svdvals as svdvals
 from rlx.functional.linalg import vector_norm as vector_norm

@@ -59,8 +59,9 @@ def _cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> Any:
 def cross_entropy(logits: TensorType, labels: TensorType, *, ignore_index: int = -100) -> TensorType:
     """logsumexp(logits) - logits[label] per row of the last axis: the negative log-probability of the label.
 
-    A row whose label is `ignore_index` has a loss of 0; any other label outside the row is an error at run time.
-    Narrow floats give f32.
+    A row whose label is `ignore_index` has a loss of 0, which a plain mean counts:
+    `np.mean(losses, where=rlx.not_equal(labels, -100))` is the mean of the others. Any other label outside the row is
+    an error at run time. Narrow floats give f32.
     """
     _check("cross_entropy", logits, labels)
     return TensorType(logits.shape[:-1], logits.dtype.wide)

@@ -129,7 +129,7 @@ class Named(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         ctx.need(value, f"Named {self.name!r}")
         result = emit_stage(ctx, self.inner, value, self.name)
-        ctx.state.named[self.name] = ctx.need(result, f"Named {self.name!r}")
+        ctx.state.set_named(self.name, ctx.need(result, f"Named {self.name!r}"))
         assert result is not None
         return result
 
