@@ -71,6 +71,17 @@ def test_a_field_that_text_leaves_out_has_its_default() -> None:
         parse_kernel(text.replace(", group 2", ""))
 
 
+def test_streams_are_part_of_a_kernel_and_of_its_text() -> None:
+    kernel = parse_kernel(
+        "kernel copy(x: f32) -> y: f32\n  words x, y, n\n  for i in n vector split by 64:\n    y[i*1] = x[i*1]"
+    )
+    assert isinstance(kernel, LoopKernel)
+    streamed = replace(kernel, streams=("x",))
+    assert "(x: f32 streamed) -> y: f32" in kernel_text(streamed)
+    assert parse_kernel(kernel_text(streamed)) == streamed
+    assert streamed.fingerprint != kernel.fingerprint
+
+
 # -- launches ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["llama_packed", "attention_gradient", "moe"])
 def test_launches_state_problems_and_backends_cut_them(tmp_path: Path, name: str) -> None:

@@ -136,6 +136,7 @@ class LoopKernel:
     root: For
     chunk: int = 0
     lets: tuple[Let, ...] = ()  # evaluated once before the loop
+    streams: tuple[str, ...] = ()  # parameters that are read once and in order: emitters may prefetch them
 
     kind = "loops"
 
@@ -177,6 +178,7 @@ class LoopKernel:
     def fingerprint(self) -> str:
         """A digest of everything the machine code depends on except the target."""
         text = f"{self.name}|{self.params}|{self.args}|{self.root}|{self.chunk}|{self.lets}"
+        text += f"|{self.streams}" if self.streams else ""
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -186,7 +188,8 @@ class LoopKernel:
     def text(self, *, full: bool = False) -> str:
         """The kernel as readable text; with `full`, as unabridged text (see `lir/text.py`)."""
         show = _Printer(self.params, full)
-        reads = ", ".join(f"{p.name}: {p.dtype}" for p in self.params if not p.written)
+        streamed = {name: " streamed" for name in self.streams}
+        reads = ", ".join(f"{p.name}: {p.dtype}{streamed.get(p.name, '')}" for p in self.params if not p.written)
         writes = ", ".join(f"{p.name}: {p.dtype}" for p in self.params if p.written)
         lines = [f"kernel {self.symbol}({reads}) -> {writes}"]
         for let in self.lets:

@@ -41,7 +41,7 @@ Nested = tuple[int, Line]  # a line of a kernel, and its depth
 MAX_NESTING = 400  # depth of expressions
 
 _HEAD = re.compile(r"\((.*)\) -> (.*)")
-_PARAM = re.compile(r"(\w+): (\w+)")
+_PARAM = re.compile(r"(\w+): (\w+)( streamed)?")
 _TABLE = re.compile(r"table ([\w.]+) = (-?\d{1,18}(?:, -?\d{1,18})*)")
 _FOR = re.compile(r"for (\w+) in (\w+)( vector)?( split(?: by (\d{1,18}))?)?:")
 _NAMED = re.compile(r"(var )?(\w+) = (.*)")
@@ -81,8 +81,10 @@ class _Kernel:
         match = _HEAD.fullmatch(head)
         if match is None:
             raise ParseError("this is not the head of a kernel", hint="kernel copy(x0: f32) -> y1: f32")
-        params = [Param(*part, written=side == 1) for side in range(2) for part in _params(match[side + 1])]
+        sides = [list(_params(match[side])) for side in (1, 2)]
+        params = [Param(name, kind, written=side == 1) for side in range(2) for name, kind, _ in sides[side]]
         self.params = {p.name: (i, p) for i, p in enumerate(params)}
+        self.streams = tuple(name for name, _, streamed in sides[0] if streamed)
         self.tables: dict[str, Table] = {}
         self.scopes: list[dict[str, DType | None]] = [{}]  # the type of a let or variable, None for an index
         self.variables: list[set[str]] = [set()]
@@ -109,7 +111,7 @@ class _Kernel:
         if self.at < len(self.lines):
             self.fail("nothing may follow the loop of a kernel")
         params = tuple(p for _, p in self.params.values())
-        return LoopKernel(self.name, params, args, root, int(split[5] or 0), tuple(lets))
+        return LoopKernel(self.name, params, args, root, int(split[5] or 0), tuple(lets), self.streams)
 
     def words(self, names: list[str]) -> tuple[str, ...]:
         """Order the parameters as in the argument block; returns the names of the integer arguments after them."""
@@ -197,12 +199,13 @@ class _Kernel:
         return For(index, extent, tuple(body), vector)
 
 
-def _params(text: str) -> Iterator[tuple[str, DType]]:
+def _params(text: str) -> Iterator[tuple[str, DType, bool]]:
+    """Names, types, and whether they are streamed."""
     for part in filter(None, text.split(", ")):
         match = _PARAM.fullmatch(part)
         if match is None:
             raise ParseError(f"{part!r} is not a parameter such as x0: f32")
-        yield match[1], dtype(match[2])
+        yield match[1], dtype(match[2]), match[3] is not None
 
 
 class _Expressions:

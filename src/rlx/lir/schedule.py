@@ -246,10 +246,10 @@ class LoopBuilder:
 
     def launch(
         self, scheduler: Scheduler, root: For, units: Size, *, chunk: int = 0, split: str = "rows", flops: Size = 0,
-        shares: Mapping[int, Size] | None = None,
+        shares: Mapping[int, Size] | None = None, streams: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """Launch the kernel; `shares` gives the elements per unit of parameters that units access in disjoint runs."""
-        kernel = LoopKernel(self.name, tuple(self.params), tuple(self.args), root, chunk)
+        kernel = LoopKernel(self.name, tuple(self.params), tuple(self.args), root, chunk, streams=streams)
         words: dict[str, View | Size | None] = {p.name: v for p, v in zip(self.params, self.views, strict=True)}
         words |= self.args
         own = {self.params[i].name: size * self.params[i].dtype.size for i, size in (shares or {}).items()}

@@ -10,6 +10,8 @@ import rlx
 from rlx import Graph
 from rlx.backends.cpu import loops
 from rlx.backends.cpu.builder import Module
+from rlx.backends.cpu.forms.quantised_dots import dot_kernel
+from rlx.dtypes import dtype
 from rlx.lir.loops import LoopKernel
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
@@ -41,6 +43,15 @@ def test_rows_of_a_table_are_loaded_as_vectors() -> None:
 def test_an_index_for_each_lane_is_gathered() -> None:
     g = Graph("g")
     assert "masked.gather" in emitted(g.set_outputs([g.gather(g.param("t", (100,)), g.input("at", ("n",), "i32"))]))
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])
+def test_streamed_weights_are_prefetched_by_few_instructions(name: str) -> None:
+    """Each load of weights prefetches further ones; the parts of a long block are a loop, not more loads."""
+    module = Module()
+    loops.routine(dot_kernel(dtype(name), 64, AVX512, 4), AVX512).emit(module)
+    prefetches = module.text().count("call void @llvm.prefetch")
+    assert prefetches == {"q4_k": 3 + 16, "q6_k": 1 + 12, "q8_0": 8}[name]
 
 
 @pytest.mark.parametrize("target", ["avx512", "avx2", "baseline"])

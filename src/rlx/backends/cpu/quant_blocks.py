@@ -26,6 +26,7 @@ class Blocks:
     unpack: LoopKernel
     unpacked_bytes: int  # bytes of one unpacked block of a column
     dots: tuple[LoopKernel, ...]  # for 1, 2, ... rows, without unpacking to memory
+    few_rows: int  # up to this many rows are multiplied by `dots`, several at a time
     tiles: tuple[LoopKernel, ...] = ()
     tile_rows: int = 0  # of the tallest tile
     x_words: int = 0  # words per block of A

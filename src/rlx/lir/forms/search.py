@@ -32,11 +32,13 @@ FLIPPED = 0x80808080 - 2**32  # makes signed bytes unsigned, 128 higher
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How many rows are scored at once, with several queries and with one, and the partial sums of a score."""
+    """How many rows are scored at once with how many queries, and the partial sums of a score.
+
+    A single query takes one row at a time: a stream in the order of memory, which the hardware prefetches.
+    """
 
     rows: int
     queries: int
-    rows_of_one: int
     partials: int
     words: bool  # rows of i8 are read four bytes at a time, with dot products of bytes
 
@@ -46,7 +48,7 @@ class Tile:
         return 24 if self.partials > 1 else 8
 
 
-PORTABLE = Tile(rows=1, queries=1, rows_of_one=1, partials=16, words=False)
+PORTABLE = Tile(rows=1, queries=1, partials=16, words=False)
 
 
 @loop_form("nearest_rows")
@@ -88,9 +90,7 @@ class _Problem:
         self.units: View | None = None  # what one integer of each query is worth
         self.sums: View | None = None  # of each query's integers
         words = tile.words and self.integers and isinstance(self.d, int) and self.d % BYTES == 0
-        self.tile = (
-            tile if words or not tile.words else Tile(tile.rows, tile.queries, tile.rows_of_one, tile.partials, False)
-        )
+        self.tile = tile if words or not tile.words else Tile(tile.rows, tile.queries, tile.partials, False)
         if self.integers:
             _quantise_queries(self)
         if words:
@@ -153,7 +153,7 @@ class _Scorer:
             None if v is None else b.param(v, name=name)
             for name, v in (("scales", p.scales), ("offsets", p.offsets), ("units", p.units), ("sums", p.sums))
         )
-        room = max(tile.rows * tile.queries, tile.rows_of_one) * tile.partials
+        room = tile.rows * tile.queries * tile.partials
         kind = I32 if p.integers else F32
         self.partial = Rows(b, "partial", p.s.temporary(TensorType((units, room), kind)), written=True)
         self.d = b.arg("d", p.d)
@@ -214,9 +214,15 @@ class _Scorer:
         return Const(r * queries + c, I64)
 
     def total(self, r: int, c: int, queries: int) -> Expr:
-        """The sum of a pair of a tile whose partial sums are written: partials are added in halves."""
-        partials = self.p.tile.partials
-        sums = [self.partial[self._pair(r, c, queries) * partials + part] for part in range(partials)]
+        """The sum of a pair of a tile whose partial sums are written: partials are added in halves.
+
+        Those of a single pair are loaded one by one, because vectors would wait until the vector just written reaches
+        the cache, and nothing after them could be read ahead.
+        """
+        partials, first = self.p.tile.partials, self._pair(r, c, queries) * self.p.tile.partials
+        if queries > 1:
+            return Reduce("sum", "part", partials, self.partial[first + Index("part")])
+        sums = [self.partial[first + part] for part in range(partials)]
         while len(sums) > 1:
             half = len(sums) // 2
             sums = [x + y for x, y in zip(sums[:half], sums[half:], strict=True)]
@@ -294,7 +300,7 @@ def _scan(p: _Problem) -> tuple[View, View]:
             with each.loop("query_tile", tiled) as outer:
                 tiles(outer, base, outer.let("query", Index("query_tile") * tile.queries), tile.queries, tile.rows)
         with each.loop("single", each.let("singles", q - tiled * tile.queries)) as outer:
-            tiles(outer, base, outer.let("query", tiled * tile.queries + Index("single")), 1, tile.rows_of_one)
+            tiles(outer, base, outer.let("query", tiled * tile.queries + Index("single")), 1, 1)
         with each.loop("query", q) as inner:
             with inner.loop("i", chunk, vector=True) as each_row:
                 valid = each_row.let("valid", base + i < stop)
@@ -325,7 +331,7 @@ def _scan(p: _Problem) -> tuple[View, View]:
             for rows, param, nothing in ((kept_scores, list_scores, -math.inf), (kept_rows, list_rows, NO_ROW)):
                 copy.stmts.append(Store(param, at, here.choose(rows[of * room + i], nothing)))
     flops = p.matrices * p.q * p.n * product(p.rows.shape[-1:]) * 2
-    b.launch(s, For("u", b.arg("units_", units), tuple(body.stmts)), units, flops=flops)
+    b.launch(s, For("u", b.arg("units_", units), tuple(body.stmts)), units, flops=flops, streams=("rows",))
     return lists[0], lists[1]
 
 
@@ -369,7 +375,7 @@ def _keep_best(body: Body, scores: Rows, rows: Rows, first: Expr, count: Expr, k
 def _score_candidates(p: _Problem) -> tuple[View, View]:
     """Scores of the rows in `among`, and these rows; both [queries, m]."""
     assert p.among is not None
-    s, total, rows = p.s, p.matrices * p.q, p.tile.rows_of_one
+    s, total = p.s, p.matrices * p.q
     b = LoopBuilder("score_rows")
     scorer = _Scorer(p, b, total)
     among = Rows(b, "among", p.among)
@@ -378,21 +384,17 @@ def _score_candidates(p: _Problem) -> tuple[View, View]:
     n, q, m = (b.arg(name, size) for name, size in (("n", p.n), ("q", p.q), ("m", p.m)))
     body = Body()
     first_row = body.let("first_row", ROW.quot(q) * n)
-    with body.loop("tile", body.let("tiles", (m + (rows - 1)).quot(rows))) as inner:
-        at = [inner.let(f"at{r}", (Index("tile") * rows + r).min(m - 1)) for r in range(rows)]
-        index = [inner.let(f"index{r}", among[at[r]].cast(I64)) for r in range(rows)]
-        valid = [(index[r] >= 0) & (index[r] < n) for r in range(rows)]
+    with body.loop("at", m) as inner:
+        at, index = Index("at"), inner.let("index", among[Index("at")].cast(I64))
+        valid = inner.let("valid", (index >= 0) & (index < n))
         # A row that does not exist is read as row 0, or not at all if there is none.
         some = inner.let("some", (n > 0).cast(I64))
-        row = [inner.let(f"row{r}", first_row + valid[r].select(index[r], 0)) for r in range(rows)]
+        row = inner.let("row", first_row + valid.select(index, 0))
         with inner.loop("some_once", some) as existing:
-            scorer.sums_of(existing, row, [ROW])
-            for r in range(rows):
-                score = scorer.score(scorer.total(r, 0, 1), row[r], ROW, existing.let(f"valid{r}", valid[r]))
-                existing.store(scores, at[r], score)
+            scorer.sums_of(existing, [row], [ROW])
+            existing.store(scores, at, scorer.score(scorer.total(0, 0, 1), row, ROW, valid))
         with inner.loop("none_once", inner.let("none", 1 - some)) as none:
-            for r in range(rows):
-                none.store(scores, at[r], Const(-math.inf, F32))
+            none.store(scores, at, Const(-math.inf, F32))
     flops = total * p.m * product(p.rows.shape[-1:]) * 2
     b.launch(s, For("u", b.arg("units_", total), tuple(body.stmts)), total, flops=flops)
     return out, p.among

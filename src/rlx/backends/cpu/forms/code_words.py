@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from rlx.backends.cpu.packing.quantised_weights import Bits, panel_bits
-from rlx.dtypes import DType
+from rlx.dtypes import I32, DType
 from rlx.fast_dataclass import dataclass
 from rlx.formats.iq_blocks import FP4
 from rlx.formats.quant_blocks import IntegerForm, Position, Table, decoder, signed_word
@@ -47,7 +49,8 @@ class Neighbours:
 class Fours:
     """Four integers: the bytes of a word, less `offset`. The word is the union of `word >> right & mask`."""
 
-    fields: Mapping[tuple[Expr, int], int]  # masks by word and right shift, which is negative for a left one
+    # Masks by word (its number in the panel until it is read) and right shift, which is negative for a left one.
+    fields: Mapping[tuple[int | Expr, int], int]
     offset: int = 0
     signed: bool = False  # the fields are signed bytes, to which the offset is yet to be added
 
@@ -93,7 +96,8 @@ class Fours:
         return (self << self.room).word()
 
 
-def _field(word: Expr, right: int, mask: int) -> Expr:
+def _field(word: int | Expr, right: int, mask: int) -> Expr:
+    assert isinstance(word, Expr), "words are read before they are used"
     shifted = word >> right if right >= 0 else word << -right
     return shifted if mask == BYTES else shifted & signed_word(mask)
 
@@ -111,18 +115,27 @@ class CodeWords:
 
     def codes(self, t: int) -> Fours:
         """Four codes, the first of which is at 4 t."""
-        fours: Fours = self.form.code(self, Position(t, 2, Neighbours(0)))
-        return fours
+        return self._read(self.code_places(t))
 
     def scale(self, run: int) -> Expr:
         """The integer scale of a run, read with its three neighbours."""
-        assert self.form.scale is not None
         first, index = divmod(run, 4)
+        return one_of(self.scale_places(first), self.scales(first), index)
+
+    def scales(self, first: int) -> Expr:
+        """The stored scales of the four runs from 4 `first` on."""
+        return self.block.keep(("scales", first), lambda: self._read(self.scale_places(first)).stored())
+
+    def code_places(self, t: int) -> Fours:
+        """Four codes, not read yet."""
+        fours: Fours = self.form.code(self, Position(t, 2, Neighbours(0)))
+        return fours
+
+    def scale_places(self, first: int) -> Fours:
+        """Four scales, not read yet."""
+        assert self.form.scale is not None
         fours: Fours = self.form.scale(self, Neighbours(4 * first))
-        scales = self.block.keep(("scales", first), fours.stored)
-        if fours.signed:
-            return scales << 24 - 8 * index >> 24
-        return (scales >> 8 * index & fours.mask) - fours.offset
+        return fours
 
     def minima(self) -> list[Expr]:
         """The minima of a block, four per word."""
@@ -130,7 +143,7 @@ class CodeWords:
         if read is None:
             return []
         runs = range(0, self.storage.block // self.form.run, 4)
-        return [self.block.keep(("minima", run), read(self, Neighbours(run)).word) for run in runs]
+        return [self.block.keep(("minima", run), self._read(read(self, Neighbours(run))).word) for run in runs]
 
     def floats(self) -> list[Expr]:
         """The factor of integers at the end of a block, and the other float if there is one."""
@@ -143,7 +156,7 @@ class CodeWords:
             assert isinstance(first, int)
             return self._fields(byte.first, first, ((1 << width) - 1) * ONES)
         assert isinstance(first, Neighbours) and width == 1
-        together = self._fields(byte, first.first, 15).word()
+        together = self._read(self._fields(byte, first.first, 15)).word()
         return Fours({(together * SPREAD, 0): ONES})
 
     def signed(self, byte: Neighbours) -> Fours:
@@ -153,7 +166,7 @@ class CodeWords:
     def lookup(self, table: Table, index: Fours) -> Fours:
         """Four entries of a table, computed."""
         assert table is FP4, "the only table of these types"
-        return Fours({(_fp4(self.block, index), 0): BYTES}, 16)
+        return Fours({(_fp4(self.block, self._read(index)), 0): BYTES}, 16)
 
     def where(self, condition: int, then: Callable[[], Fours], other: Callable[[], Fours]) -> Fours:
         """`then` if the condition is not 0."""
@@ -164,10 +177,85 @@ class CodeWords:
         index, start = self.block.source.split(byte)
         assert isinstance(index, int) and isinstance(start, int)
         fields = panel_bits(self.storage, Bits(index, start + first, mask))
-        return Fours({(self._word(bits.word), bits.right): bits.mask for bits in fields})
+        return Fours({(bits.word, bits.right): bits.mask for bits in fields})
 
-    def _word(self, index: int) -> Expr:
-        return self.block.keep(("word", index), lambda: self.block.source.word(index))
+    def _read(self, fours: Fours) -> Fours:
+        """With the words that it names."""
+        fields: dict[tuple[int | Expr, int], int] = {
+            (self.word(word), right): mask for (word, right), mask in fours.fields.items()
+        }
+        return Fours(fields, fours.offset, fours.signed)
+
+    def word(self, word: int | Expr) -> Expr:
+        """A word of the panel, by its number unless it has been read."""
+        if isinstance(word, Expr):
+            return word
+        return self.block.keep(("word", word), lambda: self.block.source.word(word))
+
+
+@dataclass(frozen=True)
+class PartWords:
+    """The integers of one part of a long block: four runs, whose scales are one word. `part` is known at run time.
+
+    Parts differ only in where their words are, or how far these are shifted, by the same steps from one to the next.
+    """
+
+    outer: CodeWords  # the whole block: what all parts need is read before the loop over parts
+    block: Block
+    part: Expr
+
+    @property
+    def parts(self) -> int:
+        """Parts of a block."""
+        return self.outer.storage.block // (4 * self.outer.form.run)
+
+    def codes(self, t: int) -> Fours:
+        """Four codes, the first of which is at 4 t in this part."""
+        return self._read([self.outer.code_places(t + part * self.outer.form.run) for part in range(self.parts)])
+
+    def scale(self, run: int) -> Expr:
+        """The integer scale of a run of this part."""
+        places = [self.outer.scale_places(part) for part in range(self.parts)]
+
+        def stored() -> Expr:
+            if _is_spaced(places):
+                return self._read(places).stored()
+            first, second = map(self.outer.scales, range(self.parts))
+            return self.part.eq(0).select(first, second)
+
+        return one_of(places[0], self.block.keep("scales", stored), run)
+
+    def _read(self, places: Sequence[Fours]) -> Fours:
+        """The integers of this part, given where those of each part are."""
+        assert _is_spaced(places), "parts are at equal distances"
+        first, second = places[:2]
+        fields: dict[tuple[int | Expr, int], int] = {}
+        for ((word, right), mask), (next_word, next_right) in zip(first.fields.items(), second.fields, strict=True):
+            assert isinstance(word, int) and isinstance(next_word, int)
+            fields[self._word(word, next_word - word, next_right - right), right] = mask
+        return Fours(fields, first.offset, first.signed)
+
+    def _word(self, word: int, step: int, shift: int) -> Expr:
+        def read() -> Expr:
+            stored = self.block.source.word(self.part * step + word) if step else self.outer.word(word)
+            return stored >> (self.part * shift).cast(I32) if shift else stored
+
+        return self.block.keep(("word", word, step, shift), read)
+
+
+def _is_spaced(places: Sequence[Fours]) -> bool:
+    """Whether the fields of consecutive places have the same masks, and words and shifts at equal distances."""
+    if len({tuple(fours.fields.values()) for fours in places}) > 1:
+        return False
+    numbers = np.array([list(fours.fields) for fours in places], dtype=np.int64)
+    return not np.diff(numbers, 2, axis=0).any()
+
+
+def one_of(fours: Fours, stored: Expr, index: int) -> Expr:
+    """One of the integers of a word that is stored like `fours`."""
+    if fours.signed:
+        return stored << 24 - 8 * index >> 24
+    return (stored >> 8 * index & fours.mask) - fours.offset
 
 
 def integer_form(storage: DType) -> IntegerForm:

@@ -170,7 +170,7 @@ def block_kernels(storage: DType, target: CpuTarget) -> Blocks:
     """All kernels of one type; cached, since every layer asks for them."""
     width, lanes = target.panel(F32.size), target.lanes(F32.size)
     dots = tuple(dot_kernel(storage, width, target, rows) for rows in range(1, dot_rows(storage) + 1))
-    return Blocks(storage, unpack_kernel(storage, width, lanes), storage.block * F32.size, dots)
+    return Blocks(storage, unpack_kernel(storage, width, lanes), storage.block * F32.size, dots, len(dots))
 
 
 def multiply_add(x: Expr, y: Expr, total: Expr, target: CpuTarget) -> Expr:

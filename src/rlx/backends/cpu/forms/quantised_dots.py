@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
-from rlx.backends.cpu.forms.code_words import CodeWords
+from rlx.backends.cpu.forms.code_words import CodeWords, PartWords
 from rlx.backends.cpu.forms.panels import ARGUMENTS, Panels, block_number, multiply_add, over_panel, panel_params
 from rlx.backends.cpu.packing.quantised_activations import Activations, activations_for
 from rlx.backends.cpu.quant_blocks import Blocks
@@ -41,7 +41,9 @@ from rlx.lir.loops import (
     Var,
 )
 
-DOT_ROWS = 4  # rows of x up to which codes do not go through memory
+DOT_ROWS = 4  # rows of x that are multiplied by codes in registers
+DOT_ROWS_AVX512 = 8  # the same with 32 registers
+PASSES = 4  # of so many rows, up to which codes do not go through memory
 TILE_SUMS = 12  # vectors of sums per tile: twice as many, and their operands, fill 32 registers
 
 
@@ -96,18 +98,16 @@ class _Rows:
         return self.load(3, row, (Const(index, I64), 1))
 
 
-def _sum(rows: _Rows, codes: Codes, r: int, run: int | Expr) -> Expr:
+Runs = tuple[tuple[Expr, int], ...]  # indices of loops over runs, and the number of runs per turn
+
+
+def _sum(rows: _Rows, codes: Codes, r: int, run: int, more: Runs) -> Expr:
     """Initial accumulator of a run: minus the codes' zero point times the activation sum."""
     if codes.offset == 0:
         return Const(0, I32)
-    at = rows.form.sums
-    place: Place = ()
-    if rows.form.block > 32:
-        if isinstance(run, int):
-            at += run * (codes.step // 16)
-        else:
-            place = ((run, codes.step // 16),)
-    return rows.word(r, at, *place) << codes.offset.bit_length() - 1
+    step = codes.step // 16 if rows.form.block > 32 else 0
+    moved = tuple((index, runs * step) for index, runs in more)
+    return rows.word(r, rows.form.sums + run * step, *moved) << codes.offset.bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -149,30 +149,19 @@ def _in_registers(sums: Mapping[str, Place], *body: Stmt) -> tuple[Stmt, ...]:
 
 
 def dot_kernel(storage: DType, width: int, target: CpuTarget, count: int) -> LoopKernel:
-    """sums[count][width] += x · blocks of one panel, codes in registers."""
+    """sums[count][width] += x · blocks of one panel, codes in registers.
+
+    The parts of a long block are a loop, because the prefetchers of a core learn from the addresses of few
+    instructions: all loads unrolled read memory at half the speed.
+    """
     codes, lanes = codes_of(storage), target.lanes(4)
     rows = _Rows(activations_for(storage.block), count)
     weights = code_words(storage, width, lanes)
-    block, stmts = weights.block, weights.block.stmts
-    runs, words = storage.block // codes.step, codes.step // 4
-    integers: list[Expr] = [Const(0, I32)] * count
-    for run in range(runs):
-        sums = [_sum(rows, codes, r, run) for r in range(count)]
-        uppers: list[Expr] = [Const(0, I32)] * count
-        for t in range(run * words, (run + 1) * words):
-            four = weights.codes(t)
-            high = target.has_dot and four.is_high  # without it, eight bits cost more than seven
-            word = block.let(four.raised() if high else four.word())
-            into, dot = (uppers, "dot_u8") if high else (sums, codes.dot)
-            for r in range(count):
-                into[r] = block.let(Apply(dot, (into[r], word, rows.word(r, rows.form.codes + t)), I32))
-        if isinstance(uppers[0], Ref):
-            sums = [block.let(x + (y >> four.room)) for x, y in zip(sums, uppers, strict=True)]
-        if not codes.scaled:
-            integers = sums
-        else:
-            scale = block.let(weights.scale(run))
-            integers = [block.let(integer + x * scale) for integer, x in zip(integers, sums, strict=True)]
+    stmts = weights.block.stmts
+    if codes.scaled:
+        integers = _part_sums(rows, codes, target, weights)
+    else:
+        integers = _run_sums(rows, codes, target, weights, 0)
     minima = weights.minima()
     scale, *other = weights.floats()
     end = _End(scale, other[0] if other else None, minima)
@@ -180,7 +169,42 @@ def dot_kernel(storage: DType, width: int, target: CpuTarget, count: int) -> Loo
         stmts.append(Assign(f"sum{r}", _finish(rows, target, r, integers[r], end, Ref(f"sum{r}", F32))))
     place = {f"sum{r}": ((Const(r * width, I64), 1), (Index("v"), lanes), (Index("c"), 1)) for r in range(count)}
     root = over_panel(width, lanes, _in_registers(place, *stmts))
-    return LoopKernel(f"dot_{storage}_int_{count}", (*panel_params(storage), *_ROWS_AND_SUMS), ARGUMENTS, root)
+    params = (*panel_params(storage), *_ROWS_AND_SUMS)
+    return LoopKernel(f"dot_{storage}_int_{count}", params, ARGUMENTS, root, streams=(params[0].name,))
+
+
+def _part_sums(rows: _Rows, codes: Codes, target: CpuTarget, weights: CodeWords) -> list[Expr]:
+    """x · scaled codes of a long block of a vector of columns, for each row: a loop over its parts."""
+    p = Index("p")
+    part = PartWords(weights, Block(weights.block.source, prefix="p"), p)
+    totals = [Ref(f"whole{r}", I32) for r in range(rows.count)]
+    for run in range(4):
+        sums = _run_sums(rows, codes, target, part, run, ((p, 4),))
+        scale = part.block.let(part.scale(run))
+        part.block.stmts += [Assign(total.name, total + x * scale) for total, x in zip(totals, sums, strict=True)]
+    weights.block.stmts += [Var(total.name, Const(0, I32)) for total in totals]
+    weights.block.stmts.append(For(p.name, part.parts, tuple(part.block.stmts)))
+    return list(totals)
+
+
+def _run_sums(
+    rows: _Rows, codes: Codes, target: CpuTarget, weights: CodeWords | PartWords, run: int, more: Runs = ()
+) -> list[Expr]:
+    """x · codes of one run of a vector of columns, for each row."""
+    block, words = weights.block, codes.step // 4
+    moved = tuple((index, runs * words) for index, runs in more)
+    sums = [_sum(rows, codes, r, run, more) for r in range(rows.count)]
+    uppers: list[Expr] = [Const(0, I32)] * rows.count
+    for t in range(run * words, (run + 1) * words):
+        four = weights.codes(t)
+        high = target.has_dot and four.is_high  # without it, eight bits cost more than seven
+        word = block.let(four.raised() if high else four.word())
+        into, dot = (uppers, "dot_u8") if high else (sums, codes.dot)
+        for r in range(rows.count):
+            into[r] = block.let(Apply(dot, (into[r], word, rows.word(r, rows.form.codes + t, *moved)), I32))
+    if isinstance(uppers[0], Ref):
+        sums = [block.let(x + (y >> four.room)) for x, y in zip(sums, uppers, strict=True)]
+    return sums
 
 
 @dataclass(frozen=True)
@@ -238,7 +262,7 @@ def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
 
 
 def tile_heights(target: CpuTarget) -> range:
-    """Tile heights: more rows than `DOT_ROWS` are split as evenly as possible into tiles as wide as a panel."""
+    """Tile heights: rows that take more than `PASSES` are split as evenly as possible into tiles as wide as a panel."""
     max_rows = TILE_SUMS // target.tile_vectors
     return range((max_rows + 1) // 2, max_rows + 1)
 
@@ -251,17 +275,17 @@ def tile_kernel(storage: DType, width: int, target: CpuTarget, count: int) -> Lo
     unpacked, codes, lanes = _UnpackedBlock(storage, width), codes_of(storage), target.lanes(4)
     rows = _Rows(activations_for(storage.block), count)
     runs, words = storage.block // codes.step, codes.step // 4
-    run: int | Expr = 0 if runs == 1 else Index("g")
+    more: Runs = () if runs == 1 else ((Index("g"), 1),)
     vectors = range(width // lanes)
     cells = [(r, v) for r in range(count) for v in vectors]
 
     def moved(stride: int) -> Place:
-        return () if isinstance(run, int) or not stride else ((run, stride),)
+        return tuple((index, stride) for index, _ in more if stride)
 
     def load(param: int, v: int, word: int, stride: int = 0) -> Expr:
         return Load(param, unpacked.at((Const(v, I64), lanes), word, *moved(stride)), F32 if param else I32)
 
-    inner: list[Stmt] = [Let(f"start{r}", _sum(rows, codes, r, run)) for r in range(count)]
+    inner: list[Stmt] = [Let(f"start{r}", _sum(rows, codes, r, 0, more)) for r in range(count)]
     sums: dict[tuple[int, int], Expr] = {(r, v): Ref(f"start{r}", I32) for r, v in cells}
     for t in range(words):
         inner += [Let(f"w{v}_{t}", load(0, v, t, words * width)) for v in vectors]
@@ -303,11 +327,12 @@ def tile_kernel(storage: DType, width: int, target: CpuTarget, count: int) -> Lo
 def block_kernels(storage: DType, target: CpuTarget) -> Blocks:
     """The kernels of one type for 8-bit activations; cached, since every layer asks for them."""
     width, lanes = target.panel(F32.size), target.lanes(F32.size)
-    dots = tuple(dot_kernel(storage, width, target, n + 1) for n in range(DOT_ROWS))
+    rows = DOT_ROWS_AVX512 if target.vector_bytes == 64 else DOT_ROWS
+    dots = tuple(dot_kernel(storage, width, target, n + 1) for n in range(rows))
     heights = tile_heights(target)
     tiles = tuple(tile_kernel(storage, width, target, n) for n in heights)
     size, x_words = unpacked_words(storage) * I32.size, activations_for(storage.block).words
-    return Blocks(storage, codes_kernel(storage, width, lanes), size, dots, tiles, heights[-1], x_words)
+    return Blocks(storage, codes_kernel(storage, width, lanes), size, dots, PASSES * rows, tiles, heights[-1], x_words)
 
 
 def dot_of(storage: DType) -> str:

@@ -12,7 +12,6 @@ from rlx.lir.schedule import Scheduler
 from rlx.lir.views import View
 
 QUERIES = 4
-ROWS_OF_ONE = 4
 
 
 def nearest_rows(s: Scheduler, node: Node) -> Sequence[View]:
@@ -20,4 +19,4 @@ def nearest_rows(s: Scheduler, node: Node) -> Sequence[View]:
     rows = node.operands[1]
     assert rows is not None
     height = 4 if target.vector_bytes == 64 else 2  # with 32 registers, or with 16
-    return search(s, node, Tile(height, QUERIES, ROWS_OF_ONE, target.lanes(4), words=rows.type.dtype is I8))
+    return search(s, node, Tile(height, QUERIES, target.lanes(4), words=rows.type.dtype is I8))

@@ -42,6 +42,7 @@ from rlx.lir.loops import (
     walk,
 )
 
+STREAM_AHEAD = 8192  # bytes: less is late when several rows of x are multiplied, more takes longer to begin
 ACCUMULATORS = 4  # independent chains of a vectorised reduction
 
 
@@ -390,6 +391,8 @@ class Emitter:
             loaded = b.splat(b.load(unit, address.pointer, align=align), count)
         elif (address.varying is None and address.step == 1) or count == 1:
             loaded = memory.load(b, type_, address.pointer, align, mask)
+            if self.kernel.params[expr.param].name in self.kernel.streams:
+                b.prefetch(b.offset(address.pointer, STREAM_AHEAD))
         else:
             loaded = memory.gather(b, type_, self.lane_pointers(address, unit), align, mask)
         return b.icmp("ne", loaded, const(type_, 0)) if dtype is BOOL else loaded
@@ -454,6 +457,8 @@ class Emitter:
             of_chain = [step(b.add(at, i * width), totals[i * count : (i + 1) * count]) for i in range(chains)]
             return [total for sums in of_chain for total in sums]
 
+        if exprs[0].extent == width:  # a single vector
+            return [self._combine_chains(expr, [x]) for expr, x in zip(exprs, step(i64(0), identities), strict=True)]
         count, stride = len(exprs), width * chains
         full = b.mul(b.sdiv(extent, stride), stride)
         totals = b.loop(0, full, stride, steps, identities * chains)

@@ -94,7 +94,7 @@ class Nest:
         self.short = b.sdiv(m, self.tiles)  # rows per tile; the first `longer` tiles have one more
         self.longer = b.srem(m, self.tiles)
         if blocks is not None:
-            self.few = b.icmp("sle", m, len(blocks.dots))
+            self.few = b.icmp("sle", m, blocks.few_rows)
 
     def row_block(self, index: Value) -> None:
         """All panels in [lo, hi) of one row block of one batch: a run of consecutive units."""

@@ -99,11 +99,22 @@ class Quantised:
 
     def dot(self, rows: RowBlock, stripe: Stripe) -> None:
         """Multiplies a few rows by packed weights without unpacking to memory: the same chains over k as a tile's."""
-        m, blocks = self.nest.m, self.blocks
+        b, nest, blocks = self.b, self.nest, self.blocks
+        m, form = nest.m, nest.form
         self._clear(stripe, m)
-        count = self.b.sdiv(self.nest.word["k"], blocks.storage.block)
-        self._call(m, blocks.dots[0], count, stripe.b, rows.a, stripe.sums)
-        self.nest.finish(stripe, i64(0), m, stripe.sums)
+        count = b.sdiv(nest.word["k"], blocks.storage.block)
+        passes = b.ceil_div(m, len(blocks.dots))
+        short, longer = b.sdiv(m, passes), b.srem(m, passes)  # the first `longer` passes have one row more
+
+        def some(index: Value, row: Value) -> list[Value]:
+            height = b.add(short, b.assign("i64", f"zext {b.icmp('slt', index, longer)} to i64"))
+            x = b.offset(rows.a, b.mul(row, nest.word["a_row"]), form.scalar)
+            sums = b.offset(stripe.sums, b.mul(row, form.panel), form.scalar)
+            self._call(height, blocks.dots[0], count, stripe.b, x, sums)
+            return [b.add(row, height)]
+
+        b.loop(0, passes, 1, some, [i64(0)])
+        nest.finish(stripe, i64(0), m, stripe.sums)
 
     def _clear(self, stripe: Stripe, rows: Value) -> None:
         b, form = self.b, self.nest.form
