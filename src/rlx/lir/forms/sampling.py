@@ -200,7 +200,8 @@ class _Sampler(LogitsKernel):
     def take_nucleus(self, nucleus: Expr, top_p: Expr) -> None:
         """The least weight of the fewest tokens that weigh top_p, and the last place where that weight still counts.
 
-        Probes of whole rows narrow the range of keys until few weights are left in it; these are gathered and probed.
+        Where many tokens count, as in nearly uniform rows, a walk from an estimate finds it. Elsewhere, and where that
+        fails, probes of whole rows narrow the range of keys until few weights are left; these are gathered and probed.
         """
         body = self.body
         share = body.let("share", top_p * self.mass.cast(F64))
