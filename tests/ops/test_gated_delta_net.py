@@ -62,21 +62,31 @@ def test_one_program_does_any_number_of_tokens(n: int) -> None:
 
 
 def test_many_tokens_are_one_launch_of_chunks_and_few_one_of_tokens() -> None:
-    """Where run time knows the length, the other launch has no units; where the graph does, there is none."""
+    """Where run time knows the length, the other launch has no units; where the graph does, there is none.
 
-    def launches(seq: Any) -> list[tuple[str, Any]]:
+    Without a state, short sequences go by chunks too: they have the same bits when they are packed with others.
+    """
+
+    def launches(seq: Any, *, carry: bool = True) -> list[tuple[str, Any]]:
         graph = rlx.Graph("delta")
         inputs = [graph.input(x, (1, seq, 2, 16)) for x in "qkv"] + [graph.input(x, (1, seq, 2)) for x in ("g", "beta")]
-        f = rlx.compile(graph.set_outputs([graph.gated_delta_net(*inputs, state_size=16)]))
+        if carry:
+            results = graph.gated_delta_net_carry(*inputs, graph.input("state", (1, 2, 16, 16)), state_size=16)
+        else:
+            results = [graph.gated_delta_net(*inputs, state_size=16)]
+        f = rlx.compile(graph.set_outputs(results))
         actual = [(launch.kernel.name, launch.units) for launch in f.plan.main.launches]
         return [x for x in actual if x[0] != "exp"]
 
-    assert launches(CHUNK - 1) == [("gated_delta_net", 2)]
-    assert launches(CHUNK) == [("gated_delta_net_chunks", 2)]
-    (few, by_token), (many, by_chunk) = launches("seq")
-    assert (few, many) == ("gated_delta_net", "gated_delta_net_chunks")
+    few, many = "gated_delta_net_carry", "gated_delta_net_carry_chunks"
+    assert launches(CHUNK - 1) == [(few, 2)]
+    assert launches(CHUNK) == [(many, 2)]
+    (first, by_token), (second, by_chunk) = launches("seq")
+    assert (first, second) == (few, many)
     units = [tuple(rlx.types.evaluate(u, {"seq": seq}) for u in (by_token, by_chunk)) for seq in (1, CHUNK, 10 * CHUNK)]
     assert units == [(2, 0), (0, 2), (0, 2)]
+    for seq in (1, CHUNK - 1, CHUNK, "seq"):
+        assert launches(seq, carry=False) == [("gated_delta_net_chunks", 2)]
 
 
 def test_a_long_sequence_may_come_in_pieces_and_its_state_is_carried_in_place() -> None:

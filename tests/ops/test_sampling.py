@@ -230,6 +230,34 @@ def test_a_nucleus_of_thousands_of_tokens_is_that_of_the_reference(spread: float
         np.testing.assert_array_equal(tokens, rlx.compile(graph(vocab), "reference").run(inputs)[0])
 
 
+@pytest.mark.parametrize("setting", [{}, {"top_k": 9000}, {"min_p": 0.8}, {"min_p": 0.8, "top_k": 9000}])
+def test_other_filters_apply_to_a_nucleus_of_thousands_of_tokens(setting: dict[str, float]) -> None:
+    """Uniform numbers where the running sum passes from a token to the next: one bit of a sum decides."""
+    vocab, rng = 20_011, np.random.default_rng(10)
+    logits = np.repeat(rng.standard_normal((1, vocab), np.float32) * np.float32(0.1), 64, 0)
+    asked = settings(64, top_p=0.9, **setting)
+    _, weights = candidates(logits[0], **{name: value[0].item() for name, value in asked.items()})
+    sums = np.cumsum(weights, dtype=np.int64)
+    border = sums[rng.integers(0, len(sums) - 1, 32)] / sums[-1]
+    inputs = {"logits": logits, "uniform": np.concatenate([border, np.nextafter(border, 0)])} | asked
+    tokens, _ = run(rlx.compile(graph(vocab)), inputs)
+    np.testing.assert_array_equal(tokens, rlx.compile(graph(vocab), "reference").run(inputs)[0])
+
+
+@pytest.mark.parametrize("others", [0.0, -0.4, -3.0])
+@pytest.mark.parametrize("spread", [0.0, 1e-5, 0.01, 0.3])
+def test_a_nucleus_whose_samples_mislead_is_that_of_the_reference(others: float, spread: float) -> None:
+    """The search starts from the first of every 16 blocks of 256 tokens; here these are unlike the others."""
+    vocab, rng = 16 * 4096 + 5, np.random.default_rng(11)
+    top_p = np.array([0.03, 0.1, 0.5, 0.9, 0.99])
+    logits = rng.standard_normal((len(top_p), vocab), np.float32) * np.float32(spread) + np.float32(others)
+    sampled = np.arange(vocab) % 4096 < 256
+    logits[:, sampled] = rng.standard_normal((len(top_p), int(sampled.sum())), np.float32) * np.float32(0.1)
+    inputs = {"logits": logits, "uniform": rng.random(len(top_p))} | settings(len(top_p), top_p=top_p)
+    tokens, _ = run(rlx.compile(graph(vocab)), inputs)
+    np.testing.assert_array_equal(tokens, rlx.compile(graph(vocab), "reference").run(inputs)[0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_equals_of_the_last_of_the_highest_stay(device: str) -> None:
     vocab, uniform = 700, np.linspace(0, 1, 20, endpoint=False)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 VOCAB = 5000  # 20 blocks, the last one not full
 SETTINGS = [  # temperature, top_k, top_p, min_p
     (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (0.9, 0, 0.8, 0.0), (1.3, 300, 0.95, 0.0),
-    (1.0, 0, 1.0, 0.02),
+    (1.0, 0, 1.0, 0.02), (100.0, 0, 0.9, 0.0), (500.0, 4500, 0.5, 0.0),
 ]  # fmt: skip
 
 

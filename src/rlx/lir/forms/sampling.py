@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from rlx.dtypes import BOOL, F32, F64, I32, I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.row_kernels import Body, Rows
-from rlx.lir.forms.sampling_logits import BLOCK, GROUP, NEAR, LogitsKernel, Q, exp2
+from rlx.lir.forms.sampling_logits import BLOCK, GROUP, NEAR, LogitsKernel, Q, exp2, exp2_each
 from rlx.lir.loops import Const, Expr, For, Index, Operand, Reduce, Ref, number
 from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
@@ -27,9 +27,16 @@ LEAST_KEY = -(2**31)  # below what `order` makes of any f32
 LIGHT = -21.0  # powers of two below it make weights of which 256 are below 2^31
 SILENT = -44.0  # powers of two below it make weights that round to 0
 FLAT = 4096  # times the heaviest: with more mass than that, many tokens are in a nucleus
-GUESSES = 14  # halvings of the range of keys by a guess
+GUESSES = 12  # halvings of the range of keys by a guess
+CELL_BLOCKS = 4
+CELL = CELL_BLOCKS * BLOCK  # weights whose sum f64 still holds exactly
+CHUNK = GROUP * BLOCK  # weights that are added up in f32 for an estimate
+STREAMS = 4  # weights of a chunk that are computed at once
 PART = 32  # weights of a block that are passed over at once where none is of interest
-MARGIN = 2**17  # keys: how far a guess by samples is from the truth as a rule
+MARGIN = 2**16  # keys: about as far a guess by samples is from the truth
+ATTEMPTS = 4  # at an estimate that is near enough
+FAR = 512  # tokens: an estimate that far off is made again
+WALK = 1024  # most steps from an estimate to the least weight of a nucleus
 OCTAVE = 2**23  # keys from a weight to its double
 MOST_OCTAVES = 8  # 2^8 octaves are more than f32 has
 STEPS = 48  # more than the steps toward a guess and the halvings of a range of 2^32 keys
@@ -110,10 +117,35 @@ class _Sampler(LogitsKernel):
             self._sum_block(block, g, self.weights[g * BLOCK + Q])
         with body.loop("g", body.let("blocks_summed", self.summed_only * self.blocks)) as block:
             self.read(block, "sum", g, lambda inner, rows: self._sum_block(inner, g, self._power(rows[g * BLOCK + Q])))
-        with body.loop("g", body.let("blocks_filled", (everything - self.summed_only) * self.blocks)) as block:
-            self.read(block, "fill", g, lambda inner, rows: self._fill(inner, g, rows))
-            self._sum_block(block, g, self.weights[g * BLOCK + Q])
+        chunks = (self.blocks + (GROUP - 1)).quot(GROUP)
+        with body.loop("c", body.let("chunks_filled", (everything - self.summed_only) * chunks)) as chunk:
+            self._fill_chunk(chunk)
         self.used = body.let("used", self.listed + everything * self.blocks)
+
+    def _fill_chunk(self, body: Body) -> None:
+        """Weights and sums of a group of blocks: in one loop where all are heavy and none is a copy, as a rule."""
+        c, g = Index("c"), Index("g")
+        first = body.let("first_of_chunk", c * GROUP)
+        count = body.let("chunk_blocks", (self.blocks - first).min(GROUP))
+        copies = body.let("chunk_copies", Reduce("sum", "g", count, self.copied[first + g]))
+        lowest = body.let("chunk_low", Reduce("min", "g", count, self.tops[first + g]))
+        heavy = ((lowest - self.top) * self.scale >= LIGHT) & copies.eq(0) & count.eq(GROUP)
+        uniform = body.let("chunk_uniform", heavy.cast(I64))
+        with body.loop("uniform_once", uniform) as plain:
+            with plain.loop("q", CHUNK // STREAMS, vector=True) as each:
+                places = [c * CHUNK + (Q + i * (CHUNK // STREAMS)) for i in range(STREAMS)]
+                powers = [(self.raw[place] - self.top) * self.scale for place in places]
+                for place, weight in zip(places, exp2_each(powers, each.let, WEIGHT_BITS), strict=True):
+                    each.store(self.weights, place, weight + ROUNDER - ROUNDER)
+            with plain.loop("g", GROUP) as block:
+                weight = self.weights[(first + g) * BLOCK + Q]
+                total = block.let("plain_mass", Reduce("sum", "q", BLOCK, weight.cast(F64)).cast(I64))
+                self._store_sum(block, first + g, total)
+                block.assign(self.mass, self.mass + total)
+        with body.loop("g", body.let("chunk_mixed", (1 - uniform) * count)) as block:
+            here = block.let("chunk_block", first + g)
+            self.read(block, "fill", here, lambda inner, rows: self._fill(inner, here, rows))
+            self._sum_block(block, here, self.weights[here * BLOCK + Q])
 
     def _power(self, logit: Expr) -> Expr:
         """A weight before it is rounded."""
@@ -168,7 +200,8 @@ class _Sampler(LogitsKernel):
     def take_nucleus(self, nucleus: Expr, top_p: Expr) -> None:
         """The least weight of the fewest tokens that weigh top_p, and the last place where that weight still counts.
 
-        Probes of whole rows narrow the range of keys until few weights are left in it; these are gathered and probed.
+        Where many tokens count, as in nearly uniform rows, a walk from an estimate finds it. Elsewhere, and where that
+        fails, probes of whole rows narrow the range of keys until few weights are left; these are gathered and probed.
         """
         body = self.body
         share = body.let("share", top_p * self.mass.cast(F64))
@@ -183,6 +216,15 @@ class _Sampler(LogitsKernel):
         # Weights from `low` on weigh `reached`, enough; those from `high` on weigh `above`, too little.
         low, high = body.var("nucleus_low", start, I64), body.var("nucleus_high", end, I64)
         reached, above = body.var("reached", self.mass, I64), body.var("above", 0, I64)
+        self.last = body.var("last", self.room, I64)
+        self.settled = body.var("settled", 0, I64)
+        with body.when("estimated", flat) as estimated:
+            least, total = self._walk(estimated, self._estimate(estimated, guess, wanted), wanted)
+            estimated.assign(self.settled, (total >= wanted).cast(I64))
+            done, key = self.settled.ne(0), estimated.let("walk_key", least.order().cast(I64))
+            for variable, value in ((low, key), (high, key + 1), (reached, total), (above, total)):
+                estimated.assign(variable, done.select(value, variable))
+        self.kept = body.let("kept", above)
 
         def narrow(name: str, active: Expr, crowded: Expr, middle: Expr, mass: Callable[[Body, Ref], Expr]) -> None:
             steps = body.let(f"{name}_steps", active.select(STEPS, Const(0, I64)))
@@ -200,7 +242,7 @@ class _Sampler(LogitsKernel):
 
         halfway, step = low + high >> 1, Index("row_step")
         searching = flat.select(step < 2, low.eq(start))
-        first = flat.select(guess + (step * 2 - 1) * MARGIN, guess - (OCTAVE << step.min(MOST_OCTAVES)))
+        first = flat.select(guess + (step * 4 - 2) * MARGIN, guess - (OCTAVE << step.min(MOST_OCTAVES)))
         around = searching.select(first, halfway)
         many = (reached - above).cast(F64) > low.cast(I32).bits().cast(F64) * NEAR  # else at most NEAR are in between
         narrow("row", nucleus, many, around, lambda inner, least: self._mass(inner, "probe", least))
@@ -220,9 +262,89 @@ class _Sampler(LogitsKernel):
         self.least = body.let("least", nucleus.select(low.cast(I32).bits(), Const(0.0, F32)))
         each = body.let("tie_weight", self.least.cast(I64).max(1))
         keep = body.let("keep", (wanted - above + each - 1).quot(each))  # of equals, those with lower ids
-        self.last = body.var("last", self.room, I64)
         with body.when("cut", nucleus & (keep * each < reached - above)) as cut:
             self._find_tie(cut, keep)
+
+    def _estimate(self, body: Body, guess: Ref, wanted: Ref) -> Ref:
+        """The sum of the weights from a key on that is slightly above that of the least weight, as a rule.
+
+        Two masses of the row, as f32 adds them, say by how much the guess is wrong: between them and a little beyond,
+        tokens lie evenly, but for chance and the slope of their density. Then the mass of the estimate, which is exact,
+        is what later estimates start from. Leaves sums of cells, each as that of its first block, and the heaviest of
+        the other weights of each.
+        """
+        c, g = Index("c"), Index("g")
+        self.cells = body.let("cells", (self.used + (CELL_BLOCKS - 1)).quot(CELL_BLOCKS))
+        keys = [body.let(f"key_{name}", guess + way * MARGIN) for name, way in (("before", -1), ("behind", 1))]
+        masses = [body.var(f"mass_{key.name}", 0.0, F64) for key in keys]
+        probes = [body.let(f"{key.name}_probe", key.max(1).cast(I32).bits()) for key in keys]
+        with body.loop("c", self.groups) as chunk:
+            width = chunk.let("chunk_width", (self.used * BLOCK - c * CHUNK).min(CHUNK))
+            for mass, probe in zip(masses, probes, strict=True):
+                weight = self.weights[c * CHUNK + Q]
+                part = Reduce("sum", "q", width, (weight >= probe).select(weight, 0.0))
+                chunk.assign(mass, mass + chunk.let(f"part_of_{mass.name}", part).cast(F64))
+        between = body.let("mass_between", (masses[0] - masses[1]).max(1.0))
+        unit = body.let("usual_weight", guess.max(1).cast(I32).bits().cast(F64).max(1.0))
+        count = body.let("tokens_between", (between / unit).max(1.0))
+        keys_per_token = body.let("keys_per_token", number(2.0 * MARGIN, F64) / count)
+        ahead = body.let("tokens_ahead", count.sqrt() * 0.625 + count * (1 / 96) + 4.0)
+        total, limit = body.var("estimated_mass", 0, I64), body.var("limit", keys[0], I64)
+        missing = body.var("tokens_missing", (wanted.cast(F64) - masses[0]) / unit, F64)
+        is_open = body.var("estimate_open", 1, I64)
+        with body.loop("attempt", ATTEMPTS) as each, each.when("attempted", is_open > 0) as attempt:
+            moved = ((ahead - missing) * keys_per_token).max(-(2.0**WORD)).min(2.0**WORD)
+            attempt.assign(limit, (limit + moved.cast(I64)).max(1).min(number(HEAVIEST, F32).order().cast(I64)))
+            least = attempt.let("estimate", limit.cast(I32).bits())
+            attempt.assign(total, Const(0, I64))
+            with attempt.loop("g", self.used, vector=True) as block:
+                for word in (g, g + self.blocks):
+                    block.store(self.sums, word, Const(0, I32))
+            with attempt.loop("c", self.cells) as cell:
+                width, weight = cell.let("cell_width", self._cell_width(c)), self.weights[c * CELL + Q]
+                heavy = Reduce("sum", "q", width, (weight >= least).select(weight, 0.0).cast(F64))
+                cell_mass = cell.let("cell_mass", heavy.cast(I64))
+                self._store_sum(cell, c * CELL_BLOCKS, cell_mass)
+                cell.assign(total, total + cell_mass)
+                cell.store(self.nearest, c, Reduce("max", "q", width, (weight < least).select(weight, 0.0)))
+            attempt.assign(missing, (wanted - total).cast(F64) / unit)
+            attempt.assign(is_open, ((missing <= 0.0) | (missing > FAR)).cast(I64))
+        return total
+
+    def _cell_width(self, cell: Expr) -> Expr:
+        """The last cell may be shorter."""
+        return (self.used * BLOCK - cell * CELL).min(CELL)
+
+    def _walk(self, body: Body, total: Ref, wanted: Ref) -> tuple[Ref, Ref]:
+        """Adds weights to an estimate, heaviest first, until they weigh what is wanted: the last one, and their sum.
+
+        Leaves the sums of cells, and the place of the last one. The sum is below what is wanted if the way is too long
+        or if the estimate is not below it.
+        """
+        c = Index("c")
+        least = body.var("walk_weight", 0.0, F32)
+        at, taken = body.var("walk_cell", 0, I64), body.var("walk_taken", 0, I64)
+        body.assign(total, (total < wanted).select(total, Const(-1, I64)))
+        with (
+            body.loop("walk_step", body.let("walk_steps", (total >= 0).select(WALK, Const(0, I64)))) as each,
+            each.when("walk_open", total < wanted) as step,
+        ):
+            step.assign(least, step.let("walk_next", Reduce("max", "c", self.cells, self.nearest[c])))
+            first = Reduce("min", "c", self.cells, self.nearest[c].eq(least).select(c.cast(I32), 2**WORD - 1))
+            step.assign(at, step.let("walk_first", first).cast(I64).min(self.cells - 1))
+            width, weight = step.let("walk_width", self._cell_width(at)), self.weights[at * CELL + Q]
+            ties = step.let("walk_ties", Reduce("sum", "q", width, weight.eq(least).cast(I32)).cast(I64))
+            unit = step.let("walk_unit", least.cast(I64).max(1))
+            step.assign(taken, ties.min((wanted - total + unit - 1).quot(unit)))  # of equals, those with lower ids
+            step.assign(total, total + taken * unit)
+            self._store_sum(step, at * CELL_BLOCKS, step.let("walk_sum", self._sum(at * CELL_BLOCKS) + taken * unit))
+            step.store(self.nearest, at, Reduce("max", "q", width, (weight < least).select(weight, 0.0)))
+        seen = body.var("walk_seen", 0, I64)
+        with body.loop("q", body.let("last_width", (total >= wanted).select(self._cell_width(at), 0))) as each:
+            place = each.let("walk_place", at * CELL + Q)
+            each.assign(seen, seen + self.weights[place].eq(least).cast(I64))
+            each.assign(self.last, ((seen >= taken) & self.last.eq(self.room)).select(place, self.last))
+        return least, total
 
     def _guess(self, flat: Ref, nucleus: Expr, wanted: Ref, start: Ref, end: Ref) -> Ref:
         """About the key of the least weight, without a look at the whole row.
@@ -323,7 +445,9 @@ class _Sampler(LogitsKernel):
             return ((weight >= floor) & ((weight > self.least) | (place <= self.last))).select(weight, 0.0)
 
         total = body.var("total", self.mass, I64)
-        with body.when("fewer", self.bounded > 0) as filtered:
+        settled = body.let("sums_settled", self.settled.ne(0) & (floor <= self.least))
+        body.assign(total, settled.select(self.kept, total))
+        with body.when("fewer", (self.bounded > 0) & ~settled) as filtered:
             filtered.assign(total, Const(0, I64))
             with filtered.loop("g", self.bounded) as block:
                 part = block.var("kept_part", 0, I64)
@@ -337,8 +461,10 @@ class _Sampler(LogitsKernel):
         with body.when("refilled", self.summed_only > 0) as block:
             self.read(block, "refill", at, lambda inner, rows: self._fill(inner, at, rows))
         rest = body.let("rest", passed - before)
-        within, _ = self._passes("token", "q", BLOCK, rest, selected(at * BLOCK + Q).cast(I64))
-        slot = body.let("slot", at * BLOCK + within.min(BLOCK - 1))
+        end = (at + settled.select(CELL_BLOCKS, Const(1, I64))).min(self.used) * BLOCK
+        width = body.let("drawn_width", end - at * BLOCK)
+        within, _ = self._passes("token", "q", width, rest, selected(at * BLOCK + Q).cast(I64))
+        slot = body.let("slot", at * BLOCK + within.min(width - 1).max(0))
         return body.let("picked", self.limited.choose(self.ids[slot].cast(I64), slot))
 
     def _passes(self, name: str, index: str, extent: int | Ref, limit: Ref, term: Expr) -> tuple[Ref, Ref]:

@@ -7,7 +7,7 @@ copy of that block. The last block is copied too if the vocabulary does not fill
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rlx.dtypes import F32, F64, I32, I64
 from rlx.ir.graph import Node, Value
@@ -30,14 +30,30 @@ def exp2(power: Expr, exponent_offset: int = 0, *, fused: bool = False) -> Expr:
 
     With `fused`, by fused multiply-adds: faster and as accurate, but with other last bits.
     """
-    power = (power < LOWEST).select(LOWEST, power)
-    exponent = power.nearest()
-    fraction = power - exponent.cast(F32)
-    mantissa: Expr = number(EXP2[0], F32)
-    for coefficient in EXP2[1:]:
+    return exp2_each([power], lambda name, value: value, exponent_offset, fused=fused)[0]
+
+
+def exp2_each(
+    powers: Sequence[Expr], bind: Callable[[str, Expr], Expr], exponent_offset: int = 0, *, fused: bool = False
+) -> list[Expr]:
+    """`exp2` of several powers, each step of all of them before the next step; `bind` names a step's value.
+
+    A power is one long chain of operations. Of chains one after another, a processor's window holds few, and it waits.
+    """
+
+    def step(name: str, values: Iterable[Expr]) -> list[Expr]:
+        return [bind(f"{name}_{i}", value) for i, value in enumerate(values)]
+
+    power = step("power", ((p < LOWEST).select(LOWEST, p) for p in powers))
+    exponent = step("exponent", (p.nearest() for p in power))
+    fraction = step("fraction", (p - e.cast(F32) for p, e in zip(power, exponent, strict=True)))
+    mantissa: list[Expr] = [number(EXP2[0], F32)] * len(powers)
+    for degree, coefficient in enumerate(EXP2[1:], 1):
         term = number(coefficient, F32)
-        mantissa = fma(mantissa, fraction, term) if fused else mantissa * fraction + term
-    return mantissa * (exponent + (127 + exponent_offset) << 23).bits()
+        pairs = zip(mantissa, fraction, strict=True)
+        mantissa = step(f"mantissa{degree}", (fma(m, x, term) if fused else m * x + term for m, x in pairs))
+    scales = ((e + (127 + exponent_offset) << 23).bits() for e in exponent)
+    return step("exp2", (m * scale for m, scale in zip(mantissa, scales, strict=True)))
 
 
 class LogitsKernel:
@@ -67,8 +83,9 @@ class LogitsKernel:
         scratch = {
             "weights": (room, F32), "ids": (room, I32), "sums": (blocks * 2, I32), "tops": (groups * GROUP, F32),
             "peaks": (groups, F32), "copied": (blocks, I32), "near": (NEAR + 2 * BLOCK, F32),
+            "nearest": (blocks, F32),
         }  # fmt: skip
-        self.weights, self.ids, self.sums, self.tops, self.peaks, self.copied, self.near = (
+        self.weights, self.ids, self.sums, self.tops, self.peaks, self.copied, self.near, self.nearest = (
             Rows(b, name, s.temporary(TensorType((rows, width), dtype)), written=True)
             for name, (width, dtype) in scratch.items()
         )

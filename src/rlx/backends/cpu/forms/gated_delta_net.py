@@ -18,7 +18,8 @@ from rlx.types import dim_min
 def gated_delta_net(s: Scheduler, node: Node) -> Sequence[View]:
     """By chunks where there is a whole one, else token by token: one of the two launches has no units.
 
-    Of ragged tokens, each row goes the way that it would go by itself.
+    Of ragged tokens, each row goes the way that it would go by itself. Without a state to continue from, always by
+    chunks: a short sequence then has the bits that it has packed with others.
     """
     outs, state = results_of(s, node)
     last = outs[1] if state is not None else None
@@ -28,7 +29,7 @@ def gated_delta_net(s: Scheduler, node: Node) -> Sequence[View]:
         by_token(s, node, outs[0], state, last, 1, fewer=CHUNK)
         delta_chunks.forward(s, node, outs[0], CHUNK, 1, state=state, last=last)
         return outs
-    many = dim_min(tokens.width // CHUNK, 1)
+    many = dim_min(tokens.width // CHUNK, 1) if state is not None else 1
     if many != 1:
         by_token(s, node, outs[0], state, last, 1 - many)
     if many != 0:

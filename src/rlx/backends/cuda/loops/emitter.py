@@ -630,7 +630,7 @@ class Emitter:
         if weight(Let("", expr)) > LIGHT:
             self.line("#pragma unroll 1")
         with self.block(f"for ({type_} {index} = 0; {index} < {self.extent(expr.extent)}; {index}++)", scope):
-            self.bind(expr.index, index, True)
+            self.bind(expr.index, index, self.is_extent_index(expr.extent))
             self.line(f"{total} = {operations.combine(expr.op, total, self.wide(expr.value))};")
         return total
 
@@ -680,7 +680,7 @@ class Emitter:
         heavy = sum(weight(Let("", reduction)) for reduction in group) > LIGHT
         self.line(f"#pragma unroll {1 if heavy else 4}")
         with self.block(f"for ({index_type} {first} = {start}; {first} < {extent}; {first} += {step})", private):
-            self.bind(group[0].index, first, True)
+            self.bind(group[0].index, first, self.is_extent_index(group[0].extent))
             if packing is None:
                 self.accumulate(group, totals, "0")
             else:
@@ -691,7 +691,7 @@ class Emitter:
                 ):
                     name = self.fresh(group[0].index)
                     self.line(f"const {index_type} {name} = {first} + {element};")
-                    self.bind(group[0].index, name, True)
+                    self.bind(group[0].index, name, self.is_extent_index(group[0].extent))
                     self.accumulate(group, totals, element)
         return totals
 
