@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import socket
 import sys
 from typing import Any
 
 from rlx.batch.on_ray import import_ray
 from rlx.errors import RequestError
+
+CONNECT_S, ANSWER_S = 3.0, 6.0  # for a connection to the head of a cluster, and for its answer
+HINT = '"local" (rlx batch --ray local) starts one; ray start --head --port 6379, or its address HOST:6379'
+CHECK = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 def connect(address: str = "local", **options: Any) -> Any:
@@ -23,17 +29,65 @@ def connect(address: str = "local", **options: Any) -> Any:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         options = {"include_dashboard": False} | options
     ray = import_ray()
-    if address == "local" and was_imported:
-        _read_mode_again()
+    if address == "local":
+        if was_imported:
+            _read_mode_again()
+    else:
+        _check_head(_found() if address == "auto" else address)
     try:
         ray.init(address=address, **{"log_to_driver": False} | options)
     except ConnectionError as error:  # what Ray says is a page on its own settings
         where = "this machine" if address == "auto" else address
-        raise RequestError(
-            f"connect: no Ray cluster answers at {where}",
-            hint='"local" (rlx batch --ray local) starts one; ray start --head --port 6379, or its address HOST:6379',
-        ) from error
+        raise RequestError(f"connect: no Ray cluster answers at {where}", hint=HINT) from error
     return ray
+
+
+def _found() -> str | None:
+    """The address that Ray takes for "auto": that of RAY_ADDRESS, or of the last cluster of this machine, if any."""
+    with contextlib.suppress(ImportError, AttributeError, TypeError, ConnectionError):  # it is Ray's own, and may change
+        address = importlib.import_module("ray._private.services").get_ray_address_from_environment("auto", None)
+        return None if address in (None, "auto", "local") else str(address)
+    return os.environ.get("RAY_ADDRESS")
+
+
+def _check_head(address: str | None) -> None:
+    """Raise RequestError unless a cluster answers at HOST:PORT or ray://HOST:PORT: Ray itself would try for minutes."""
+    scheme, _, rest = (address or "").rpartition("://")
+    if not address or scheme not in ("", "ray"):  # Ray has others, for services of a vendor
+        return
+    host, _, port = rest.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and int(port[:6]) < 1 << 16):
+        raise RequestError(f"connect: {address!r} is no address of a Ray cluster", hint="HOST:PORT, such as HEAD:6379")
+    host = host.strip("[]")  # of IPv6
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that cannot be a name
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"connect: no Ray cluster answers at {address}: {reason}", hint=HINT) from error
+    if os.environ.get("RAY_USE_TLS", "0") == "0":  # else only Ray has the certificates
+        _check_answer(address, rest, is_client=scheme == "ray")
+
+
+def _check_answer(address: str, target: str, *, is_client: bool) -> None:
+    """Raise RequestError if what listens at an address is no Ray cluster. Without a token it refuses, but it answers.
+
+    Addresses ray://HOST:PORT are of another service of Ray, which does not know the question.
+    """
+    try:
+        import grpc
+    except ImportError:  # an installation of Ray without the parts that rlx[ray] asks for
+        return
+    refusals = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+    if not is_client:
+        refusals.add(grpc.StatusCode.UNIMPLEMENTED)
+    with grpc.insecure_channel(target, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(CHECK)(b"", timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            if error.code() in refusals:
+                raise RequestError(
+                    f"connect: what answers at {address} is no Ray cluster", notes=[f"gRPC: {error.code().name}"], hint=HINT
+                ) from error
 
 
 def _read_mode_again() -> None:
