@@ -74,13 +74,57 @@ def _started(start: Callable[[], Any]) -> Any:
                 raise
 
 
-def test_the_cluster_refuses_those_without_the_token(ray: Any) -> None:
-    code = f"import ray; ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False)"
-    environment = os.environ | {"RAY_AUTH_TOKEN": "f" * 64}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LONGEST_S
-    )
-    assert done.returncode != 0 and "token" in done.stderr.lower()
+# -- clusters ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def no_init(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would try a dead address for minutes."""
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail(f"Ray is asked to connect to {options['address']}"))
+
+
+def test_a_dead_address_is_refused_before_ray_tries_it(no_init: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = f"127.0.0.1:{_free_port()}"
+    for address in (dead, f"ray://{dead}"):
+        with pytest.raises(RequestError, match=f"no Ray cluster answers at {address}: Connection refused") as caught:
+            rlx.ray.connect(address)
+        assert "--ray local" in (caught.value.hint or "")
+    with pytest.raises(RequestError, match=r"no Ray cluster answers at no-such-host\.invalid:6379: "):
+        rlx.ray.connect("no-such-host.invalid:6379")
+    for address in ("head", "head:", ":6379", "head:x", "head:99999"):
+        with pytest.raises(RequestError, match=f"'{address}' is no address of a Ray cluster"):
+            rlx.ray.connect(address)
+    monkeypatch.setenv("RAY_ADDRESS", dead)
+    with pytest.raises(RequestError, match=f"no Ray cluster answers at {dead}"):
+        rlx.ray.connect("auto")
+
+
+def test_the_cluster_refuses_those_without_the_token(
+    no_init: None, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(pytest.fail.Exception, match="Ray is asked to connect"):
+        rlx.ray.connect(cluster.address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
+    with pytest.raises(RequestError, match=f"the Ray cluster at {cluster.address} refuses the token"):
+        rlx.ray.connect(cluster.address)
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(pytest.fail.Exception, match="Ray is asked to connect"):
+        rlx.ray.connect(cluster.address)
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with pytest.raises(RequestError, match=f"the Ray cluster at {cluster.address} asks for a token") as caught:
+        rlx.ray.connect(cluster.address)
+    assert "RAY_AUTH_MODE=token" in (caught.value.hint or "")
+
+
+def test_an_address_of_something_else_is_refused(no_init: None, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.ray.cluster.ANSWER_S", 1.0)
+    host = cluster.address.partition(":")[0]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_port = silent.getsockname()[1]
+        worker_port = cluster.head_node.node_manager_port
+        for address in (f"127.0.0.1:{silent_port}", f"ray://127.0.0.1:{silent_port}", f"{host}:{worker_port}"):
+            with pytest.raises(RequestError, match=f"what answers at {address} is no Ray cluster"):
+                rlx.ray.connect(address)
 
 
 IMPORTED_FIRST = """
@@ -119,40 +163,6 @@ def test_a_machine_without_a_cluster_is_explained(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RequestError, match="no Ray cluster answers at this machine") as caught:
         rlx.ray.connect("auto")
     assert "--ray local" in (caught.value.hint or "")
-
-
-@pytest.fixture
-def no_init(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray would try a dead address for minutes."""
-    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail(f"Ray is asked to connect to {options['address']}"))
-
-
-def test_a_dead_address_is_refused_before_ray_tries_it(no_init: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = f"127.0.0.1:{_free_port()}"
-    for address in (dead, f"ray://{dead}"):
-        with pytest.raises(RequestError, match=f"no Ray cluster answers at {address}: Connection refused") as caught:
-            rlx.ray.connect(address)
-        assert "--ray local" in (caught.value.hint or "")
-    with pytest.raises(RequestError, match=r"no Ray cluster answers at no-such-host\.invalid:6379: "):
-        rlx.ray.connect("no-such-host.invalid:6379")
-    for address in ("head", "head:", ":6379", "head:x", "head:99999"):
-        with pytest.raises(RequestError, match=f"'{address}' is no address of a Ray cluster"):
-            rlx.ray.connect(address)
-    monkeypatch.setenv("RAY_ADDRESS", dead)
-    with pytest.raises(RequestError, match=f"no Ray cluster answers at {dead}"):
-        rlx.ray.connect("auto")
-
-
-def test_an_address_of_something_else_is_refused(no_init: None, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.ray.cluster.ANSWER_S", 1.0)
-    host = cluster.address.partition(":")[0]
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent_port = silent.getsockname()[1]
-        for address in (
-            f"127.0.0.1:{silent_port}", f"ray://127.0.0.1:{silent_port}", f"{host}:{cluster.head_node.node_manager_port}"
-        ):  # fmt: skip
-            with pytest.raises(RequestError, match=f"what answers at {address} is no Ray cluster"):
-                rlx.ray.connect(address)
 
 
 def test_the_example_embeds_a_file_on_a_cluster_with_a_token(encoder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.batch.folder import OutputFolder, Part
-from rlx.batch.inputs import Shard, Source, check_columns, cut, find_sources
+from rlx.batch.inputs import Shard, Source, check_sources, cut, find_sources
 from rlx.batch.results import Results
 from rlx.batch.runner import GivenUp, Runner, run_shards
 from rlx.batch.tasks import Task
@@ -57,7 +57,7 @@ class Job:
         shard_records: int | None = None,
     ) -> Job:  # fmt: skip
         sources = find_sources(inputs, input_format)
-        check_columns(sources, [name for name in task.columns if name != "id"])
+        check_sources(sources, [name for name in task.columns if name != "id"])
         count = task.shard_records if shard_records is None else shard_records
         if count < 1:
             raise RequestError(f"batch: shards of {count} records, expected a number from 1")
