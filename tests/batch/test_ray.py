@@ -20,6 +20,7 @@ from limits import LONGEST_S
 
 import rlx
 from batch.conftest import Inline, contents, texts, write_texts
+from batch.deadly import Hanging
 from batch.driver import VERBS, run_verb
 from batch.killing import run_with_kills
 from rlx.errors import RequestError
@@ -218,6 +219,21 @@ def test_a_job_on_ray_survives_kills(ray: Any, decoder: Path, encoder: Path, tmp
     rng = random.Random(VERBS.index(verb))
     run_with_kills(arguments, tmp_path / "out", TEXTS // 4, rng, victims=actors, most=2)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_an_actor_that_hangs_is_replaced(ray: Any, decoder: Path, tmp_path: Path) -> None:
+    write_texts(tmp_path / "a.txt", TEXTS)
+    run_verb("score", decoder, tmp_path / "a.txt", tmp_path / "expected", runner=Inline())
+    (tmp_path / "hung").mkdir()
+    task = Hanging(str(decoder), {}, folder=str(tmp_path / "hung"))
+    options: dict[str, Any] = {"runner": "ray", "threads": 1, "shard_records": 4, "worker_timeout": 5}
+    rlx.batch.run(task, tmp_path / "a.txt", tmp_path / "out", workers=4, **options)  # as many as the cluster holds
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    pid = int((tmp_path / "hung" / "0").read_text())
+    end = time.monotonic() + LONGEST_S
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists(), "it was killed"
 
 
 # -- Ray Data --------------------------------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ def test_cheap_checks_come_before_the_model_and_the_cluster(
     )
     assert "not a complete gzip file" in refusal("-o", out, inputs=tmp_path / "no.txt.gz")
     assert "shards of 0 records" in refusal("-o", out, "--shard-lines", 0)
+    assert "worker_timeout is 1.0, expected a number" in refusal("-o", out, "--worker-timeout", 1)
     assert "threads is 0, expected a number from 1" in refusal("-o", out, "--threads", 0)
     with open(done / ".lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

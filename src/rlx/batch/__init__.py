@@ -17,7 +17,7 @@ from rlx.batch.folder import check_job
 from rlx.batch.job import Job, OnProgress
 from rlx.batch.job import Progress as Progress
 from rlx.batch.results import Results as Results
-from rlx.batch.runner import Runner
+from rlx.batch.runner import TIMEOUT_S, Runner, check_timeout
 from rlx.batch.sizing import check_counts, choose_workers, devices_of
 from rlx.batch.tasks import Task
 from rlx.errors import RequestError
@@ -75,7 +75,8 @@ def score(
 def run(
     task: Task, inputs: Inputs, out: str | Path, *, workers: int | str = "auto", threads: int | None = None,
     runner: str | Runner = "local", input_format: str | None = None, shard_records: int | None = None,
-    index: str | Path | None = None, index_dtype: str = "f32", on_progress: OnProgress | None = None,
+    index: str | Path | None = None, index_dtype: str = "f32", worker_timeout: float = TIMEOUT_S,
+    on_progress: OnProgress | None = None,
 ) -> Results:  # fmt: skip
     """Run a task over input files; returns its results once all of them are written.
 
@@ -84,13 +85,14 @@ def run(
     say: text, jsonl, csv, tsv or parquet. `shard_records` is the size of a shard, which rows do not depend on. `index`
     is a folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8; without a
     prompt, texts then get the model's prompt for documents. An index that is there already must be the one of this job.
+    A worker that finishes no batch of work for `worker_timeout` seconds is replaced, and another gets its shard.
     """
     job = check(
         task, inputs, out, workers=workers, threads=threads, runner=runner, input_format=input_format,
-        shard_records=shard_records, index=index, index_dtype=index_dtype,
+        shard_records=shard_records, index=index, index_dtype=index_dtype, worker_timeout=worker_timeout,
     )  # fmt: skip
     job, chosen, fingerprint = prepare(job, workers, threads, runner, indexed=index is not None)
-    results = job.run(out, chosen, fingerprint, on_progress)
+    results = job.run(out, chosen, fingerprint, on_progress, worker_timeout)
     if index is not None:
         from rlx.batch.indexing import build_index
 
@@ -101,10 +103,11 @@ def run(
 def check(
     task: Task, inputs: Inputs, out: str | Path, *, workers: int | str = "auto", threads: int | None = None,
     runner: str | Runner = "local", input_format: str | None = None, shard_records: int | None = None,
-    index: str | Path | None = None, index_dtype: str = "f32",
+    index: str | Path | None = None, index_dtype: str = "f32", worker_timeout: float = TIMEOUT_S,
 ) -> Job:  # fmt: skip
     """Check what `run` would refuse, as far as that is known without the model and the cluster; returns the job."""
     check_counts(workers, threads)
+    check_timeout(worker_timeout)
     if isinstance(runner, str) and runner not in RUNNERS:
         raise RequestError(f"batch: no runner is called {runner!r}", hint=f"known: {', '.join(RUNNERS)}")
     job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)

@@ -43,6 +43,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--ray", nargs="?", const="auto", metavar="ADDRESS",
         help="run on a Ray cluster: the one of this machine (auto), an address, or local: a new one here",
     )  # fmt: skip
+    running.add_argument(
+        "--worker-timeout", type=float, metavar="SECONDS",
+        help="replace a worker that finishes no batch of work for so long (600)",
+    )  # fmt: skip
     running.add_argument("--plan", action="store_true", help="measure, and tell the time for 1 to 1,000 workers")
     running.add_argument("--plan-seconds", type=float, default=30.0, metavar="S", help="how long to measure (30)")
     reading = command.add_argument_group("reading and writing")
@@ -96,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         "runner": "local" if arguments.ray is None else "ray", "index": arguments.index,
         "index_dtype": arguments.index_dtype or "f32",
     }  # fmt: skip
+    if arguments.worker_timeout is not None:
+        options["worker_timeout"] = arguments.worker_timeout
     batch.check(task, arguments.inputs, arguments.out, **options)  # before what takes long
     _load_and_connect(task.model, arguments.ray)
     with _shown() as on_progress:
