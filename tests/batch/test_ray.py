@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ import rlx
 from batch.conftest import Inline, contents, texts, write_texts
 from batch.deadly import Hanging
 from batch.driver import VERBS, run_verb
-from batch.killing import run_with_kills
+from batch.killing import kill, run_with_kills
 from rlx.errors import RequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
@@ -195,8 +197,8 @@ def test_jobs_on_ray_have_the_bytes_of_local_ones(ray: Any, cluster: Any, encode
     cluster.remove_node(node)
 
 
-def actors(_: int) -> Sequence[int]:
-    """Processes of Ray that run workers of a job."""
+def actors(_: int = 0, name: str = "Actor") -> Sequence[int]:
+    """Processes of Ray that run workers of a job, or actors of another name."""
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -204,7 +206,7 @@ def actors(_: int) -> Sequence[int]:
                 command = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if command.startswith(b"ray::Actor"):
+            if command.startswith(f"ray::{name}".encode()):
                 pids.append(int(folder.name))
     return pids
 
@@ -287,30 +289,104 @@ def test_parquet_files_are_read_and_give_the_same_rows(encoder: Path, tmp_path: 
 
 
 # -- Ray Serve and the HTTP processor --------------------------------------------------------------------------------
-def test_a_deployment_answers_and_streams_as_rlx_serve_does(ray: Any, decoder: Path) -> None:
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def url(ray: Any, decoder: Path) -> Iterator[str]:
+    """Where a deployment of one to two replicas answers conversations; it notices dead replicas and load quickly."""
     pytest.importorskip("llguidance")
     from ray import serve
 
     port = _free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+    delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "metrics_interval_s": 0.5, "look_back_period_s": 2}
+    application = rlx.ray.deployment(
+        str(decoder), name="tiny", num_cpus=1, max_replicas=2, target_ongoing_requests=1,
+        options={"health_check_period_s": 1, "autoscaling_config": delays, "graceful_shutdown_timeout_s": 1},
+    )  # fmt: skip
     try:
-        application = rlx.ray.deployment(str(decoder), name="tiny", num_cpus=1, max_replicas=2)
         serve.run(application)
-        status = serve.status()
-        assert status.applications["default"].deployments["rlx"].status.value == "HEALTHY"
-        base = f"http://127.0.0.1:{port}"
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
-        answer = json.loads(_post(f"{base}/v1/chat/completions", body))
-        pieces = _streamed(f"{base}/v1/chat/completions", body)
-        with rlx.load(decoder) as model:
-            expected = model.chat("hi", max_tokens=6).text
-        assert answer["choices"][0]["message"]["content"] == expected == "".join(pieces)
-        # A server that is behind sends several tokens at once, so longer and longer answers are asked for.
-        longer = (_streamed(f"{base}/v1/chat/completions", body | {"max_tokens": n}) for n in (20, 40, 80, 120))
-        assert any(len([piece for piece in streamed if piece]) > 1 for streamed in longer), "it streams"
-        _process_over_http(ray, f"{base}/v1/chat/completions", decoder)
+        yield f"http://127.0.0.1:{port}/v1/chat/completions"
     finally:
         serve.shutdown()
+
+
+def _deployment() -> Any:
+    from ray import serve
+
+    return serve.status().applications["default"].deployments["rlx"]
+
+
+def _running() -> int:
+    """Replicas that answer."""
+    return int(_deployment().replica_states.get("RUNNING", 0))
+
+
+def _wait_until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + LONGEST_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.2)
+
+
+def test_a_deployment_answers_and_streams_as_rlx_serve_does(ray: Any, url: str, decoder: Path) -> None:
+    assert _deployment().status.value in ("HEALTHY", "UPSCALING", "DOWNSCALING")
+    answer = _answer(url)
+    pieces = _streamed(url, BODY)
+    with rlx.load(decoder) as model:
+        expected = model.chat("hi", max_tokens=6).text
+    assert answer == expected == "".join(pieces)
+    # A server that is behind sends several tokens at once, so longer and longer answers are asked for.
+    longer = (_streamed(url, BODY | {"max_tokens": n}) for n in (20, 40, 80, 120))
+    assert any(len([piece for piece in streamed if piece]) > 1 for streamed in longer), "it streams"
+    _process_over_http(ray, url, decoder)
+
+
+def test_load_adds_a_replica_and_idleness_removes_it(url: str) -> None:
+    stop = threading.Event()
+    failures = list[Exception]()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                _post(url, BODY | {"max_tokens": 200})
+            except Exception as error:
+                failures.append(error)
+                return
+
+    _wait_until(lambda: _running() == 1, "there is one replica without load")
+    clients = [threading.Thread(target=ask) for _ in range(6)]
+    for client in clients:
+        client.start()
+    try:
+        _wait_until(lambda: _running() == 2, "more than one request per replica brings a second one up")
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+    _wait_until(lambda: _running() == 1, "without requests it goes down again")
+    assert not failures
+
+
+def test_a_replica_that_dies_is_replaced(url: str) -> None:
+    expected = _answer(url)
+    _wait_until(lambda: _running() == 1, "there is one replica without load")
+    replicas = actors(name="ServeReplica:default:rlx")
+    assert replicas and all(kill(pid) for pid in replicas)
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):  # errors of HTTP among them
+            return _answer(url) == expected
+        return False
+
+    _wait_until(answers, "requests are answered again")
+    assert not set(actors(name="ServeReplica:default:rlx")) & set(replicas), "by another process"
+    _wait_until(lambda: _deployment().status.value == "HEALTHY", "the deployment is healthy again")
+
+
+def _answer(url: str) -> str:
+    return str(json.loads(_post(url, BODY))["choices"][0]["message"]["content"])
 
 
 def _streamed(url: str, body: dict[str, Any]) -> list[str]:

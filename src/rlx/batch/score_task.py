@@ -10,7 +10,7 @@ from rlx.batch.inputs import Shard
 from rlx.batch.records import Record
 from rlx.batch.tasks import Beat, ShardResult, Task, json_line, place, prepare
 from rlx.engine.language_model import LanguageModel
-from rlx.engine.scoring import Score as TextScore
+from rlx.engine.logprobs import Score as TextScore
 from rlx.engine.scoring import ScoredText, score_steps, text_after
 from rlx.errors import RequestError
 from rlx.fast_dataclass import dataclass
