@@ -44,6 +44,7 @@ from rlx.batch.job import Job, Progress
 from rlx.batch.local import Local, LocalWorker
 from rlx.batch.planning import Plan
 from rlx.batch.runner import GivenUp, Runner, run_shards
+from rlx.errors import BatchError
 
 JOB_WORKERS = (1, 2, 4, 8, 16)
 WORDS, DIM, FFN, LAYERS, HEADS, POSITIONS = 30522, 384, 1536, 6, 12, 512  # all-MiniLM-L6-v2
@@ -373,7 +374,14 @@ def long_run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     begin = time.monotonic()
-    results = rlx.batch.embed(source, folder / "out", args.model, workers=args.workers, on_progress=on_progress)
+    while True:
+        try:
+            results = rlx.batch.embed(source, folder / "out", args.model, workers=args.workers, on_progress=on_progress)
+            break
+        except BatchError as error:
+            if not kills or not str(error).endswith("all others are finished"):
+                raise
+            print(f"{error}: once more", file=sys.stderr)  # it was unlucky: its workers were killed three times
     seconds = time.monotonic() - begin
     done.set()
     results.verify()
