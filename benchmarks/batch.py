@@ -274,8 +274,10 @@ def against_plan(args: argparse.Namespace, task: Embed, folder: Path, cores: int
             if out != folder / f"out-0-{args.job_workers[0]}":
                 shutil.rmtree(out)
     rows = [plan_row(plan, workers, seconds[workers], cores) for workers in args.job_workers]
+    print("| workers | planned | measured | measured / planned | lines/s |\n| --- | --- | --- | --- | --- |")
     for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
+        times = f"{row['planned_seconds']} s | {row['measured_seconds']} s | {row['measured_over_planned']:.2f}"
+        print(f"| {row['workers']} | {times} | {row['lines_per_second']:,.0f} |")
     return {
         "lines": plan.records,
         "tokens": plan.tokens,

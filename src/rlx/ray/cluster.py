@@ -41,7 +41,7 @@ def connect(address: str = "local", **options: Any) -> Any:
     return ray
 
 
-def _found() -> str | None:
+def _auto_address() -> str | None:
     """The address that Ray takes for "auto": that of RAY_ADDRESS, or of the last cluster of this machine, if any."""
     with contextlib.suppress(ImportError, AttributeError, TypeError, ConnectionError):  # Ray's own, which may change
         address = importlib.import_module("ray._private.services").get_ray_address_from_environment("auto", None)
@@ -54,21 +54,21 @@ def check_address(address: str) -> None:
     if address == "local" and importlib.util.find_spec("ray"):  # it reads RAY_AUTH_MODE when it is imported: not yet
         return
     import_ray()
-    found = _found() if address == "auto" else address
-    scheme, _, rest = (found or "").rpartition("://")
-    if found is None or scheme not in ("", "ray"):  # Ray has others, for services of a vendor
+    place = _auto_address() if address == "auto" else address
+    scheme, _, rest = (place or "").rpartition("://")
+    if place is None or scheme not in ("", "ray"):  # Ray has others, for services of a vendor
         return
     host, _, port = rest.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and int(port[:6]) < 1 << 16):
-        raise RequestError(f"connect: {found!r} is no address of a Ray cluster", hint="HOST:PORT, such as HEAD:6379")
+        raise RequestError(f"connect: {place!r} is no address of a Ray cluster", hint="HOST:PORT, such as HEAD:6379")
     host = host.strip("[]")  # of IPv6
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: a host that cannot be a name
         reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"connect: no Ray cluster answers at {found}: {reason}", hint=HINT) from error
+        raise RequestError(f"connect: no Ray cluster answers at {place}: {reason}", hint=HINT) from error
     if os.environ.get("RAY_USE_TLS", "0") == "0":  # else only Ray has the certificates
-        _check_answer(found, rest, is_client=scheme == "ray")
+        _check_answer(place, rest, is_client=scheme == "ray")
 
 
 def _check_answer(address: str, target: str, *, is_client: bool) -> None:
