@@ -2,21 +2,28 @@
 
     python benchmarks/batch.py scale --json benchmarks/results/batch-16.json     # random weights of MiniLM's shape
     python benchmarks/batch.py ray --json benchmarks/results/batch-ray.json      # needs the extra ray
-    python benchmarks/batch.py long text/*.txt --lines 1000000 --json benchmarks/results/batch.json
+    python benchmarks/batch.py long TEXT... --lines 1000000 --folder DIR --json benchmarks/results/batch.json
 
 `scale` runs n processes with one thread each, and one process with n threads, in shuffled order, beside a probe: the
-FMA throughput of 1 to n processes. It also says where the weights are in memory (PSS), and compares the plan, which is
-made from 1 and n processes, with what was measured between. It needs no network. `ray` compares Ray's actors with local
-processes for batches of about a second. `long` cuts lines out of texts with a fixed seed, embeds them with MiniLM, and
-records the driver's memory; killed, it goes on where it was.
+FMA throughput of 1 to n processes. It also says where the weights are in memory (PSS). Then it asks `rlx batch --plan`
+for a forecast, runs whole jobs of --lines lines with 1, 2, 4, 8 and 16 workers, compares their times with it, and their
+files with those of one worker, byte by byte. More workers than cores are planned as a full machine that starts them in
+turns. It needs no network. `ray` compares Ray's actors with local processes for batches of about a second. `long` cuts
+lines out of texts (files or folders) with a fixed seed, embeds them with MiniLM, and records the driver's memory and a
+digest of all results; killed, it goes on where it was, and with --kill-every it kills its own workers now and then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import filecmp
+import hashlib
 import json
 import os
 import random
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,9 +42,11 @@ from rlx.batch.embed_task import Embed
 from rlx.batch.inputs import Shard
 from rlx.batch.job import Job, Progress
 from rlx.batch.local import Local, LocalWorker
-from rlx.batch.planning import Measured, Plan
+from rlx.batch.planning import Plan
 from rlx.batch.runner import GivenUp, Runner, run_shards
+from rlx.errors import BatchError
 
+JOB_WORKERS = (1, 2, 4, 8, 16)
 WORDS, DIM, FFN, LAYERS, HEADS, POSITIONS = 30522, 384, 1536, 6, 12, 512  # all-MiniLM-L6-v2
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -202,7 +211,7 @@ def fma_rate(processes: int, seconds: float) -> float:
 # -- scale -----------------------------------------------------------------------------------------------------------
 def scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     task = Embed(str(write_model(folder / "model")), {})
-    write_texts(folder / "texts.txt", 40_000)
+    write_texts(folder / "texts.txt", args.lines)
     time.sleep(0.2)  # a model that was written just now gets no snapshot
     job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines)
     job, chosen, fingerprint = rlx.batch.prepare(job, "auto", None, "local")
@@ -221,10 +230,10 @@ def scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 # shards of more threads are larger, so that all take as long
                 job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines * case[1])
                 rates[case].append(steady_rate(job, Watched(*case), fingerprint, args.seconds))
-            print(f"round {turn + 1}: {case} done", file=sys.stderr)
+            what = f"FMA of {case} processes" if isinstance(case, int) else f"{case[0]} x {case[1]} threads"
+            print(f"round {turn + 1} of {args.rounds}: {what}", file=sys.stderr)
     median = {case: statistics.median(r["lines_per_second"] for r in runs) for case, runs in rates.items()}
     fma = {n: statistics.median(values) for n, values in probes.items()}
-    plan = plan_from(rates[1, 1], rates[cores, 1], cores)
     rows = []
     for workers, threads in cases:
         last = rates[workers, threads][-1]
@@ -236,22 +245,63 @@ def scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if threads == 1:
             row |= {"fma_gflops": round(fma[workers], 1), "fma_scaling": round(fma[workers] / fma[1], 3)}
             row |= {"of_fma_scaling": round(row["scaling"] / row["fma_scaling"], 3)}
-            row |= {"planned": round(plan.rate(workers), 1)}
         rows.append(row)
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     against_threads = round(median[cores, 1] / median[1, cores], 3) if cores > 1 else None
     print(f"{cores} processes x 1 thread against 1 process x {cores} threads: {against_threads}")
-    return {"cores": cores, "rows": rows, "processes_against_threads": against_threads, "rounds": _plain(rates, probes)}
+    return {
+        "cores": cores, "rows": rows, "processes_against_threads": against_threads,
+        "planned": against_plan(args, task, folder, cores), "rounds": _plain(rates, probes),
+    }  # fmt: skip
 
 
-def plan_from(one: list[dict[str, Any]], every: list[dict[str, Any]], cores: int) -> Plan:
-    """The plan that measurements with one process and with all make."""
+def against_plan(args: argparse.Namespace, task: Embed, folder: Path, cores: int) -> dict[str, Any]:
+    """The forecast of `rlx batch --plan` beside whole jobs, whose files must be those of one worker."""
+    texts, options = folder / "texts.txt", {"threads": 1, "shard_records": args.shard_lines}
+    print(f"plan: {args.plan_seconds:g} seconds", file=sys.stderr)
+    plan = rlx.batch.plan(task, texts, workers=cores, seconds=args.plan_seconds, **options)
+    seconds: dict[int, list[float]] = {workers: [] for workers in args.job_workers}
+    for turn in range(args.rounds):
+        for workers in args.job_workers:
+            out = folder / f"out-{turn}-{workers}"
+            begin = time.perf_counter()
+            rlx.batch.run(task, texts, out, workers=workers, **options)
+            seconds[workers].append(time.perf_counter() - begin)
+            if not same_files(folder / f"out-0-{args.job_workers[0]}", out):
+                raise SystemExit(f"{workers} workers have other bytes than {args.job_workers[0]}")
+            what = f"a job with {workers} workers: {seconds[workers][-1]:.1f} s"
+            print(f"round {turn + 1} of {args.rounds}: {what}, same bytes", file=sys.stderr)
+            if out != folder / f"out-0-{args.job_workers[0]}":
+                shutil.rmtree(out)
+    rows = [plan_row(plan, workers, seconds[workers], cores) for workers in args.job_workers]
+    print("| workers | planned | measured | measured / planned | lines/s |\n| --- | --- | --- | --- | --- |")
+    for row in rows:
+        times = f"{row['planned_seconds']} s | {row['measured_seconds']} s | {row['measured_over_planned']:.2f}"
+        print(f"| {row['workers']} | {times} | {row['lines_per_second']:,.0f} |")
+    return {
+        "lines": plan.records,
+        "tokens": plan.tokens,
+        "is_exact": plan.is_exact,
+        "byte_identical": True,
+        "rows": rows,
+    }
 
-    def measured(runs: list[dict[str, Any]], workers: int) -> Measured:
-        rate = statistics.median(r["lines_per_second"] for r in runs)
-        return Measured(workers, round(rate * 100), 0, 1, 100.0 * workers, 1)
 
-    return Plan(1, 1, 1, True, measured(one, 1), measured(every, cores), 1e9, 0.0)
+def plan_row(plan: Plan, workers: int, seconds: list[float], cores: int) -> dict[str, Any]:
+    """Planned and measured time; the workers of this machine beyond its cores add nothing but their start."""
+    estimate, measured = plan.estimate(min(workers, cores)), statistics.median(seconds)
+    planned = estimate.seconds + plan.start_seconds * max(0.0, workers / cores - 1)
+    return {
+        "workers": workers, "planned_seconds": round(planned, 1), "measured_seconds": round(measured, 1),
+        "measured_over_planned": round(measured / planned, 3), "limit": estimate.limit,
+        "lines_per_second": round(plan.records / measured, 1),
+    }  # fmt: skip
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two output folders have the same files, byte by byte; hidden ones are no results."""
+    names = [sorted(path.name for path in folder.iterdir() if path.name[0] != ".") for folder in (one, other)]
+    return names[0] == names[1] and filecmp.cmpfiles(one, other, names[0], shallow=False)[0] == names[0]
 
 
 def _plain(rates: dict[tuple[int, int], list[dict[str, Any]]], probes: dict[int, list[float]]) -> dict[str, Any]:
@@ -264,9 +314,8 @@ def on_ray(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Ray's actors against local processes, in turns, with shards of about a second."""
     from rlx.batch.on_ray import OnRay
 
-    begin = time.perf_counter()
     task = Embed(str(write_model(folder / "model")), {})
-    write_texts(folder / "texts.txt", 40_000)
+    write_texts(folder / "texts.txt", args.lines)
     time.sleep(0.2)
     job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines)
     job, chosen, fingerprint = rlx.batch.prepare(job, "auto", None, "local")
@@ -299,14 +348,20 @@ def long_run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / f"lines-{args.lines}.txt"
     if not source.exists():
-        cut_lines(args.texts, args.lines, source)
+        cut_lines(args.texts, args.lines, args.words, source)
     memory = list[tuple[float, int]]()
     done = threading.Event()
 
+    kills, rng = 0, random.Random()
+
     def watch() -> None:
-        begin = time.monotonic()
+        nonlocal kills
+        begin = next_kill = time.monotonic()
         while not done.wait(2.0):
             memory.append((time.monotonic() - begin, rss_mb()))
+            if args.kill_every and time.monotonic() > next_kill:
+                next_kill = time.monotonic() + args.kill_every * rng.uniform(0.5, 1.5)
+                kills += kill_a_worker(rng)
 
     last, printed = list[Progress](), 0.0
 
@@ -315,12 +370,20 @@ def long_run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         last[:] = [progress]
         if progress.seconds - printed > 30:
             printed = progress.seconds
-            print(f"{progress.done:.1%} {progress.rate:.1f} lines/s, {rss_mb()} MB", file=sys.stderr)
+            left = f"{progress.seconds_left or 0:.0f} s left, {rss_mb()} MB"
+            print(f"{progress.done:.1%} {progress.rate:.1f} lines/s, {left}", file=sys.stderr)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     begin = time.monotonic()
-    results = rlx.batch.embed(source, folder / "out", args.model, workers=args.workers, on_progress=on_progress)
+    while True:
+        try:
+            results = rlx.batch.embed(source, folder / "out", args.model, workers=args.workers, on_progress=on_progress)
+            break
+        except BatchError as error:
+            if not kills or not str(error).endswith("all others are finished"):
+                raise
+            print(f"{error}: once more", file=sys.stderr)  # it was unlucky: its workers were killed three times
     seconds = time.monotonic() - begin
     done.set()
     results.verify()
@@ -329,7 +392,8 @@ def long_run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"{results.counts} in {seconds:.0f} s; driver {quarters} MB, most {max((m for _, m in memory), default=0)} MB"
     )
     return {
-        "lines": args.lines, "model": args.model, "counts": results.counts, "seconds": seconds,
+        "lines": args.lines, "words": args.words, "model": args.model, "counts": results.counts, "seconds": seconds,
+        "digest": digest(results), "killed_workers": kills,
         "resumed_shards": last[0].resumed if last else results.counts["shards"],  # all: it was finished before
         "lines_per_second": last[0].rate if last else None,
         "driver_mb_at_quarters": quarters, "driver_mb_most": max((m for _, m in memory), default=0),
@@ -337,14 +401,37 @@ def long_run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def cut_lines(texts: list[Path], lines: int, target: Path) -> None:
-    """Lines of 3 to 30 consecutive words, from random places with a fixed seed."""
-    words = [word for path in texts for word in path.read_text(errors="replace").split()]
+def digest(results: rlx.batch.Results) -> str:
+    """Of the digests of all files: equal for runs with the same results, whatever was killed meanwhile."""
+    lines = "".join(f"{shard['file']} {shard['digest']}\n" for shard in results.manifest["shards"])
+    return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+
+def kill_a_worker(rng: random.Random) -> int:
+    """Kill one of the processes that this one has started; returns how many were killed."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    if not children:
+        return 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(rng.choice(children)), signal.SIGKILL)
+        return 1
+    return 0
+
+
+def cut_lines(texts: list[Path], lines: int, lengths: list[int], target: Path) -> None:
+    """Lines of some consecutive words, from random places with a fixed seed."""
+    files = [file for path in texts for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    words = [word for path in files for word in path.read_text(errors="replace").split()]
+    shortest, longest = lengths
+    if len(words) <= longest:
+        raise SystemExit(
+            f"long: the texts have {len(words)} words, lines up to {longest}: name files or folders of texts"
+        )
     rng = random.Random(0)
     with open(target.with_suffix(".tmp"), "w") as file:
         for _ in range(lines):
-            begin = rng.randrange(len(words) - 30)
-            file.write(" ".join(words[begin : begin + rng.randint(3, 30)]) + "\n")
+            begin = rng.randrange(len(words) - longest)
+            file.write(" ".join(words[begin : begin + rng.randint(shortest, longest)]) + "\n")
     os.replace(target.with_suffix(".tmp"), target)
 
 
@@ -358,18 +445,26 @@ def rss_mb() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", choices=("scale", "ray", "long"))
-    parser.add_argument("texts", nargs="*", type=Path, help="of long: files that lines are cut from")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="that a case is measured")
-    parser.add_argument("--cores", type=int, help="processes at most (default: all usable cores)")
+    parser.add_argument("texts", nargs="*", type=Path, help="of long: files or folders that lines are cut from")
+    parser.add_argument("--rounds", type=int, default=3, help="of scale and ray (3)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of scale and ray: that a case is measured (8)")
+    parser.add_argument("--cores", type=int, help="of scale and ray: processes at most (all usable cores)")
     parser.add_argument("--shard-lines", type=int, help="(128 for scale: a third of a second; 512 for ray)")
-    parser.add_argument("--lines", type=int, default=50_000)
-    parser.add_argument("--model", default="minilm-l6")
-    parser.add_argument("--workers", default="auto")
+    parser.add_argument("--lines", type=int, help="of the input (20,000; long: 50,000)")
+    parser.add_argument(
+        "--job-workers", type=int, nargs="+", default=JOB_WORKERS, metavar="N",
+        help="of scale: whole jobs with so many workers are compared with the plan (1 2 4 8 16)",
+    )  # fmt: skip
+    parser.add_argument("--plan-seconds", type=float, default=30.0, help="of scale: that the plan measures (30)")
+    parser.add_argument("--words", type=int, nargs=2, default=[3, 12], metavar="N", help="of long: per line (3 12)")
+    parser.add_argument("--kill-every", type=float, metavar="S", help="of long: kill a worker about every S seconds")
+    parser.add_argument("--model", default="minilm-l6", help="of long")
+    parser.add_argument("--workers", default="auto", help="of long")
     parser.add_argument("--folder", type=Path, help="of long: keeps lines and results, so that it can be resumed")
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
     args.workers = int(args.workers) if args.workers.isdigit() else args.workers
+    args.lines = args.lines or (50_000 if args.work == "long" else 20_000)
     args.shard_lines = args.shard_lines or {"scale": 128, "ray": 512}.get(args.work)
     with tempfile.TemporaryDirectory(prefix="rlx-batch-") as folder:
         result = {"scale": scale, "ray": on_ray, "long": long_run}[args.work](args, Path(folder))

@@ -44,6 +44,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class InlineWorker:
+    is_started = True
+
     def __init__(self, task: Task, dies: Callable[[Shard], bool]) -> None:
         self.events: list[Event] = []
         self._dies = dies
@@ -69,6 +71,6 @@ class Inline:
     def start(self, task: Task) -> Any:
         return InlineWorker(task, self.dies)
 
-    def wait(self, workers: list[Any]) -> tuple[Any, Event]:
+    def wait(self, workers: list[Any], seconds: float | None) -> tuple[Any, Event]:
         worker = next(worker for worker in reversed(workers) if worker.events)
         return worker, worker.events.pop(0)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.batch import inputs
-from rlx.batch.inputs import Shard, check_columns, cut, find_sources
+from rlx.batch.inputs import Shard, check_sources, cut, find_sources
 from rlx.batch.records import Failure, Record, read_records
 from rlx.errors import FormatError, RequestError
 
@@ -216,8 +216,8 @@ def test_tables_without_the_column_are_refused_with_what_they_have(tmp_path: Pat
     path = tmp_path / "a.tsv"
     path.write_text("title\tbody\nx\ty\n")
     with pytest.raises(FormatError, match="no column is called text, it has: title, body"):
-        check_columns(find_sources([path]), ["text"])
-    check_columns(find_sources([path]), ["body"])
+        check_sources(find_sources([path]), ["text"])
+    check_sources(find_sources([path]), ["body"])
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_bad_header_is_named(tmp_path: Path, header: str, message: str) -> Non
     path = tmp_path / "a.csv"
     path.write_text(header)
     with pytest.raises(FormatError, match=message):
-        check_columns(find_sources([path]), ["a"])
+        check_sources(find_sources([path]), ["a"])
 
 
 # -- Parquet ---------------------------------------------------------------------------------------------------------

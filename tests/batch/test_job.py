@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
 from contextlib import closing
@@ -14,10 +17,14 @@ import small_bert
 
 import rlx
 from batch.conftest import Inline, contents, write_texts
-from batch.deadly import Deadly
+from batch.deadly import Deadly, Hanging
 from rlx.batch import Progress, Results
-from rlx.batch.inputs import Shard
-from rlx.batch.runner import TRIES
+from rlx.batch.embed_task import Embed
+from rlx.batch.generate_task import Generate
+from rlx.batch.inputs import Shard, find_sources
+from rlx.batch.job import Job
+from rlx.batch.local import Local
+from rlx.batch.runner import TIMEOUT_S, TRIES, Ready, run_shards
 from rlx.batch.score_task import Score
 from rlx.errors import BatchError, FormatError, RequestError
 
@@ -278,6 +285,93 @@ def test_processes_that_kill_themselves_are_given_up(decoder: Path, tmp_path: Pa
     assert "ended with -9" in "\n".join(caught.value.notes)
     with pytest.raises(BatchError, match=r"workers end before they are ready: process \d+ ended with -9"):
         rlx.batch.run(Deadly(str(decoder), {}), tmp_path / "a.txt", tmp_path / "other", **options)
+
+
+def test_a_worker_that_hangs_is_replaced(decoder: Path, tmp_path: Path) -> None:
+    run(decoder, tmp_path, name="expected")
+    (tmp_path / "hung").mkdir()
+    task = Hanging(str(decoder), {}, folder=str(tmp_path / "hung"))
+    options: dict[str, Any] = {"threads": 1, "shard_records": 4, "worker_timeout": 5}
+    rlx.batch.run(task, tmp_path / "a.txt", tmp_path / "out", workers=2, **options)
+    pid = int((tmp_path / "hung" / "0").read_text())
+    assert not Path(f"/proc/{pid}").exists(), "it was killed"
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_a_shard_that_always_hangs_is_given_up(decoder: Path, tmp_path: Path) -> None:
+    write_texts(tmp_path / "a.txt", 8)
+    (tmp_path / "hung").mkdir()
+    task = Hanging(str(decoder), {}, folder=str(tmp_path / "hung"), times=TRIES)
+    options: dict[str, Any] = {"workers": 1, "threads": 1, "shard_records": 4}
+    with pytest.raises(BatchError, match="1 shard killed every worker") as caught:
+        rlx.batch.run(task, tmp_path / "a.txt", tmp_path / "out", worker_timeout=3, **options)
+    assert "it gave no sign of life for 3 seconds" in "\n".join(caught.value.notes)
+    for seconds in (1, -1, float("nan"), "10", True):
+        with pytest.raises(RequestError, match=f"worker_timeout is {seconds!r}, expected a number of seconds from 2"):
+            rlx.batch.run(task, tmp_path / "a.txt", tmp_path / "other", worker_timeout=seconds, **options)
+
+
+def test_a_slow_shard_is_no_hanging_worker(decoder: Path, encoder: Path, tmp_path: Path) -> None:
+    (shard,) = Job.of(Score(str(decoder), {}), [_texts(tmp_path, 40)]).shards()
+    for verb, model in (("embed", encoder), ("score", decoder), ("generate", decoder)):
+        beats = 0
+
+        def beat() -> None:
+            nonlocal beats
+            beats += 1
+
+        task = {"embed": Embed, "score": Score, "generate": Generate}[verb](str(model), {})
+        with closing(task.open(1)) as opened:
+            opened.run(shard, beat)
+        assert beats > 1, f"{verb} gives signs of life within a shard"
+
+
+def _texts(folder: Path, count: int) -> Path:
+    write_texts(folder / "texts.txt", count)
+    return folder / "texts.txt"
+
+
+def test_a_stopped_process_never_blocks_the_driver(decoder: Path, tmp_path: Path) -> None:
+    runner = Local(1)
+    worker = runner.start(Score(str(decoder), {}))
+    received = runner.wait([worker], None)
+    assert received is not None and isinstance(received[1], Ready)
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    (source,) = find_sources([_texts(tmp_path, 4)])
+    worker.submit(Shard(0, source, 1, 1, b"x" * (8 << 20)))  # more than a pipe holds
+    assert runner.wait([worker], 0.1) is None
+    worker.close()
+    assert runner.wait([], 0.1) is None, "events of closed workers are dropped"
+
+
+class Queued:
+    """A runner whose worker gives no sign of life; it is also the worker."""
+
+    workers = threads = 1
+
+    def __init__(self, is_started: bool) -> None:
+        self.is_started, self.seconds = is_started, 0.0
+
+    def start(self, task: Any) -> Any:
+        return self
+
+    def wait(self, workers: Any, seconds: float | None) -> None:
+        self.seconds = math.inf if seconds is None else seconds
+        raise Stop
+
+    def close(self) -> None:
+        pass
+
+    submit = start
+
+
+def test_a_worker_that_waits_for_room_in_a_cluster_has_no_time_limit(tmp_path: Path) -> None:
+    task = Score("model", {})
+    for is_started, shortest, longest in ((False, math.inf, math.inf), (True, TIMEOUT_S - 60, TIMEOUT_S)):
+        runner = Queued(is_started)
+        with pytest.raises(Stop):
+            list(run_shards(runner, task, Job.of(task, [_texts(tmp_path, 4)]).shards(), "", timeout=5))
+        assert shortest <= runner.seconds <= longest, "loading has more time than the timeout"
 
 
 def test_an_error_of_the_task_ends_the_job_with_its_message(

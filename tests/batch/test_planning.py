@@ -129,7 +129,7 @@ def test_there_is_a_process_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_workers(FakeModel("encoder", 16), device="cuda:1") == (1, 1)
 
     class FakeWorker:
-        def __init__(self, task: Score, threads: int) -> None:
+        def __init__(self, task: Score, *_: Any) -> None:
             self.device, self.is_alive, self.process = task.load["device"], True, self
 
         def poll(self) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +22,9 @@ from limits import LONGEST_S
 
 import rlx
 from batch.conftest import Inline, contents, texts, write_texts
+from batch.deadly import Hanging
 from batch.driver import VERBS, run_verb
-from batch.killing import run_with_kills
+from batch.killing import kill, run_with_kills
 from rlx.errors import RequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
@@ -74,13 +77,57 @@ def _started(start: Callable[[], Any]) -> Any:
                 raise
 
 
-def test_the_cluster_refuses_those_without_the_token(ray: Any) -> None:
-    code = f"import ray; ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False)"
-    environment = os.environ | {"RAY_AUTH_TOKEN": "f" * 64}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LONGEST_S
-    )
-    assert done.returncode != 0 and "token" in done.stderr.lower()
+# -- clusters ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def no_init(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would try a dead address for minutes."""
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail(f"Ray is asked to connect to {options['address']}"))
+
+
+def test_a_dead_address_is_refused_before_ray_tries_it(no_init: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = f"127.0.0.1:{_free_port()}"
+    for address in (dead, f"ray://{dead}"):
+        with pytest.raises(RequestError, match=f"no Ray cluster answers at {address}: Connection refused") as caught:
+            rlx.ray.connect(address)
+        assert "--ray local" in (caught.value.hint or "")
+    with pytest.raises(RequestError, match=r"no Ray cluster answers at no-such-host\.invalid:6379: "):
+        rlx.ray.connect("no-such-host.invalid:6379")
+    for address in ("head", "head:", ":6379", "head:x", "head:99999"):
+        with pytest.raises(RequestError, match=f"'{address}' is no address of a Ray cluster"):
+            rlx.ray.connect(address)
+    monkeypatch.setenv("RAY_ADDRESS", dead)
+    with pytest.raises(RequestError, match=f"no Ray cluster answers at {dead}"):
+        rlx.ray.connect("auto")
+
+
+def test_the_cluster_refuses_those_without_the_token(
+    no_init: None, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(pytest.fail.Exception, match="Ray is asked to connect"):
+        rlx.ray.connect(cluster.address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
+    with pytest.raises(RequestError, match=f"the Ray cluster at {cluster.address} refuses the token"):
+        rlx.ray.connect(cluster.address)
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(pytest.fail.Exception, match="Ray is asked to connect"):
+        rlx.ray.connect(cluster.address)
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with pytest.raises(RequestError, match=f"the Ray cluster at {cluster.address} asks for a token") as caught:
+        rlx.ray.connect(cluster.address)
+    assert "RAY_AUTH_MODE=token" in (caught.value.hint or "")
+
+
+def test_an_address_of_something_else_is_refused(no_init: None, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx.ray.cluster.ANSWER_S", 1.0)
+    host = cluster.address.partition(":")[0]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_port = silent.getsockname()[1]
+        worker_port = cluster.head_node.node_manager_port
+        for address in (f"127.0.0.1:{silent_port}", f"ray://127.0.0.1:{silent_port}", f"{host}:{worker_port}"):
+            with pytest.raises(RequestError, match=f"what answers at {address} is no Ray cluster"):
+                rlx.ray.connect(address)
 
 
 IMPORTED_FIRST = """
@@ -119,8 +166,6 @@ def test_a_machine_without_a_cluster_is_explained(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RequestError, match="no Ray cluster answers at this machine") as caught:
         rlx.ray.connect("auto")
     assert "--ray local" in (caught.value.hint or "")
-    with pytest.raises(RequestError, match=r"no Ray cluster answers at 10\.0\.0\.1:6379"):
-        rlx.ray.connect("10.0.0.1:6379")
 
 
 def test_the_example_embeds_a_file_on_a_cluster_with_a_token(encoder: Path, tmp_path: Path) -> None:
@@ -152,8 +197,8 @@ def test_jobs_on_ray_have_the_bytes_of_local_ones(ray: Any, cluster: Any, encode
     cluster.remove_node(node)
 
 
-def actors(_: int) -> Sequence[int]:
-    """Processes of Ray that run workers of a job."""
+def actors(_: int = 0, name: str = "Actor") -> Sequence[int]:
+    """Processes of Ray that run workers of a job, or actors of another name."""
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -161,7 +206,7 @@ def actors(_: int) -> Sequence[int]:
                 command = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if command.startswith(b"ray::Actor"):
+            if command.startswith(f"ray::{name}".encode()):
                 pids.append(int(folder.name))
     return pids
 
@@ -176,6 +221,21 @@ def test_a_job_on_ray_survives_kills(ray: Any, decoder: Path, encoder: Path, tmp
     rng = random.Random(VERBS.index(verb))
     run_with_kills(arguments, tmp_path / "out", TEXTS // 4, rng, victims=actors, most=2)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_an_actor_that_hangs_is_replaced(ray: Any, decoder: Path, tmp_path: Path) -> None:
+    write_texts(tmp_path / "a.txt", TEXTS)
+    run_verb("score", decoder, tmp_path / "a.txt", tmp_path / "expected", runner=Inline())
+    (tmp_path / "hung").mkdir()
+    task = Hanging(str(decoder), {}, folder=str(tmp_path / "hung"))
+    options: dict[str, Any] = {"runner": "ray", "threads": 1, "shard_records": 4, "worker_timeout": 5}
+    rlx.batch.run(task, tmp_path / "a.txt", tmp_path / "out", workers=4, **options)  # as many as the cluster holds
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    pid = int((tmp_path / "hung" / "0").read_text())
+    end = time.monotonic() + LONGEST_S
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists(), "it was killed"
 
 
 # -- Ray Data --------------------------------------------------------------------------------------------------------
@@ -229,30 +289,104 @@ def test_parquet_files_are_read_and_give_the_same_rows(encoder: Path, tmp_path: 
 
 
 # -- Ray Serve and the HTTP processor --------------------------------------------------------------------------------
-def test_a_deployment_answers_and_streams_as_rlx_serve_does(ray: Any, decoder: Path) -> None:
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def url(ray: Any, decoder: Path) -> Iterator[str]:
+    """Where a deployment of one to two replicas answers conversations; it notices dead replicas and load quickly."""
     pytest.importorskip("llguidance")
     from ray import serve
 
     port = _free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+    delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "metrics_interval_s": 0.5, "look_back_period_s": 2}
+    application = rlx.ray.deployment(
+        str(decoder), name="tiny", num_cpus=1, max_replicas=2, target_ongoing_requests=1,
+        options={"health_check_period_s": 1, "autoscaling_config": delays, "graceful_shutdown_timeout_s": 1},
+    )  # fmt: skip
     try:
-        application = rlx.ray.deployment(str(decoder), name="tiny", num_cpus=1, max_replicas=2)
         serve.run(application)
-        status = serve.status()
-        assert status.applications["default"].deployments["rlx"].status.value == "HEALTHY"
-        base = f"http://127.0.0.1:{port}"
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
-        answer = json.loads(_post(f"{base}/v1/chat/completions", body))
-        pieces = _streamed(f"{base}/v1/chat/completions", body)
-        with rlx.load(decoder) as model:
-            expected = model.chat("hi", max_tokens=6).text
-        assert answer["choices"][0]["message"]["content"] == expected == "".join(pieces)
-        # A server that is behind sends several tokens at once, so longer and longer answers are asked for.
-        longer = (_streamed(f"{base}/v1/chat/completions", body | {"max_tokens": n}) for n in (20, 40, 80, 120))
-        assert any(len([piece for piece in streamed if piece]) > 1 for streamed in longer), "it streams"
-        _process_over_http(ray, f"{base}/v1/chat/completions", decoder)
+        yield f"http://127.0.0.1:{port}/v1/chat/completions"
     finally:
         serve.shutdown()
+
+
+def _deployment() -> Any:
+    from ray import serve
+
+    return serve.status().applications["default"].deployments["rlx"]
+
+
+def _running() -> int:
+    """Replicas that answer."""
+    return int(_deployment().replica_states.get("RUNNING", 0))
+
+
+def _wait_until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + LONGEST_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.2)
+
+
+def test_a_deployment_answers_and_streams_as_rlx_serve_does(ray: Any, url: str, decoder: Path) -> None:
+    assert _deployment().status.value in ("HEALTHY", "UPSCALING", "DOWNSCALING")
+    answer = _answer(url)
+    pieces = _streamed(url, BODY)
+    with rlx.load(decoder) as model:
+        expected = model.chat("hi", max_tokens=6).text
+    assert answer == expected == "".join(pieces)
+    # A server that is behind sends several tokens at once, so longer and longer answers are asked for.
+    longer = (_streamed(url, BODY | {"max_tokens": n}) for n in (20, 40, 80, 120))
+    assert any(len([piece for piece in streamed if piece]) > 1 for streamed in longer), "it streams"
+    _process_over_http(ray, url, decoder)
+
+
+def test_load_adds_a_replica_and_idleness_removes_it(url: str) -> None:
+    stop = threading.Event()
+    failures = list[Exception]()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                _post(url, BODY | {"max_tokens": 200})
+            except Exception as error:
+                failures.append(error)
+                return
+
+    _wait_until(lambda: _running() == 1, "there is one replica without load")
+    clients = [threading.Thread(target=ask) for _ in range(6)]
+    for client in clients:
+        client.start()
+    try:
+        _wait_until(lambda: _running() == 2, "more than one request per replica brings a second one up")
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+    _wait_until(lambda: _running() == 1, "without requests it goes down again")
+    assert not failures
+
+
+def test_a_replica_that_dies_is_replaced(url: str) -> None:
+    expected = _answer(url)
+    _wait_until(lambda: _running() == 1, "there is one replica without load")
+    replicas = actors(name="ServeReplica:default:rlx")
+    assert replicas and all(kill(pid) for pid in replicas)
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):  # errors of HTTP among them
+            return _answer(url) == expected
+        return False
+
+    _wait_until(answers, "requests are answered again")
+    assert not set(actors(name="ServeReplica:default:rlx")) & set(replicas), "by another process"
+    _wait_until(lambda: _deployment().status.value == "HEALTHY", "the deployment is healthy again")
+
+
+def _answer(url: str) -> str:
+    return str(json.loads(_post(url, BODY))["choices"][0]["message"]["content"])
 
 
 def _streamed(url: str, body: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rlx.batch.planning import Measured, Plan
 from rlx.cli import batch as command
 from rlx.cli.console import BAD_FILE, FAILED, OK, USAGE
 from rlx.cli.main import main
+from rlx.errors import RequestError
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +114,52 @@ def test_options_are_settings_of_the_task(
     assert main(["batch", *words, str(lines), "--plan", "--plan-seconds", "1.5", "--workers", "2"]) == OK
     settings = tasks[0].settings()
     assert {name: settings[name] for name in expected} == expected and tasks[0].verb == words[0]
+
+
+def test_cheap_checks_come_before_the_model_and_the_cluster(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "a.txt"
+    texts.write_text("hello\nthere\n")
+    (tmp_path / "no.txt.gz").write_text("no gzip")
+    done = tmp_path / "done"
+    rlx.batch.score(texts, done, decoder, workers=1)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").touch()
+    out = tmp_path / "out"
+
+    def late(*words: object) -> None:
+        pytest.fail("it is too late")
+
+    for name in ("rlx.hub.resolve", "rlx.ray.connect", "rlx.ray.check_address", "rlx.batch.prepare"):
+        monkeypatch.setattr(name, late)
+
+    def refusal(*words: object, inputs: Path = texts) -> str:
+        command = ["batch", "score", str(inputs), "-m", "nobody/nothing", "--ray", "10.0.0.1:6379", *map(str, words)]
+        assert main(command) in (FAILED, BAD_FILE, USAGE)
+        return capsys.readouterr().err
+
+    assert f"{texts} is not a folder" in refusal("-o", texts)
+    assert f"{texts} is not a folder" in refusal("-o", texts / "inner" / "out")
+    assert "has other files, such as 'letter.txt'" in refusal("-o", tmp_path / "full")
+    assert "another settings.per_token: False, now True" in refusal("-o", done, "--per-token")
+    assert "another shards_of.records: 256, now 5" in refusal("-o", done, "--shard-lines", 5)
+    assert f"{tmp_path / 'missing.txt'} cannot be read: No such file" in refusal(
+        "-o", out, inputs=tmp_path / "missing.txt"
+    )
+    assert "not a complete gzip file" in refusal("-o", out, inputs=tmp_path / "no.txt.gz")
+    assert "shards of 0 records" in refusal("-o", out, "--shard-lines", 0)
+    assert "worker_timeout is 1.0, expected a number" in refusal("-o", out, "--worker-timeout", 1)
+    assert "threads is 0, expected a number from 1" in refusal("-o", out, "--threads", 0)
+    with open(done / ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert f"another job writes to {done}" in refusal("-o", done)
+    monkeypatch.setattr("os.access", lambda *_: False)  # tests may run as root, who may write anywhere
+    assert f"{out} cannot be written: Permission denied" in refusal("-o", out)
+    assert not out.exists()
+
+
+def test_an_unwritable_folder_is_refused_before_the_model_is_loaded() -> None:
+    for out in ("a" * 300, "null\0byte"):
+        with pytest.raises(RequestError, match="cannot be written: "):
+            rlx.batch.score(__file__, out, "nobody/nothing", input_format="text")

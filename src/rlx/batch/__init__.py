@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlx.batch.folder import check_folder
+from rlx.batch.folder import check_job
 from rlx.batch.job import Job, OnProgress
 from rlx.batch.job import Progress as Progress
 from rlx.batch.results import Results as Results
-from rlx.batch.runner import Runner
-from rlx.batch.sizing import choose_workers, devices_of
+from rlx.batch.runner import TIMEOUT_S, Runner, check_timeout
+from rlx.batch.sizing import check_counts, choose_workers, devices_of
 from rlx.batch.tasks import Task
 from rlx.errors import RequestError
 
@@ -75,7 +75,8 @@ def score(
 def run(
     task: Task, inputs: Inputs, out: str | Path, *, workers: int | str = "auto", threads: int | None = None,
     runner: str | Runner = "local", input_format: str | None = None, shard_records: int | None = None,
-    index: str | Path | None = None, index_dtype: str = "f32", on_progress: OnProgress | None = None,
+    index: str | Path | None = None, index_dtype: str = "f32", worker_timeout: float = TIMEOUT_S,
+    on_progress: OnProgress | None = None,
 ) -> Results:  # fmt: skip
     """Run a task over input files; returns its results once all of them are written.
 
@@ -84,18 +85,40 @@ def run(
     say: text, jsonl, csv, tsv or parquet. `shard_records` is the size of a shard, which rows do not depend on. `index`
     is a folder for an `rlx.Index` of the vectors of `embed`, of the type `index_dtype`: f32, f16 or int8; without a
     prompt, texts then get the model's prompt for documents. An index that is there already must be the one of this job.
+    A worker that finishes no batch of work for `worker_timeout` seconds is replaced, and another gets its shard.
     """
-    check_folder(Path(out))
-    job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
-    if index is not None:
-        from rlx.batch.indexing import build_index, check_index
-
-        check_index(job, Path(index), index_dtype)
+    job = check(
+        task, inputs, out, workers=workers, threads=threads, runner=runner, input_format=input_format,
+        shard_records=shard_records, index=index, index_dtype=index_dtype, worker_timeout=worker_timeout,
+    )  # fmt: skip
     job, chosen, fingerprint = prepare(job, workers, threads, runner, indexed=index is not None)
-    results = job.run(out, chosen, fingerprint, on_progress)
+    results = job.run(out, chosen, fingerprint, on_progress, worker_timeout)
     if index is not None:
+        from rlx.batch.indexing import build_index
+
         build_index(job, results, Path(index), index_dtype)
     return results
+
+
+def check(
+    task: Task, inputs: Inputs, out: str | Path, *, workers: int | str = "auto", threads: int | None = None,
+    runner: str | Runner = "local", input_format: str | None = None, shard_records: int | None = None,
+    index: str | Path | None = None, index_dtype: str = "f32", worker_timeout: float = TIMEOUT_S,
+) -> Job:  # fmt: skip
+    """Check what `run` would refuse, as far as that is known without the model and the cluster; returns the job."""
+    check_counts(workers, threads)
+    check_timeout(worker_timeout)
+    if isinstance(runner, str) and runner not in RUNNERS:
+        raise RequestError(f"batch: no runner is called {runner!r}", hint=f"known: {', '.join(RUNNERS)}")
+    job = Job.of(task, _listed(inputs), input_format=input_format, shard_records=shard_records)
+    description = job.describe("")
+    unknown = ["model"] if index is None else ["model", "settings"]  # prompts of an index depend on the model
+    check_job(Path(out), {name: value for name, value in description.items() if name not in unknown})
+    if index is not None:
+        from rlx.batch.indexing import check_index
+
+        check_index(job, Path(index), index_dtype)
+    return job
 
 
 def plan(
@@ -139,13 +162,11 @@ def _runner(runner: str | Runner, asked: int | str, workers: int, threads: int, 
         from rlx.batch.local import Local
 
         return Local(workers, threads, devices_of(device))
-    if runner == "ray":
-        from rlx.batch.on_ray import OnRay
+    from rlx.batch.on_ray import OnRay
 
-        gpus = 1 if devices_of(device) else 0
-        count = OnRay.capacity(threads, gpus) if asked == "auto" else workers
-        return OnRay(count, threads, gpus=gpus)
-    raise RequestError(f"batch: no runner is called {runner!r}", hint=f"known: {', '.join(RUNNERS)}")
+    gpus = 1 if devices_of(device) else 0
+    count = OnRay.capacity(threads, gpus) if asked == "auto" else workers
+    return OnRay(count, threads, gpus=gpus)
 
 
 def _listed(inputs: Inputs) -> Sequence[str | Path]:

@@ -13,7 +13,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.batch.inputs import Shard
 from rlx.batch.records import Record
-from rlx.batch.tasks import ShardResult, Task, bisect, json_line, openai_row, place, prepare
+from rlx.batch.tasks import Beat, ShardResult, Task, bisect, json_line, openai_row, place, prepare
 from rlx.engine.embedding_model import EmbeddingModel
 from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError
@@ -60,7 +60,7 @@ class Embed(Task):
         task.check(model)
         return task
 
-    def results(self, model: EmbeddingModel, shard: Shard, records: Sequence[Record]) -> ShardResult:
+    def results(self, model: EmbeddingModel, shard: Shard, records: Sequence[Record], beat: Beat) -> ShardResult:
         read, failures = prepare(records, lambda record: self._texts(record, model))
         texts = [text for _, inner in read for text in inner]
         rows = bisect(texts, lambda some: model.text_rows(some, prompt=self.prompt, truncate=self.truncate))
@@ -75,7 +75,9 @@ class Embed(Task):
             else:
                 failures.append(record.failure(error))
         flat = [row for _, own in accepted for row in own]
-        vectors = model.embed_tokens(flat) if flat else np.empty((0, model.dim), np.float32)
+        vectors = np.empty((0, model.dim), np.float32)
+        if flat:
+            vectors = model.embed_tokens(flat, on_batch=lambda _: beat())
         write = self._array if self.format == "npy" else self._lines
         output = write(model, shard, accepted, vectors)
         return ShardResult(output, len(accepted), sum(map(len, flat)), failures)

@@ -8,6 +8,7 @@ complete files only. One driver at a time holds the lock.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -63,14 +64,45 @@ def digest_of(data: bytes) -> str:
 
 def check_folder(path: Path) -> None:
     """Raise RequestError unless a job can write to a folder: it is one of a job, empty, or not there yet."""
-    top = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
-    if not top.is_dir():
-        raise RequestError(f"batch: {top} is not a folder", hint="results are several files: -o FOLDER")
-    if top is not path or (path / MANIFEST).exists():
-        return
-    others = sorted(e.name for e in os.scandir(path) if e.name != JOURNAL and not e.name.startswith("."))
-    if others:
-        raise RequestError(f"batch: {path} has other files, such as {others[0]!r}", hint="an empty folder")
+    with _writing(path):
+        top = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
+        if not top.is_dir():
+            raise RequestError(f"batch: {top} is not a folder", hint="results are several files: -o FOLDER")
+        if not os.access(top, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(top))
+        if top is not path or (path / MANIFEST).exists():
+            return
+        others = sorted(e.name for e in os.scandir(path) if e.name != JOURNAL and not e.name.startswith("."))
+        if others:
+            raise RequestError(f"batch: {path} has other files, such as {others[0]!r}", hint="an empty folder")
+
+
+def check_job(path: Path, job: Mapping[str, Any]) -> None:
+    """Raise unless a job can write to a folder; one that is there must be of the same job, as far as `job` tells."""
+    check_folder(path)
+    with _writing(path):
+        manifest = read_manifest(path)
+        if manifest is not None:
+            _compare(path, {name: manifest["job"].get(name) for name in job}, job)
+            with open(path / LOCK, "ab") as lock:
+                _acquire(lock, path)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Says of errors of the operating system which folder cannot be written."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise RequestError(f"batch: {path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _acquire(lock: IO[bytes], path: Path) -> None:
+    """Hold the lock of a folder until the file is closed."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise BatchError(f"batch: another job writes to {path}") from error
 
 
 class OutputFolder:
@@ -84,14 +116,11 @@ class OutputFolder:
 
     def __enter__(self) -> Self:
         check_folder(self.path)  # before the lock is written
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / LOCK, "ab")
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / LOCK, "ab")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise BatchError(f"batch: another job writes to {self.path}") from error
-        try:
+            _acquire(self._lock, self.path)
             self._resume()
         except BaseException:
             self.__exit__()

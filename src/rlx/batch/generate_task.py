@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rlx.batch.inputs import Shard
 from rlx.batch.records import Failure, Record, digest_of_line
-from rlx.batch.tasks import ShardResult, Task, json_line, openai_row, place, prepare
+from rlx.batch.tasks import Beat, ShardResult, Task, json_line, openai_row, place, prepare
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load_settings import as_int
 from rlx.engine.request import Request, Ticket
@@ -71,13 +71,13 @@ class Generate(Task):
         if self.chat:
             model.chat_tokens("", system=self.system)
 
-    def results(self, model: LanguageModel, shard: Shard, records: Listed[Record]) -> ShardResult:
+    def results(self, model: LanguageModel, shard: Shard, records: Listed[Record], beat: Beat) -> ShardResult:
         def read(record: Record) -> tuple[Request, Sequence]:
             request = self._read(model, record, self._seed(f"{shard.source.number} {record.line}"))
             return request, model.new_sequence(request, "prompt")
 
         read_records, failures = prepare(records, read)
-        completions, refused = complete(model, read_records)
+        completions, refused = complete(model, read_records, beat)
         failures += refused
         lines, tokens = list[bytes](), 0
         for record, request, completion in completions:
@@ -223,7 +223,7 @@ Completed = tuple[Record, Request, Completion]
 
 
 def complete(
-    model: LanguageModel, requests: Iterable[tuple[Record, tuple[Request, Sequence]]]
+    model: LanguageModel, requests: Iterable[tuple[Record, tuple[Request, Sequence]]], beat: Beat = lambda: None
 ) -> tuple[list[Completed], list[Failure]]:
     """The completions of requests, in their order, and the failures of those that cannot be finished."""
     listed = [(record, request, sequence) for record, (request, sequence) in requests]
@@ -233,7 +233,7 @@ def complete(
         for i in sorted(range(len(listed)), key=lambda i: -len(listed[i][1].tokens)):
             tickets[i] = scheduler.add(listed[i][2])
         while scheduler.step():
-            pass
+            beat()
     completed, failures = list[Completed](), list[Failure]()
     for i, (record, request, sequence) in enumerate(listed):
         error = tickets[i].exception

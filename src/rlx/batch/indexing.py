@@ -17,6 +17,7 @@ from rlx.batch.records import Record, read_records
 from rlx.batch.results import Results
 from rlx.engine.sampler import short_repr
 from rlx.errors import BatchError, RequestError
+from rlx.index.head import DTYPES
 from rlx.index.index import Index, normalised, stored_name
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def check_index(job: Job, path: Path, dtype: str) -> Embed:
     task = job.task
     if not isinstance(task, Embed) or task.format != "npy":
         raise RequestError("batch: an index is made of vectors in NumPy files", hint="batch embed with format npy")
+    if dtype not in DTYPES:
+        raise RequestError(f"batch: no index has vectors of {dtype!r}", hint=f"known: {', '.join(DTYPES)}")
     if not path.parent.is_dir():
         raise RequestError(f"batch: the index {path}: there is no folder {path.parent}")
     if path.exists():

@@ -126,21 +126,29 @@ def _source(number: int, name: str, kind: str | None) -> Source:
     return Source(number, name, kind, gzipped, status.st_size, stamp)
 
 
-def check_columns(sources: Iterable[Source], wanted: Sequence[str]) -> None:
-    """Raise FormatError if a table has none of the columns that the job reads."""
+def check_sources(sources: Iterable[Source], wanted: Sequence[str]) -> None:
+    """Raise RequestError if a file cannot be opened, FormatError if a table has none of the columns that are read."""
     for source in sources:
-        if source.kind in DELIMITERS:
-            with _opened(source) as (file, _):
-                columns = _header(file, source)[0]
-        elif source.kind == "parquet":
-            columns = tuple(_parquet(source).schema_arrow.names)
-        else:
-            continue
-        if not set(wanted) & set(columns):
+        try:
+            columns = _columns(source)
+        except OSError as error:
+            raise RequestError(f"batch: {source.name} cannot be read: {error.strerror or error}") from error
+        if columns is not None and not set(wanted) & set(columns):
             shown = ", ".join(columns[:12])
             raise FormatError(
                 f"{source.name}: no column is called {' or '.join(wanted)}, it has: {shown}", hint="--field NAME"
             )
+
+
+def _columns(source: Source) -> Sequence[str] | None:
+    """The columns of a table; None for other files, of which the beginning is read."""
+    if source.kind == "parquet":
+        return list(_parquet(source).schema_arrow.names)
+    with _opened(source) as (file, _):
+        if source.kind in DELIMITERS:
+            return _header(file, source)[0]
+        file.read(1)
+    return None
 
 
 # -- cutting ---------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlx.batch.folder import OutputFolder, Part
-from rlx.batch.inputs import Shard, Source, check_columns, cut, find_sources
+from rlx.batch.inputs import Shard, Source, check_sources, cut, find_sources
 from rlx.batch.results import Results
-from rlx.batch.runner import GivenUp, Runner, run_shards
+from rlx.batch.runner import TIMEOUT_S, GivenUp, Runner, run_shards
 from rlx.batch.tasks import Task
 from rlx.errors import BatchError, RequestError
 from rlx.fast_dataclass import dataclass
@@ -57,7 +57,7 @@ class Job:
         shard_records: int | None = None,
     ) -> Job:  # fmt: skip
         sources = find_sources(inputs, input_format)
-        check_columns(sources, [name for name in task.columns if name != "id"])
+        check_sources(sources, [name for name in task.columns if name != "id"])
         count = task.shard_records if shard_records is None else shard_records
         if count < 1:
             raise RequestError(f"batch: shards of {count} records, expected a number from 1")
@@ -79,19 +79,23 @@ class Job:
             "inputs": inputs, "shards_of": cutting,
         }  # fmt: skip
 
-    def run(self, out: str | Path, runner: Runner, fingerprint: str, on_progress: OnProgress | None = None) -> Results:
+    def run(
+        self, out: str | Path, runner: Runner, fingerprint: str, on_progress: OnProgress | None = None,
+        worker_timeout: float = TIMEOUT_S,
+    ) -> Results:  # fmt: skip
         """Run all shards that are not finished. Raises BatchError if some shards kill their workers."""
         path = Path(out)
         with OutputFolder(path, self.describe(fingerprint), self.task.suffix) as folder:
             if folder.is_finished:
                 folder.check_finished(self.sources, self.shards())
             else:
-                self._run(folder, runner, fingerprint, on_progress or (lambda progress: None))
+                watch = _Watch(self.sources, on_progress or (lambda progress: None))
+                self._run(folder, runner, fingerprint, watch, worker_timeout)
         return Results(path)
 
-    def _run(self, folder: OutputFolder, runner: Runner, fingerprint: str, on_progress: OnProgress) -> None:
-        watch = _Watch(self.sources, on_progress)
-
+    def _run(
+        self, folder: OutputFolder, runner: Runner, fingerprint: str, watch: _Watch, worker_timeout: float
+    ) -> None:
         def unfinished() -> Iterator[Shard]:
             for shard in self.shards():
                 is_finished = folder.check_source(shard)
@@ -100,7 +104,7 @@ class Job:
                     yield shard
 
         lost = list[GivenUp]()
-        for outcome in run_shards(runner, self.task, unfinished(), fingerprint, watch.ready):
+        for outcome in run_shards(runner, self.task, unfinished(), fingerprint, watch.ready, timeout=worker_timeout):
             if isinstance(outcome, GivenUp):
                 lost.append(outcome)
                 continue

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from rlx.batch.inputs import Shard
-from rlx.batch.runner import Died, Event, Raised, Ready
+from rlx.batch.runner import BEAT_S, Alive, Died, Event, Raised, Ready
 from rlx.batch.tasks import Task
 
 # Not multiprocessing.Process, which imports the script of the user again.
@@ -21,7 +23,11 @@ _START = "import sys; sys.path[:] = {path!r}; from rlx.batch.local import serve;
 
 
 class LocalWorker:
-    def __init__(self, task: Task, threads: int) -> None:
+    """A process, and a thread that talks to it: one that hangs in the middle of a message must not hang the driver."""
+
+    is_started = True
+
+    def __init__(self, task: Task, threads: int, events: Events) -> None:
         own, other = Pipe()
         environment = os.environ | {"RAYON_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
         code = _START.format(path=sys.path, pipe=other.fileno())
@@ -30,28 +36,36 @@ class LocalWorker:
             stdout=sys.stderr if _has_stream() else subprocess.DEVNULL,
         )  # fmt: skip
         other.close()
-        self.pipe: Connection[Any, Any] = own
-        self._send((task, threads))
+        self._pipe: Connection[Any, Any] = own
+        self._events, self._shards = events, SimpleQueue[Shard | None]()
+        self._thread = threading.Thread(target=self._talk, args=[(task, threads)], daemon=True)
+        self._thread.start()
 
     def submit(self, shard: Shard) -> None:
-        self._send(shard)
-
-    def _send(self, value: object) -> None:
-        with contextlib.suppress(OSError):  # it is dead, which `receive` reports
-            self.pipe.send(value)
-
-    def receive(self) -> Event:
-        try:
-            event: Event = self.pipe.recv()
-        except (EOFError, OSError):
-            return Died(f"process {self.process.pid} ended with {self.process.wait()}")
-        return event
+        self._shards.put(shard)
 
     def close(self) -> None:
         """End the process: nothing is lost, it holds no results."""
-        self.pipe.close()
         self.process.kill()
         self.process.wait()
+        self._shards.put(None)
+        self._thread.join()
+        self._pipe.close()
+
+    def _talk(self, message: object) -> None:
+        try:
+            while message is not None:
+                self._pipe.send(message)
+                event: Event = Alive()
+                while isinstance(event, Alive):
+                    event = self._pipe.recv()
+                    self._events.put((self, event))
+                message = self._shards.get()
+        except (EOFError, OSError):
+            self._events.put((self, Died(f"process {self.process.pid} ended with {self.process.wait()}")))
+
+
+Events = SimpleQueue[tuple[LocalWorker, Event]]
 
 
 class Local:
@@ -60,21 +74,26 @@ class Local:
     def __init__(self, workers: int, threads: int = 1, devices: Sequence[str] = ()) -> None:
         self.workers, self.threads = workers, threads
         self._running = {name: list[LocalWorker]() for name in devices}
+        self._events: Events = SimpleQueue()
 
     def start(self, task: Task) -> LocalWorker:
         if len(self._running) < 2:
-            return LocalWorker(task, self.threads)
+            return LocalWorker(task, self.threads, self._events)
         for name, workers in self._running.items():
             self._running[name] = [worker for worker in workers if worker.process.poll() is None]
         device = min(self._running, key=lambda name: len(self._running[name]))
-        worker = LocalWorker(replace(task, load={**task.load, "device": device}), self.threads)
+        worker = LocalWorker(replace(task, load={**task.load, "device": device}), self.threads, self._events)
         self._running[device].append(worker)
         return worker
 
-    def wait(self, workers: list[LocalWorker]) -> tuple[LocalWorker, Event]:
-        ready = wait([worker.pipe for worker in workers])[0]
-        worker = next(worker for worker in workers if worker.pipe is ready)
-        return worker, worker.receive()
+    def wait(self, workers: list[LocalWorker], seconds: float | None) -> tuple[LocalWorker, Event] | None:
+        while True:
+            try:
+                worker, event = self._events.get(timeout=seconds)
+            except Empty:
+                return None
+            if worker in workers:  # else it was closed
+                return worker, event
 
 
 def _has_stream() -> bool:
@@ -89,6 +108,14 @@ def serve(descriptor: int) -> None:
     """Run shards until the other end of the pipe is closed, as when the driver is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its workers
     pipe: Connection[Any, Any] = Connection(descriptor)
+    last = time.monotonic()
+
+    def beat() -> None:
+        nonlocal last
+        if time.monotonic() - last >= BEAT_S:
+            last = time.monotonic()
+            pipe.send(Alive())
+
     try:
         task, threads = pipe.recv()
         try:
@@ -100,7 +127,7 @@ def serve(descriptor: int) -> None:
         while True:
             shard = pipe.recv()
             try:
-                event: Event = opened.run(shard)
+                event: Event = opened.run(shard, beat)
             except Exception as error:
                 event = Raised.of(error)
             pipe.send(event)

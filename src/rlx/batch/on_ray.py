@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from typing import Any
 
 from rlx.batch.inputs import Shard
-from rlx.batch.runner import Died, Event, Raised, Ready
+from rlx.batch.runner import BEAT_S, Alive, Died, Event, Raised, Ready
 from rlx.batch.tasks import OpenTask, Task
 from rlx.errors import CapabilityError, RequestError
 
@@ -22,7 +24,8 @@ def import_ray() -> Any:
 class RayWorker:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
-        self.pending = actor.ready.remote()
+        self.is_started = False
+        self.pending, self.pulse = actor.ready.remote(), actor.alive.remote()
 
     def submit(self, shard: Shard) -> None:
         self.pending = self.actor.run.remote(shard)
@@ -60,14 +63,22 @@ class OnRay:
         return count
 
     def start(self, task: Task) -> RayWorker:
-        actor = self.ray.remote(Actor).options(num_cpus=self.threads, num_gpus=self.gpus, max_restarts=0)
+        # two calls at a time: a shard, and a sign of life
+        options = {"num_cpus": self.threads, "num_gpus": self.gpus, "max_restarts": 0, "max_concurrency": 2}
+        actor = self.ray.remote(Actor).options(**options)
         return RayWorker(actor.remote(task, self.threads))
 
-    def wait(self, workers: list[RayWorker]) -> tuple[RayWorker, Event]:
-        ready, _ = self.ray.wait([worker.pending for worker in workers], num_returns=1)
-        worker = next(worker for worker in workers if worker.pending == ready[0])
+    def wait(self, workers: list[RayWorker], seconds: float | None) -> tuple[RayWorker, Event] | None:
+        calls = {worker.pending: worker for worker in workers} | {worker.pulse: worker for worker in workers}
+        ready, _ = self.ray.wait(list(calls), num_returns=1, timeout=seconds)
+        if not ready:
+            return None
+        worker = calls[ready[0]]
+        worker.is_started = True
         try:
             event: Event = self.ray.get(ready[0])
+            if isinstance(event, Alive):
+                worker.pulse = worker.actor.alive.remote()
         except self.ray.exceptions.RayTaskError:  # not the task's own errors, which are values
             raise
         except self.ray.exceptions.RayError as error:  # the actor, its node or its result is gone
@@ -82,6 +93,16 @@ class Actor:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         self._task, self._threads = task, threads
         self._opened: OpenTask | None = None
+        self._beat, self._is_announced = threading.Event(), False
+
+    def alive(self) -> Event:
+        """Returns once there is a sign of life: at first that the actor runs, then that it makes progress."""
+        if self._is_announced:
+            time.sleep(BEAT_S)
+            self._beat.wait()
+        self._is_announced = True
+        self._beat.clear()
+        return Alive()
 
     def ready(self) -> Event:
         try:
@@ -93,6 +114,6 @@ class Actor:
     def run(self, shard: Shard) -> Event:
         assert self._opened is not None
         try:
-            return self._opened.run(shard)
+            return self._opened.run(shard, self._beat.set)
         except Exception as error:
             return Raised.of(error)

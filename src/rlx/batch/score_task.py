@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from rlx.batch.inputs import Shard
 from rlx.batch.records import Record
-from rlx.batch.tasks import ShardResult, Task, json_line, place, prepare
+from rlx.batch.tasks import Beat, ShardResult, Task, json_line, place, prepare
 from rlx.engine.language_model import LanguageModel
-from rlx.engine.scoring import ScoredText, scores_of, text_after
+from rlx.engine.logprobs import Score as TextScore
+from rlx.engine.scoring import ScoredText, score_steps, text_after
 from rlx.errors import RequestError
 from rlx.fast_dataclass import dataclass
 
@@ -34,7 +35,7 @@ class Score(Task):
     def check(self, model: LanguageModel) -> None:
         text_after(model, "a", None, "batch score")
 
-    def results(self, model: LanguageModel, shard: Shard, records: Sequence[Record]) -> ShardResult:
+    def results(self, model: LanguageModel, shard: Shard, records: Sequence[Record], beat: Beat) -> ShardResult:
         def read(record: Record) -> ScoredText:
             if record.url is not None:
                 raise RequestError("lines in OpenAI's form are for embed and generate, which its API has")
@@ -42,7 +43,10 @@ class Score(Task):
             return text_after(model, record.text(self.main_field), prompt, "score")
 
         read_texts, failures = prepare(records, read)
-        scores = scores_of(model, [text for _, text in read_texts], 0)
+        texts = [text for _, text in read_texts]
+        scores = [TextScore([]) for _ in texts]
+        for _ in score_steps(model, texts, scores, 0):
+            beat()
         lines = list[bytes]()
         for (record, _), score in zip(read_texts, scores, strict=True):
             members: dict[str, Any] = {"logprob": _number(score.logprob), "tokens": len(score.tokens)}
@@ -51,7 +55,7 @@ class Score(Task):
                 members["token_ids"] = [token.token for token in score.tokens]
                 members["token_logprobs"] = [_number(token.logprob) for token in score.tokens]
             lines.append(json_line(place(shard, record) | members))
-        tokens = sum(len(text.tokens) for _, text in read_texts)
+        tokens = sum(len(text.tokens) for text in texts)
         return ShardResult(b"".join(lines), len(lines), tokens, failures)
 
 

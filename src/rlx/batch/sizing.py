@@ -46,13 +46,17 @@ def private_bytes(model: Any) -> int:
     return size + min(with_prefixes, limit)
 
 
+def check_counts(workers: int | str, threads: int | None) -> None:
+    for name, value in (("workers", workers), ("threads", threads)):
+        if not (value in ("auto", None) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)):
+            raise RequestError(f"batch: {name} is {value!r}, expected a number from 1 or 'auto'")
+
+
 def choose_workers(
     model: Any, workers: int | str = "auto", threads: int | None = None, device: str | None = None
 ) -> tuple[int, int]:
     """The number of processes and of threads per process. `model` was loaded with all usable cores."""
-    for name, value in (("workers", workers), ("threads", threads)):
-        if not (value in ("auto", None) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)):
-            raise RequestError(f"batch: {name} is {value!r}, expected a number from 1 or 'auto'")
+    check_counts(workers, threads)
     cores: int = model.threads
     if isinstance(workers, int):
         return workers, threads or max(1, cores // workers)

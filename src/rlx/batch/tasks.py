@@ -24,6 +24,7 @@ from rlx.fast_dataclass import dataclass
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+Beat = Callable[[], None]  # called after each batch of work: the worker makes progress
 HEAD = 16 << 20  # bytes of each file of a model that the fingerprint covers, besides samples of all weights
 WEIGHTS = (".safetensors", ".bin", ".npy", ".onnx", ".pt", ".h5")
 
@@ -96,8 +97,8 @@ class Task(ABC):
         return self
 
     @abstractmethod
-    def results(self, model: Any, shard: Shard, records: Sequence[Record]) -> ShardResult:
-        """The results of the records of a shard."""
+    def results(self, model: Any, shard: Shard, records: Sequence[Record], beat: Beat) -> ShardResult:
+        """The results of the records of a shard; calls `beat` after each batch of work."""
 
 
 class OpenTask:
@@ -107,7 +108,7 @@ class OpenTask:
         self.task, self.model = task, model
         self.fingerprint = fingerprint(model)
 
-    def run(self, shard: Shard) -> ShardResult:
+    def run(self, shard: Shard, beat: Beat = lambda: None) -> ShardResult:
         began = time.perf_counter()
         records, failures = list[Record](), list[Failure]()
         for one in read_records(shard, self.task.main_field, check_ids=self.task.writes_ids):
@@ -116,7 +117,7 @@ class OpenTask:
             else:
                 failures.append(one)
         count = len(records) + len(failures)
-        result = self.task.results(self.model, shard, records)
+        result = self.task.results(self.model, shard, records, beat)
         failures = sorted([*failures, *result.failures], key=lambda failure: failure.line)
         return replace(result, failures=failures, seconds=time.perf_counter() - began, records=count)
 

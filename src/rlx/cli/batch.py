@@ -43,6 +43,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--ray", nargs="?", const="auto", metavar="ADDRESS",
         help="run on a Ray cluster: the one of this machine (auto), an address, or local: a new one here",
     )  # fmt: skip
+    running.add_argument(
+        "--worker-timeout", type=float, metavar="SECONDS",
+        help="replace a worker that finishes no batch of work for so long (600)",
+    )  # fmt: skip
     running.add_argument("--plan", action="store_true", help="measure, and tell the time for 1 to 1,000 workers")
     running.add_argument("--plan-seconds", type=float, default=30.0, metavar="S", help="how long to measure (30)")
     reading = command.add_argument_group("reading and writing")
@@ -78,10 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check_options(arguments)
     task = _task(arguments)
-    workers = _workers(arguments.workers)
-    hub.resolve(task.model)  # downloads it, and shows its own progress
     options: dict[str, Any] = {
-        "workers": workers, "threads": arguments.threads, "input_format": arguments.input_format,
+        "workers": _workers(arguments.workers), "threads": arguments.threads, "input_format": arguments.input_format,
         "shard_records": arguments.shard_lines,
     }  # fmt: skip
     if arguments.plan:
@@ -89,24 +91,37 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError("batch: --plan measures this machine, not a Ray cluster", hint="--plan without --ray")
         if not 0 < arguments.plan_seconds < float("inf"):
             raise UsageError(f"batch: --plan-seconds is {arguments.plan_seconds}, expected a number above 0")
+        hub.resolve(task.model)  # downloads it, and shows its own progress
         show_plan(batch.plan(task, arguments.inputs, seconds=arguments.plan_seconds, **options))
         return 0
     if arguments.out is None:
         raise UsageError("batch: where do the results go?", hint="-o FOLDER")
-    runner = "local" if arguments.ray is None else "ray"
-    if arguments.ray is not None:
-        from rlx.ray import connect
-
-        connect(arguments.ray)
+    options |= {
+        "runner": "local" if arguments.ray is None else "ray", "index": arguments.index,
+        "index_dtype": arguments.index_dtype or "f32",
+    }  # fmt: skip
+    if arguments.worker_timeout is not None:
+        options["worker_timeout"] = arguments.worker_timeout
+    batch.check(task, arguments.inputs, arguments.out, **options)  # before what takes long
+    _load_and_connect(task.model, arguments.ray)
     with _shown() as on_progress:
-        results = batch.run(
-            task, arguments.inputs, arguments.out, runner=runner, on_progress=on_progress, index=arguments.index,
-            index_dtype=arguments.index_dtype or "f32", **options,
-        )  # fmt: skip
+        results = batch.run(task, arguments.inputs, arguments.out, on_progress=on_progress, **options)
     _report(results)
     if arguments.index is not None:
         console.note(f"index: {arguments.index}; rlx search {arguments.index} 'a query'")
     return 0
+
+
+def _load_and_connect(model: str, address: str | None) -> None:
+    """Download the model, which shows its own progress, and connect to a Ray cluster if there is an address."""
+    if address is None:
+        hub.resolve(model)
+        return
+    from rlx import ray
+
+    ray.check_address(address)
+    hub.resolve(model)
+    ray.connect(address)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

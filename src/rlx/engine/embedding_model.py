@@ -160,18 +160,19 @@ class EmbeddingModel(Model):
         return self._measured("embed", call)
 
     def embed_tokens(
-        self, rows: Iterable[Iterable[int]], *, batch_size: int | None = None, normalize: bool | None = None
-    ) -> Array:
+        self, rows: Iterable[Iterable[int]], *, batch_size: int | None = None, normalize: bool | None = None,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> Array:  # fmt: skip
         """The vectors `[rows, dim]` of token ids, which include special tokens, as f32.
 
         Rows must be unpadded, with at most `limit` tokens. They are batched by length, as in `embed`, so that little
-        padding is computed.
+        padding is computed. `on_batch` is called with the number of rows after each batch.
         """
         unit = self._checked_request("embed_tokens", batch_size, normalize)
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable) or getattr(rows, "shape", None) == ():
             raise RequestError(f"embed_tokens: expected rows of token ids, found {type(rows).__name__}")
         listed = [self._checked_row(row, i) for i, row in enumerate(rows)]
-        pooled = self._embed_rows(listed, batch_size, _ignore)
+        pooled = self._embed_rows(listed, batch_size, on_batch or _ignore)
         return _unit(pooled) if unit else pooled
 
     def text_rows(self, texts: Sequence[str], *, truncate: bool = True, prompt: str | None = None) -> list[list[int]]:

@@ -7,6 +7,7 @@ A model takes the threads and the GPU that Ray gave to its actor. `rlx.batch` ru
 """
 
 from rlx.ray.cluster import assigned as assigned
+from rlx.ray.cluster import check_address as check_address
 from rlx.ray.cluster import connect as connect
 from rlx.ray.data import Embedder as Embedder
 from rlx.ray.data import Generator as Generator

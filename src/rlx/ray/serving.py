@@ -69,7 +69,8 @@ def deployment(
 
     Replicas are added while more than `target_ongoing_requests` per replica are open, up to `max_replicas`. Answers
     stream. `name` is the model's name in requests; `server` are settings of `rlx.server.settings.ServerSettings`, such
-    as keys; `options` are further ones of `serve.deployment`. Other keywords are settings of `rlx.load`.
+    as keys; `options` are further ones of `serve.deployment`, whose `autoscaling_config` adds to the above. Other
+    keywords are settings of `rlx.load`.
     """
     import_ray()
     try:
@@ -83,13 +84,15 @@ def deployment(
             Replica.__init__(self, *arguments)
             await self.load()
 
+    more = dict(options or {})
     scaling = {
         "min_replicas": min_replicas, "max_replicas": max_replicas, "target_ongoing_requests": target_ongoing_requests,
+        **more.pop("autoscaling_config", {}),
     }  # fmt: skip
     chosen = {
         "name": "rlx", "autoscaling_config": scaling, "max_ongoing_requests": ONGOING, "health_check_period_s": 10,
         "ray_actor_options": {"num_cpus": num_cpus, "num_gpus": num_gpus}, "graceful_shutdown_timeout_s": 30,
-        **(options or {}),
+        **more,
     }  # fmt: skip
     bound = serve.deployment(**chosen)(Deployed)
     return bound.bind(name or str(model).rpartition("/")[2], str(model), settings, dict(server or {}))
