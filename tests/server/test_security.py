@@ -46,7 +46,15 @@ INNER_FIELDS: list[tuple[dict[str, Any], str]] = [  # that mean nothing, and the
 
 # -- errors name the field at fault -----------------------------------------------------------------------------------
 _CALL = {"id": "x", "type": "function", "function": {"name": ["x"], "arguments": "{}"}}
+_TOOL = {"type": "function", "function": _FUNCTION}
+_GOOD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
 _BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+
+
+def _wrong_tool(schema: dict[str, Any]) -> dict[str, Any]:
+    """A strict tool with an argument that no grammar can be made of."""
+    parameters = {"type": "object", "properties": {"a": schema}, "additionalProperties": False}
+    return {"type": "function", "function": {"name": "g", "strict": True, "parameters": parameters}}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,15 @@ _BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"n
         ("/v1/chat/completions", {"response_format": _BAD_SCHEMA}, "response_format"),
         ("/v1/chat/completions", {"response_format": {"type": "json_object", "schema": {"propertes": {}}}},
          "response_format"),
+        ("/v1/chat/completions", {"tools": [_TOOL, _wrong_tool({"not": {}})], "tool_choice": "required"},
+         "tools[1].function.parameters"),
+        ("/v1/chat/completions", {"tools": [_TOOL, _wrong_tool({"minlen": 1})], "tool_choice": "required"},
+         "tools[1].function.parameters"),
+        ("/v1/chat/completions", {"tools": [_TOOL, _wrong_tool({"not": {}})], "response_format": _GOOD_SCHEMA},
+         "tools[1].function.parameters"),
+        ("/v1/chat/completions", {"tools": [_wrong_tool({"minlen": 1})], "response_format": _GOOD_SCHEMA},
+         "tools[0].function.parameters"),
+        ("/v1/chat/completions", {"tools": [_TOOL], "response_format": _BAD_SCHEMA}, "response_format"),
         ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
         ("/v1/completions", {"prompt": "x", "json_schema": {"not": {}}}, "json_schema"),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "", "tool_calls": [_CALL]}]},
@@ -67,6 +84,7 @@ def test_errors_name_the_field(http: Any, path: str, body: dict[str, Any], param
     common = {k: v for k, v in BODY.items() if k != "messages" or path.endswith("chat/completions")}
     answer = http.post(path, json=common | body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert answer.json()["error"]["message"].startswith(param.partition(".tool_calls")[0])
     assert "TypeError" not in answer.text
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rlx.engine.answer_parser import AnswerParser, Event
@@ -14,6 +15,7 @@ from rlx.engine.sampler import Allowed
 from rlx.engine.structured import KINDS
 from rlx.engine.tool_loop import answer_parser, call_constraint, for_template, new_id
 from rlx.engine.tools import Tool, choose_tools, tools_of
+from rlx.errors import RequestError
 from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import invalid, naming
 from rlx.server.engine_thread import Served
@@ -136,7 +138,7 @@ class _Prepared:
 
         def allowed(prompt: Sequence[int]) -> Allowed | None:
             form = request.common.structure
-            with naming("tools" if form is None else request.common.structure_field, KINDS):
+            with _naming_tools(callable_tools), naming(request.common.structure_field, KINDS):
                 return call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel, form=form)
 
         self.requests: list[Request] = request.common.requests(
@@ -145,6 +147,18 @@ class _Prepared:
 
     def parser(self) -> AnswerParser:
         return answer_parser(self._model, self.tokens, self._tools)
+
+
+@contextmanager
+def _naming_tools(tools: Sequence[Tool]) -> Iterator[None]:
+    """Errors about the schema of a tool name it in `param`, also where the message begins with a part of it."""
+    try:
+        yield
+    except RequestError as error:
+        place = next((tool.where for tool in tools if str(error).startswith(tool.where)), None)
+        if place is None:
+            raise
+        raise invalid(str(error) + (f" (hint: {error.hint})" if error.hint else ""), place) from error
 
 
 class _Choice:
