@@ -11,7 +11,7 @@ inputs of it in device memory, and the host reads text behind the device. A row 
 token that was computed too many.
 
 `model.generate`, `chat` and `stream` step a scheduler of their own in the caller's thread, a server one for all its
-requests in a thread of its own. Several models take turns with `step_all`.
+requests in a thread of its own, where several models take turns, a step each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -787,11 +787,6 @@ class Scheduler:
         if self._underway is not None:
             self._underway.jobs = [None if other is job else other for other in self._underway.jobs]
         self._cache.release(row, None if isinstance(job.ticket.error, KernelError) else self._namespace(job))
-
-
-def step_all(schedulers: Iterable[Scheduler]) -> bool:
-    """Step schedulers of several models in turn; returns False when all are idle."""
-    return any([scheduler.step() for scheduler in schedulers if scheduler.busy])
 
 
 def _last_cut(tokens: Sequence[int]) -> int:
