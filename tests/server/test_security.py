@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import logging
 import os
 import random
 import threading
@@ -343,6 +344,25 @@ def test_idle_and_slow_connections_do_not_stop_others(server: Server, http: Any)
     assert http.post("/v1/chat/completions", json=BODY).status_code == 200
     for one in idle:
         one.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("HEAD", "/v1/models"), ("GET", "/nothing"), ("POST", "/v1/chat/completions")]
+)
+def test_a_body_that_ends_in_other_bytes_is_no_error_of_the_server(
+    server: Server, caplog: pytest.LogCaptureFixture, method: str, path: str
+) -> None:
+    """Its bytes are not logged, and nobody answers twice."""
+    head = request_bytes(method, path, headers={"Transfer-Encoding": "chunked"}).replace(b"Content-Length: 0\r\n", b"")
+    for body in (b"2\r\n{}\r\nmy secret\r\n", b"my secret\r\n"):
+        assert status_of(server.address, head + body) in (0, 200, 400, 404)
+        with connect(server.address) as one:  # the bytes come while the request is being answered
+            one.sendall(head)
+            time.sleep(0.02)
+            one.sendall(body)
+            assert read_status(one) in (0, 200, 400, 404)
+    assert status_of(server.address, request_bytes("GET", "/health")) == 200
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR] and "secret" not in caplog.text
 
 
 def test_pipelined_requests_are_answered_one_by_one(server: Server) -> None:
