@@ -29,6 +29,7 @@ import rlx
 from rlx.cli.main import main
 from rlx.errors import OverloadedError
 from rlx.server import completions, connections, engine_thread, exchange
+from rlx.server.chat_completions import ChatRequest
 from rlx.server.exchange import Exchange
 from rlx.server.generation import Generation, Row
 from rlx.server.guard import Guard
@@ -223,6 +224,62 @@ def test_the_queue_is_bounded(loaders: Any) -> None:
             assert client.get("/health").status_code == 200
         for one in clients:
             one.close()
+
+
+def test_requests_that_will_be_refused_are_not_read_first(loaders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many that arrive together, as many are read as can be queued; while the queue is full, no body is parsed."""
+    import httpx2 as httpx
+
+    read, parse, reads, parsed = ChatRequest.read, exchange.read_json, list[int](), list[int]()
+
+    def slow_read(*arguments: Any) -> ChatRequest:
+        reads.append(1)
+        time.sleep(0.05)
+        return read(*arguments)
+
+    def counted_parse(data: bytes) -> Any:
+        parsed.append(len(data))
+        return parse(data)
+
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
+            statuses.append(client.post("/v1/chat/completions", json=BODY | {"max_tokens": 20}).status_code)
+
+    monkeypatch.setattr(ChatRequest, "read", slow_read)
+    monkeypatch.setattr(exchange, "read_json", counted_parse)
+    with running({"tiny": loaders["tiny"]}, rows=1, max_queued=2) as server:
+        slow_down(server)
+        threads = [threading.Thread(target=ask) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        served = server.state.engine.served["tiny"]
+        assert set(statuses) == {200, 429} and served.reserved == 0
+        assert len(reads) <= statuses.count(200) + 2  # a row that is taken while its neighbours are counted
+        assert _status(server, BODY | {"n": "x"}) == 400 and served.reserved == 0
+        clients = [connect(server.address) for _ in range(3)]
+        for i, one in enumerate(clients):
+            one.sendall(request_bytes(body=json_bytes(LONG)))
+            assert until(lambda n=i: _counts(server) == (1, n))  # type: ignore[misc]
+        parsed.clear()
+        assert _status(server, BODY | {"messages": [{"role": "user", "content": "x" * 300_000}]}) == 429
+        assert not parsed
+        for one in clients:
+            one.close()
+
+
+def _counts(server: Server) -> tuple[int, int]:
+    numbers = statistics(server)
+    return numbers.requests_running, numbers.requests_waiting
+
+
+def _status(server: Server, body: dict[str, Any]) -> int:
+    import httpx2 as httpx
+
+    return int(httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=LONGEST_S).status_code)
 
 
 def test_the_sequences_of_a_request_are_queued_together(loaders: Any) -> None:

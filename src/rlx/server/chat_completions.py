@@ -23,7 +23,7 @@ from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
 from rlx.server.generation import Generation, Row
 from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
-from rlx.server.state import State
+from rlx.server.state import Reservation, State
 
 TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")  # that requests may set
 MESSAGE = (
@@ -228,28 +228,29 @@ async def input_tokens(exchange: Exchange, state: State) -> None:
 
 
 async def chat_completions(exchange: Exchange, state: State) -> None:
-    fields = Fields(await exchange.json())
+    fields = Fields(await exchange.json(state.check_room))
     served = state.find(fields)
-    state.check_room(served)
 
     def prepare() -> tuple[ChatRequest, _Prepared]:
         request = ChatRequest.read(fields, state)
         state.check_unread(fields, exchange)
         return request, _Prepared(request, served, exchange)
 
-    request, prepared = await asyncio.to_thread(prepare)  # templates and grammars take time
-    generation = Generation(state.engine, served)
-    with state.running(exchange):
+    with state.reserve(served) as reservation, state.running(exchange):
+        request, prepared = await asyncio.to_thread(prepare)  # templates and grammars take time
+        generation = Generation(state.engine, served)
         try:
-            await exchange.until_disconnect(_answer(exchange, request, prepared, served, generation))
+            await exchange.until_disconnect(_answer(exchange, request, prepared, served, generation, reservation))
         finally:
             generation.close()
 
 
 async def _answer(
-    exchange: Exchange, request: ChatRequest, prepared: _Prepared, served: Served, generation: Generation
-) -> None:
+    exchange: Exchange, request: ChatRequest, prepared: _Prepared, served: Served, generation: Generation,
+    reservation: Reservation,
+) -> None:  # fmt: skip
     await generation.start(prepared.requests)
+    reservation.release()
     head = {
         "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()),
         "model": served.name, "system_fingerprint": system_fingerprint(served.language),
