@@ -38,6 +38,7 @@ MAX_DEPTH = 64  # of a schema
 MAX_REGEX_DEPTH = 256  # of parentheses in a regular expression or a grammar
 CACHED = 64  # compiled grammars, and
 CACHED_CHARS = 1 << 21  # characters of their text
+LEXER_FUEL = 150_000  # of llguidance, whose default is 1,000,000: bounds a mask of any pattern to about 30 ms
 NESTED = "grammar"  # name of a request's own grammar
 MESSAGE = 300  # characters of an error of llguidance
 OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -75,8 +76,9 @@ class Structure:
                 return f"{rule}: %json {self.text}\n"
             case "regex":
                 return f"{rule}: {regex_literal(self.text)}\n"
-            case "choice":
-                return f"{rule}: " + " | ".join(json.dumps(text) for text in json.loads(self.text)) + "\n"
+            case "choice":  # a terminal: as rules, more than 2,000 texts that may follow are too many
+                texts = " | ".join(json.dumps(text) for text in json.loads(self.text))
+                return f"{rule}: {rule.upper()}_TEXT\n{rule.upper()}_TEXT: {texts}\n"
         return f"{rule}: @{NESTED}\n"
 
     @property
@@ -363,7 +365,7 @@ class GrammarCompiler:
     def _compile(self, source: str, where: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=LEXER_FUEL)
         started = time.perf_counter()
         matcher = LLMatcher(self._tokens, source, log_level=0, limits=limits)
         with self._lock:  # several threads compile
