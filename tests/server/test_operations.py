@@ -37,6 +37,7 @@ from rlx.server.metrics import Metrics
 from rlx.server.serve import Server, running
 from rlx.server.settings import ServerSettings
 
+from .conftest import write_model
 from .raw_http import connect, json_bytes, request_bytes
 
 pytestmark = pytest.mark.serve
@@ -743,3 +744,15 @@ def test_long_work_between_steps_does_not_stop_the_others() -> None:
     finally:
         engine.stop()
         loop.close()
+
+
+def test_the_date_in_a_prompt_is_the_clients(tmp_path: Path) -> None:
+    """Equal requests have equal prompts on every day."""
+    import httpx2 as httpx
+
+    folder = write_model(tmp_path / "dated", "{{ date_string | default('no date') }}: {{ messages[0].content }}")
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    with running({"dated": lambda: rlx.load(folder)}) as server:
+        for change, prompt in (({}, "no date: hi"), ({"date_string": "18 Nov 2026"}, "18 Nov 2026: hi")):
+            answer = httpx.post(f"{server.address}/apply-template", json=body | {"chat_template_kwargs": change})
+            assert answer.json() == {"prompt": prompt}

@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +60,12 @@ class Structure:
         if len(used) > 1:
             raise RequestError(f"structured output: {used[0]} and {used[1]} exclude each other")
         name = used[0]
-        checks = {"schema": schema_text, "regex": _regex_text, "choice": _choice_text, "grammar": _grammar_text}
+        checks: dict[str, Callable[[Any], str]] = {
+            "schema": schema_text,
+            "regex": _regex_text,
+            "choice": _choice_text,
+            "grammar": _grammar_text,
+        }
         structure = cls(name, checks[name](settings[name]))
         if len(structure.text) > MAX_GRAMMAR:
             raise RequestError(

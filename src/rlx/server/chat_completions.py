@@ -25,7 +25,7 @@ from rlx.server.generation import Generation, Row
 from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
 from rlx.server.state import Reservation, State
 
-TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")  # that requests may set
+TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "date_string")  # that requests may set
 MESSAGE = (
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal",
     "annotations",
@@ -57,6 +57,8 @@ class ChatRequest:
         if not isinstance(messages, list) or not messages:
             raise fields.wrong("messages", "a list of messages")
         fields.objects("messages", MESSAGE)
+        if [m.get("role") for m in messages[-2:] if isinstance(m, dict)] == ["assistant", "assistant"]:
+            raise invalid("messages: the last two are answers; join them, or end with a question", "messages")
         common = read_common(fields, state.settings)
         wanted = fields.flag("logprobs")
         top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
@@ -103,7 +105,7 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
             value = inner.get(name)
             if value is not None:
                 if not isinstance(value, (bool, str)) or len(str(value)) > 32:
-                    raise inner.wrong(name, "true, false or a word")
+                    raise inner.wrong(name, "true, false or a short text")
                 variables[name] = value
         for name in inner.unread():
             known = ", ".join(TEMPLATE_VARIABLES)
