@@ -259,8 +259,9 @@ def main() -> int:
     }  # fmt: skip
     print(json.dumps(result))
     if arguments.json is not None:
-        others = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        arguments.json.write_text(json.dumps(others | {"http": result}, indent=1) + "\n")
+        results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        results.setdefault("http", {}).setdefault("runs", []).append(result)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
