@@ -114,11 +114,13 @@ async def soak(address: str, model: str, streams: int, seconds: float) -> dict[s
     slope = np.polyfit(times, sizes, 1)[0] * 3600 / 1e6
     errors = sum(count for name, count in load.counts.items() if name.startswith(("error", "status")))
     gaps = np.array(load.gaps or [0.0])
+    minutes = {int(seconds // 60): size for seconds, size in readings}  # the last reading of each
     return {
         "streams": streams, "minutes": round(seconds / 60, 2), "errors": errors, "counts": dict(load.counts),
         "mb_first": round(float(sizes[0]) / 1e6, 1), "mb_last": round(float(sizes[-1]) / 1e6, 1),
         "mb_per_hour": round(float(slope), 2), "gap_ms_p50": round(1000 * float(np.quantile(gaps, 0.5)), 1),
         "gap_ms_p99": round(1000 * float(np.quantile(gaps, 0.99)), 1),
+        "mb_by_minute": [round(size / 1e6, 1) for size in minutes.values()],
     }  # fmt: skip
 
 

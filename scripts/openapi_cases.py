@@ -3,13 +3,15 @@
     python scripts/openapi_cases.py SPEC [--cases 10000] [--json FILE]
 
 SPEC is openai-openapi.yaml, as OpenAI publishes it. It is cut to the paths that rlx serves, with the edits below; then
-schemathesis (pip install schemathesis pyyaml) sends cases to a server of small random models.
+schemathesis (pip install schemathesis pyyaml jsonschema-rs) sends cases to a server of small random models. Events of
+streams are checked by `openapi_checks.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ PATHS = {
     "/chat/completions": ("post",), "/completions": ("post",), "/embeddings": ("post",), "/models": ("get",),
     "/models/{model}": ("get",),
 }  # fmt: skip
-CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
+CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance,streamed_events_conformance"
 CONTEXT = 96  # tokens: most requests set no limit
 
 
@@ -43,7 +45,7 @@ def cut(spec: dict[str, Any], supported: bool) -> dict[str, Any]:
     if supported:
         leave_out(schemas)
     used: dict[str, Any] = {}
-    pending = [paths]
+    pending = [paths, {"$ref": "#/components/schemas/CreateChatCompletionStreamResponse"}]
     while pending:
         text = json.dumps(pending.pop())
         for name, schema in schemas.items():
@@ -64,10 +66,15 @@ def edit(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
     schemas["Embedding"]["properties"]["embedding"] = {
         "anyOf": [schemas["Embedding"]["properties"]["embedding"], {"type": "string"}]
     }
-    # chunks of streamed completions have null until the last one, and they are event streams
-    reason = schemas["CreateCompletionResponse"]["properties"]["choices"]["items"]["properties"]["finish_reason"]
-    reason["nullable"] = True
-    paths["/completions"]["post"]["responses"]["200"]["content"]["text/event-stream"] = {}
+    # chunks of streamed completions have null until the last one; `openapi_checks` has the forms of events
+    choice = schemas["CreateCompletionResponse"]["properties"]["choices"]["items"]["properties"]
+    choice["finish_reason"]["nullable"] = True
+    # with echo, nothing comes before the first token: OpenAI itself has null there
+    (logprobs,) = (form for form in choice["logprobs"].get("anyOf", [choice["logprobs"]]) if "properties" in form)
+    for name in ("token_logprobs", "top_logprobs"):
+        logprobs["properties"][name]["items"]["nullable"] = True
+    for path in ("/chat/completions", "/completions"):
+        paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = {}
     for operations in paths.values():
         for operation in operations.values():
             operation["responses"] = {"200": operation["responses"]["200"], "default": {
@@ -140,7 +147,9 @@ def main() -> int:
                     "--seed", str(arguments.seed),
                     "--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off",
                 ]  # fmt: skip
-                code |= subprocess.run(command, cwd=folder).returncode
+                hooks = {"SCHEMATHESIS_HOOKS": str(Path(__file__).with_name("openapi_checks.py"))}
+                environment = os.environ | hooks | {"RLX_OPENAPI": str(spec)}
+                code |= subprocess.run(command, cwd=folder, env=environment).returncode
             answers = statuses(server)
     total = sum(answers.values())
     failures = sum(count for name, count in answers.items() if name.split()[1] >= "500")

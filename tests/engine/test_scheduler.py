@@ -25,7 +25,7 @@ from rlx.engine.decoder import Decoder
 from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.request import Request, Ticket
 from rlx.engine.sampler import Sampling
-from rlx.engine.scheduler import Scheduler, step_all
+from rlx.engine.scheduler import Scheduler
 from rlx.errors import KernelError, OverloadedError, RequestError, RlxError
 from rlx.sampling import token_bits
 
@@ -607,7 +607,7 @@ def test_models_take_turns(alone: Callable[[str], Alone]) -> None:
     schedulers = [Scheduler(of.model, rows=2) for of in parts]
     requests = plain_requests(3, 8, seed=6)
     tickets = [[scheduler.submit(request) for request in requests] for scheduler in schedulers]
-    while step_all(schedulers):
+    while any([scheduler.step() for scheduler in schedulers]):
         pass
     for of, own in zip(parts, tickets, strict=True):
         assert all(is_same(ticket, of.answer(request)) for ticket, request in zip(own, requests, strict=True))

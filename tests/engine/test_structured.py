@@ -17,7 +17,7 @@ llguidance = pytest.importorskip("llguidance")
 validator = pytest.importorskip("jsonschema_rs")
 
 import rlx  # noqa: E402
-from rlx.engine.structured import MAX_GRAMMAR, GrammarCompiler, Structure  # noqa: E402
+from rlx.engine.structured import MAX_CHOICES, MAX_GRAMMAR, GrammarCompiler, Structure  # noqa: E402
 from rlx.engine.tools import call_rules, tools_of  # noqa: E402
 from rlx.errors import RequestError  # noqa: E402
 
@@ -110,6 +110,13 @@ def test_a_batch_follows_it_row_by_row(model: rlx.LanguageModel) -> None:
 def test_what_cannot_be_enforced_is_refused(model: rlx.LanguageModel, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=re.escape(words)):
         model.generate("x", max_tokens=5, **settings)
+
+
+def test_as_many_choices_as_there_may_be(model: rlx.LanguageModel) -> None:
+    """Texts that begin alike are all possible until they differ."""
+    texts = [f"choice {i}" for i in range(MAX_CHOICES)]
+    assert model.generate("Once", choice=texts, temperature=1.0, seed=1, max_tokens=40).text in texts
+    assert model.generate("Once", choice=["red", "reddish"], max_tokens=20).text in ("red", "reddish")
 
 
 def test_equal_grammars_are_compiled_once(model: rlx.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import logging
 import random
 import socket
 import sys
@@ -177,8 +178,31 @@ def status(address: str, data: bytes, patience: float) -> int:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
+class Errors(logging.Handler):
+    """Errors in the log: what a server does not expect."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(self.format(record))
+
+    def __enter__(self) -> Errors:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger().removeHandler(self)
+
+
 def fuzz(server: Server, seeds: Iterator[int]) -> Counter[str]:
-    """Send the requests of seeds; raises on a server error, a hang, or a server that does not go on."""
+    """Send the requests of seeds; raises on a server error, a hang, an error in the log, or a server that has ended."""
+    with Errors() as errors:
+        return _fuzz(server, seeds, errors)
+
+
+def _fuzz(server: Server, seeds: Iterator[int], errors: Errors) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     for seed in seeds:
         data, is_http = request(random.Random(seed))
@@ -188,6 +212,7 @@ def fuzz(server: Server, seeds: Iterator[int]) -> Counter[str]:
             raise AssertionError(f"seed {seed} hangs: {data!r}") from None
         assert code < 500, f"seed {seed}: status {code} for {data!r}"
         assert code or not is_http, f"seed {seed}: no answer to {data!r}"
+        assert not errors.messages, f"seed {seed}, or one before it: {errors.messages[0]} for {data!r}"
         outcomes[str(code)] += 1
         if not sum(outcomes.values()) % 200:
             assert server.state.engine.is_ready, f"seed {seed}: the engine is not ready"
@@ -211,7 +236,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--first", type=int, default=1_000_000, help="seed of the first case")
-    parser.add_argument("--json", type=Path, help="where to write the outcomes")
+    parser.add_argument("--json", type=Path, help="where to write the outcomes, beside others")
     arguments = parser.parse_args()
 
     def seeds() -> Iterator[int]:
@@ -234,7 +259,9 @@ def main() -> int:
     }  # fmt: skip
     print(json.dumps(result))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        results.setdefault("http", {}).setdefault("runs", []).append(result)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

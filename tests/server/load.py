@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import stand_ins
 from limits import LONGEST_S
 
@@ -202,5 +205,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,7 @@ import rlx
 from rlx.cli.main import main
 from rlx.errors import OverloadedError
 from rlx.server import completions, connections, engine_thread, exchange
+from rlx.server.chat_completions import ChatRequest
 from rlx.server.exchange import Exchange
 from rlx.server.generation import Generation, Row
 from rlx.server.guard import Guard
@@ -35,6 +37,7 @@ from rlx.server.metrics import Metrics
 from rlx.server.serve import Server, running
 from rlx.server.settings import ServerSettings
 
+from .conftest import write_model
 from .raw_http import connect, json_bytes, request_bytes
 
 pytestmark = pytest.mark.serve
@@ -118,7 +121,8 @@ def test_metrics_are_prometheus(http: Any) -> None:
     http.post("/v1/embeddings", json={"model": "encoder", "input": "the cat"})
     answer = http.get("/metrics")
     families = {f.name: f for f in parser.text_string_to_metric_families(answer.text)}
-    for name in ("rlx_requests", "rlx_prompt_tokens", "rlx_prompt_tokens_cached", "rlx_generation_tokens",
+    for name in ("rlx_requests", "rlx_prompt_tokens", "rlx_grammar_mask_seconds", "rlx_grammar_compile_seconds",
+                 "rlx_prompt_tokens_cached", "rlx_generation_tokens",
                  "rlx_step_rows",
                  "rlx_time_to_first_token_seconds", "rlx_inter_token_latency_seconds", "rlx_request_queue_seconds",
                  "rlx_requests_running", "rlx_requests_waiting", "rlx_kv_used_ratio", "rlx_preemptions", "rlx_rejected",
@@ -129,6 +133,23 @@ def test_metrics_are_prometheus(http: Any) -> None:
     texts = [sample for sample in families["rlx_embedding_texts"].samples if sample.name.endswith("_total")]
     assert texts[0].value >= 1
     assert families["rlx_process_resident_bytes"].samples[0].value > 1e6
+
+
+def test_grammars_are_timed(server: Server, http: Any) -> None:
+    """A compilation per new grammar, a mask per token, and neither without a grammar."""
+    times = server.state.engine.served["tiny"].language.grammar_times
+    before = times.compile.count, times.mask.count
+    assert http.post("/v1/chat/completions", json=BODY).status_code == 200
+    assert (times.compile.count, times.mask.count) == before
+    body = BODY | {"regex": "[ab]{6}c", "max_tokens": 20}
+    tokens = [http.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] for _ in range(2)]
+    compiled, masked = times.compile.count - before[0], times.mask.count - before[1]
+    assert compiled == 1 and masked >= sum(tokens)
+    assert http.post("/v1/chat/completions", json=BODY | {"regex": "(?=x)"}).status_code == 400
+    assert times.compile.count - before[0] == 2
+    page = http.get("/metrics").text
+    assert f'rlx_grammar_compile_seconds_count{{model="tiny"}} {times.compile.count}' in page
+    assert f'rlx_grammar_mask_seconds_bucket{{model="tiny",le="+Inf"}} {times.mask.count}' in page
 
 
 def test_every_answer_has_an_id(http: Any) -> None:
@@ -206,6 +227,62 @@ def test_the_queue_is_bounded(loaders: Any) -> None:
             one.close()
 
 
+def test_requests_that_will_be_refused_are_not_read_first(loaders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many that arrive together, as many are read as can be queued; while the queue is full, no body is parsed."""
+    import httpx2 as httpx
+
+    read, parse, reads, parsed = ChatRequest.read, exchange.read_json, list[int](), list[int]()
+
+    def slow_read(*arguments: Any) -> ChatRequest:
+        reads.append(1)
+        time.sleep(0.05)
+        return read(*arguments)
+
+    def counted_parse(data: bytes) -> Any:
+        parsed.append(len(data))
+        return parse(data)
+
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
+            statuses.append(client.post("/v1/chat/completions", json=BODY | {"max_tokens": 20}).status_code)
+
+    monkeypatch.setattr(ChatRequest, "read", slow_read)
+    monkeypatch.setattr(exchange, "read_json", counted_parse)
+    with running({"tiny": loaders["tiny"]}, rows=1, max_queued=2) as server:
+        slow_down(server)
+        threads = [threading.Thread(target=ask) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        served = server.state.engine.served["tiny"]
+        assert set(statuses) == {200, 429} and served.reserved == 0
+        assert len(reads) <= statuses.count(200) + 2  # a row that is taken while its neighbours are counted
+        assert _status(server, BODY | {"n": "x"}) == 400 and served.reserved == 0
+        clients = [connect(server.address) for _ in range(3)]
+        for i, one in enumerate(clients):
+            one.sendall(request_bytes(body=json_bytes(LONG)))
+            assert until(lambda n=i: _counts(server) == (1, n))  # type: ignore[misc]
+        parsed.clear()
+        assert _status(server, BODY | {"messages": [{"role": "user", "content": "x" * 300_000}]}) == 429
+        assert not parsed
+        for one in clients:
+            one.close()
+
+
+def _counts(server: Server) -> tuple[int, int]:
+    numbers = statistics(server)
+    return numbers.requests_running, numbers.requests_waiting
+
+
+def _status(server: Server, body: dict[str, Any]) -> int:
+    import httpx2 as httpx
+
+    return int(httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=LONGEST_S).status_code)
+
+
 def test_the_sequences_of_a_request_are_queued_together(loaders: Any) -> None:
     """More choices than may wait are no overload if there are rows for them."""
     import httpx2 as httpx
@@ -263,6 +340,56 @@ def test_keys_and_values_have_a_limit_by_default(
         assert 0 < numbers.kv_used_ratio <= 1 and numbers.preemptions_total > 0
         bias = {int(token): -math.inf for token in LONG["logit_bias"]}
         assert texts == [model.chat("hi", max_tokens=600, logit_bias=bias).text] * 4
+
+
+def test_models_take_turns(loaders: Any, folders: dict[str, Path]) -> None:
+    """While two models have requests, each step of one is followed by one of the other, and answers are their own."""
+    import httpx2 as httpx
+
+    names, order = ("tiny", "thinker"), list[str]()
+
+    def record(server: Server, name: str) -> None:
+        schedulers: list[Any] = [server.state.engine.served[n].scheduler for n in names]
+        scheduler = schedulers[names.index(name)]
+        step = scheduler.step
+
+        def recorded() -> bool:
+            if not order and not all(one.busy for one in schedulers):  # the first waits for the second
+                time.sleep(0.001)
+                return True
+            if scheduler.busy:
+                order.append(name)
+            return bool(step())
+
+        scheduler.step = recorded
+
+    texts: dict[str, str] = {}
+    body = LONG | {"max_tokens": 120, "seed": 3, "temperature": 1.0}
+    with running({name: loaders[name] for name in names}) as server:
+        for name in names:
+            record(server, name)
+
+        def ask(name: str) -> None:
+            with httpx.Client(base_url=server.address, timeout=LONGEST_S) as client:
+                message = client.post("/v1/chat/completions", json=body | {"model": name}).json()["choices"][0][
+                    "message"
+                ]
+                texts[name] = message["content"] or message["reasoning_content"]
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    shared = order[: 2 * min(order.count(name) for name in names)]
+    assert len(shared) > 200 and all(one != other for one, other in itertools.pairwise(shared)), order
+    bias = {int(token): -math.inf for token in LONG["logit_bias"]}
+    for name in names:
+        with rlx.load(folders[name]) as model:
+            assert isinstance(model, rlx.LanguageModel)
+            assert (
+                texts[name].strip() in model.chat("hi", max_tokens=120, temperature=1.0, seed=3, logit_bias=bias).text
+            )
 
 
 def test_embeddings_have_a_queue_of_their_own(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,3 +744,15 @@ def test_long_work_between_steps_does_not_stop_the_others() -> None:
     finally:
         engine.stop()
         loop.close()
+
+
+def test_the_date_in_a_prompt_is_the_clients(tmp_path: Path) -> None:
+    """Equal requests have equal prompts on every day."""
+    import httpx2 as httpx
+
+    folder = write_model(tmp_path / "dated", "{{ date_string | default('no date') }}: {{ messages[0].content }}")
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    with running({"dated": lambda: rlx.load(folder)}) as server:
+        for change, prompt in (({}, "no date: hi"), ({"date_string": "18 Nov 2026"}, "18 Nov 2026: hi")):
+            answer = httpx.post(f"{server.address}/apply-template", json=body | {"chat_template_kwargs": change})
+            assert answer.json() == {"prompt": prompt}

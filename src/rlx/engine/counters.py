@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rlx.engine.statistics import Statistics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+SHORT_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, *SECONDS)  # for what is done per token
 ROWS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 
 
@@ -33,6 +34,13 @@ class Histogram:
         copy = Histogram(self.bounds)
         copy.counts, copy.sum = list(self.counts), self.sum
         return copy
+
+
+class GrammarTimes:
+    """How long the grammars of a model take: to compile one, and to find the tokens that may follow."""
+
+    def __init__(self) -> None:
+        self.compile, self.mask = Histogram(SHORT_SECONDS), Histogram(SHORT_SECONDS)
 
 
 class Counters:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine import call_sizes
+from rlx.engine.counters import GrammarTimes
 from rlx.engine.decoder import Decoder
 from rlx.engine.interventions import Captures, Execution, execution
 from rlx.engine.kv_cache import aligned
@@ -246,7 +247,12 @@ class LanguageModel(Model):
         """Compiles grammars for structured output; needs llguidance (the extra `serve`)."""
         from rlx.engine.structured import GrammarCompiler
 
-        return GrammarCompiler(self.tokenizer, self.vocab_size, thinking=self.thinking)
+        return GrammarCompiler(self.tokenizer, self.vocab_size, thinking=self.thinking, times=self.grammar_times)
+
+    @cached_property
+    def grammar_times(self) -> GrammarTimes:
+        """How long grammars take, since the model was loaded."""
+        return GrammarTimes()
 
     def chat_tokens(
         self, messages: str | Messages, *, system: str | None = None,

@@ -11,7 +11,7 @@ inputs of it in device memory, and the host reads text behind the device. A row 
 token that was computed too many.
 
 `model.generate`, `chat` and `stream` step a scheduler of their own in the caller's thread, a server one for all its
-requests in a thread of its own. Several models take turns with `step_all`.
+requests in a thread of its own, where several models take turns, a step each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -159,6 +159,11 @@ class Scheduler:
         with self._lock:
             self._check_room(len(prompts), sum(map(len, prompts)))
 
+    def has_room(self, count: int = 1) -> bool:
+        """Whether so many sequences can be queued now, if their prompts are short enough. Rows that are free count."""
+        most = self._limits[0]
+        return self._queued < most and self._queued + count <= most + sum(job is None for job in self._rows)
+
     def _ticket(self, sequence: TokenSequence, **options: Any) -> Ticket:
         return Ticket(self._model, sequence, **options, wake=self.wake)
 
@@ -175,14 +180,13 @@ class Scheduler:
         self.wake()
 
     def _check_room(self, count: int, tokens: int) -> None:
-        """Raise unless so many sequences can be queued, with so many tokens of prompts. Rows that are free count."""
+        """Raise unless so many sequences can be queued, with so many tokens of prompts."""
         if self._closed:
             raise RequestError("scheduler: it is closed")
         most, most_tokens = self._limits
         if count > self.capacity:
             raise RequestError(f"scheduler: {count} sequences, and at most {self.capacity} may run and wait")
-        free = sum(job is None for job in self._rows)
-        if self._queued >= most or self._queued + count > most + free:
+        if not self.has_room(count):
             raise self._overloaded("requests", f"{self._queued} requests wait, the limit is {most}")
         if most_tokens is not None and self._queued and self._queued_tokens + tokens > most_tokens:
             waiting = f"{self._queued_tokens} prompt tokens wait, the limit is {most_tokens}"
@@ -787,11 +791,6 @@ class Scheduler:
         if self._underway is not None:
             self._underway.jobs = [None if other is job else other for other in self._underway.jobs]
         self._cache.release(row, None if isinstance(job.ticket.error, KernelError) else self._namespace(job))
-
-
-def step_all(schedulers: Iterable[Scheduler]) -> bool:
-    """Step schedulers of several models in turn; returns False when all are idle."""
-    return any([scheduler.step() for scheduler in schedulers if scheduler.busy])
 
 
 def _last_cut(tokens: Sequence[int]) -> int:

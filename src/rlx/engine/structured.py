@@ -11,13 +11,15 @@ import dataclasses
 import difflib
 import json
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.arrays import Array
+from rlx.engine.counters import GrammarTimes, Histogram
 from rlx.engine.sampler import short_repr
 from rlx.engine.thinking import is_thinking, tail_of
 from rlx.errors import CapabilityError, RequestError, shortened
@@ -36,6 +38,7 @@ MAX_DEPTH = 64  # of a schema
 MAX_REGEX_DEPTH = 256  # of parentheses in a regular expression or a grammar
 CACHED = 64  # compiled grammars, and
 CACHED_CHARS = 1 << 21  # characters of their text
+LEXER_FUEL = 150_000  # of llguidance, whose default is 1,000,000: bounds a mask of any pattern to about 30 ms
 NESTED = "grammar"  # name of a request's own grammar
 MESSAGE = 300  # characters of an error of llguidance
 OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -57,7 +60,12 @@ class Structure:
         if len(used) > 1:
             raise RequestError(f"structured output: {used[0]} and {used[1]} exclude each other")
         name = used[0]
-        checks = {"schema": schema_text, "regex": _regex_text, "choice": _choice_text, "grammar": _grammar_text}
+        checks: dict[str, Callable[[Any], str]] = {
+            "schema": schema_text,
+            "regex": _regex_text,
+            "choice": _choice_text,
+            "grammar": _grammar_text,
+        }
         structure = cls(name, checks[name](settings[name]))
         if len(structure.text) > MAX_GRAMMAR:
             raise RequestError(
@@ -73,8 +81,9 @@ class Structure:
                 return f"{rule}: %json {self.text}\n"
             case "regex":
                 return f"{rule}: {regex_literal(self.text)}\n"
-            case "choice":
-                return f"{rule}: " + " | ".join(json.dumps(text) for text in json.loads(self.text)) + "\n"
+            case "choice":  # a terminal: as rules, more than 2,000 texts that may follow are too many
+                texts = " | ".join(json.dumps(text) for text in json.loads(self.text))
+                return f"{rule}: {rule.upper()}_TEXT\n{rule.upper()}_TEXT: {texts}\n"
         return f"{rule}: @{NESTED}\n"
 
     @property
@@ -84,33 +93,36 @@ class Structure:
 
 
 # -- checks of each kind ----------------------------------------------------------------------------------------------
-def schema_text(schema: Any) -> str:
-    """A JSON schema as text: of a mapping, a JSON text, or a class with `model_json_schema`, as pydantic's have."""
+def schema_text(schema: Any, where: str = "schema") -> str:
+    """A JSON schema as text: of a mapping, a JSON text, or a class with `model_json_schema`, as pydantic's have.
+
+    Errors begin with `where`.
+    """
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     if isinstance(schema, str):
         if len(schema) > MAX_GRAMMAR:
-            raise RequestError(f"schema: {len(schema):,} characters, the limit is {MAX_GRAMMAR:,}")
+            raise RequestError(f"{where}: {len(schema):,} characters, the limit is {MAX_GRAMMAR:,}")
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"schema: not JSON: {shortened(str(error), 80)}") from error
+            raise RequestError(f"{where}: not JSON: {shortened(str(error), 80)}") from error
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, Mapping):
         is_class = dataclasses.is_dataclass(schema) or isinstance(schema, type)
         hint = "a dict, a JSON text or a pydantic class; pydantic.TypeAdapter(cls).json_schema() is that of a dataclass"
         raise RequestError(
-            f"schema: expected a JSON schema, found {short_repr(schema)}", hint=hint if is_class else None
+            f"{where}: expected a JSON schema, found {short_repr(schema)}", hint=hint if is_class else None
         )
-    _check_depth(schema, "schema", MAX_DEPTH)
-    _check_keywords(schema, "schema")
+    _check_depth(schema, where, MAX_DEPTH)
+    _check_keywords(schema, where)
     if "x-guidance" in schema:
-        raise RequestError("schema: 'x-guidance' cannot be set by a request")
+        raise RequestError(f"{where}: 'x-guidance' cannot be set by a request")
     try:
         return json.dumps({**schema, "x-guidance": OPTIONS}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise RequestError(f"schema: not JSON data: {shortened(str(error), 80)}") from error
+        raise RequestError(f"{where}: not JSON data: {shortened(str(error), 80)}") from error
 
 
 def _regex_text(regex: Any) -> str:
@@ -283,12 +295,14 @@ class _Vocabulary:
 class Constraint:
     """The tokens that may follow, for one sequence: a function for `Sampling.allowed`."""
 
-    def __init__(self, matcher: LLMatcher, vocab: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, vocab: int, seconds: Histogram) -> None:
+        """`seconds` counts how long each mask takes."""
+        self._matcher, self._seconds = matcher, seconds
         self._words: Array = np.zeros(mask_words(vocab), np.int32)
         self._accepted = 0
 
     def __call__(self, tokens: Sequence[int]) -> Array:
+        started = time.perf_counter()
         for token in tokens[self._accepted :]:
             self._matcher.consume_token(token)
         self._accepted = len(tokens)
@@ -297,6 +311,7 @@ class Constraint:
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
             raise self._failed()
+        self._seconds.observe(time.perf_counter() - started)
         return self._words
 
     def _failed(self) -> RequestError:
@@ -310,9 +325,13 @@ class Constraint:
 class GrammarCompiler:
     """Compiles structures for one model. Thread-safe; the latest compiled grammars are reused."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int, *, thinking: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab: int, *, thinking: tuple[str, str] | None = None,
+        times: GrammarTimes | None = None,
+    ) -> None:  # fmt: skip
         """`thinking` are the texts around the thoughts of a model that thinks before it answers."""
         self.tokenizer, self.vocab, self.thinking = tokenizer, vocab, thinking
+        self.times = GrammarTimes() if times is None else times
         self._tokens = _tokens_of(tokenizer, vocab)
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
@@ -325,11 +344,7 @@ class GrammarCompiler:
         self, lark: str, where: str, prompt: Sequence[int] = (), answer: bool = False, nested: str | None = None
     ) -> Constraint:
         """A new constraint by Lark rules, of which `answer` is the first; `nested` is a grammar that they refer to."""
-        start = self._start(prompt) if answer else "start: answer\n"
-        grammars = [{"lark_grammar": f"%llguidance {{}}\n{start}{lark}"}]
-        if nested is not None:
-            grammars.append({"name": NESTED, "lark_grammar": nested})
-        source = json.dumps({"grammars": grammars})
+        source = self._source(lark, self._start(prompt) if answer else "start: answer\n", nested)
         with self._lock:
             matcher = self._cache.get(source)
             if matcher is not None:
@@ -340,13 +355,26 @@ class GrammarCompiler:
                 self._cache[source] = matcher
                 while len(self._cache) > CACHED or sum(map(len, self._cache)) > CACHED_CHARS:
                     self._cache.popitem(last=False)
-        return Constraint(matcher.deep_copy(), self.vocab)
+        return Constraint(matcher.deep_copy(), self.vocab, self.times.mask)
+
+    def check(self, lark: str, where: str) -> None:
+        """Raise RequestError, which begins with `where`, if these Lark rules cannot be compiled."""
+        self._compile(self._source(lark, "start: answer\n", None), where)
+
+    def _source(self, lark: str, start: str, nested: str | None) -> str:
+        grammars = [{"lark_grammar": f"%llguidance {{}}\n{start}{lark}"}]
+        if nested is not None:
+            grammars.append({"name": NESTED, "lark_grammar": nested})
+        return json.dumps({"grammars": grammars})
 
     def _compile(self, source: str, where: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=LEXER_FUEL)
+        started = time.perf_counter()
         matcher = LLMatcher(self._tokens, source, log_level=0, limits=limits)
+        with self._lock:  # several threads compile
+            self.times.compile.observe(time.perf_counter() - started)
         if matcher.is_error():
             raise RequestError(f"{where}: {_reason(matcher.get_error())}", hint=_hint(matcher.get_error()))
         return matcher

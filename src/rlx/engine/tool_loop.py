@@ -74,7 +74,7 @@ def call_constraint(
     """The grammar of an answer: calls if they are required, valid calls in a text if there are strict tools.
 
     With a `form`, an answer calls tools or follows it. Arguments of tools that are not strict may be any object unless
-    a call is required.
+    a call is required. Errors begin with the place of the schema at fault.
     """
     if mode == "none" or not tools:
         return None if form is None else model.grammars.follow(form, tokens, answer=True)
@@ -94,7 +94,14 @@ def call_constraint(
         tools = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in tools]
     text = mode == "auto" and form is None
     rules = call_rules(model.tool_format, tools, model.grammars, parallel=parallel, text=text, form=form)
-    return model.grammars.constraint(rules, "tools", tokens, True, None if form is None else form.nested)
+    try:
+        return model.grammars.constraint(rules, "tools", tokens, True, None if form is None else form.nested)
+    except RequestError:
+        for tool in tools:
+            model.grammars.check(call_rules(model.tool_format, [tool], model.grammars), tool.where)
+        if form is not None:
+            model.grammars.follow(form, tokens, answer=True)
+        raise
 
 
 def answer_parser(model: LanguageModel, tokens: Sequence[int], tools: Sequence[Tool] = ()) -> AnswerParser:

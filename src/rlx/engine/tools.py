@@ -13,6 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from rlx.engine.sampler import short_repr
@@ -40,6 +41,7 @@ class Tool:
     parameters: Mapping[str, Any]
     strict: bool = False
     function: Callable[..., Any] | None = None  # in Python: `chat` calls it
+    where: str = field(default="tools", compare=False)  # its schema is, for errors
 
     @classmethod
     def of(cls, tool: Any, where: str) -> Tool:
@@ -63,8 +65,9 @@ class Tool:
             raise RequestError(f"{where}.function.description: expected a text, found {short_repr(description)}")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise RequestError(f"{where}.function.parameters: expected a JSON schema, found {short_repr(parameters)}")
-        schema = _checked_parameters(parameters or {"properties": {}}, f"{where}.function.parameters")
-        return cls(name, description or "", schema, function.get("strict") is True)
+        where = f"{where}.function.parameters"
+        schema = _checked_parameters(parameters or {"properties": {}}, where)
+        return cls(name, description or "", schema, function.get("strict") is True, where=where)
 
     @property
     def members(self) -> Mapping[str, Any]:
@@ -135,7 +138,7 @@ def tool_of_function(function: Callable[..., Any]) -> Tool:
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return Tool(name, summary, parameters, function=function)
+    return Tool(name, summary, parameters, function=function, where=f"tools: {name}")
 
 
 def type_schema(kind: Any, where: str) -> dict[str, Any]:
@@ -502,7 +505,7 @@ def _tool_rules(known: ToolFormat, tool: Tool, i: int, compiler: GrammarCompiler
     )
     middle = " /[a-zA-Z0-9]{9}/ ".join(compiler.literal(part) for part in known.middle.split(_IDS[0]))
     if known.tags is None:
-        return f"call_{i}: {middle} %json {schema_text(tool.parameters)} {end}\n"
+        return f"call_{i}: {middle} %json {schema_text(tool.parameters, tool.where)} {end}\n"
     tags, members, rules = known.tags, [], ""
     if "properties" not in tool.parameters:  # any arguments
         name = f"{compiler.literal(tags.before)} /[a-zA-Z0-9_.-]+/ {compiler.literal(tags.middle)}"
@@ -512,7 +515,7 @@ def _tool_rules(known: ToolFormat, tool: Tool, i: int, compiler: GrammarCompiler
     for name in required:
         if name not in tool.members:
             raise RequestError(
-                f"tools: {tool.name} requires {short_repr(name)}, which has no schema",
+                f"{tool.where}: {short_repr(name)} is required, and has no schema",
                 hint="the model writes an argument per property",
             )
     definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -523,7 +526,8 @@ def _tool_rules(known: ToolFormat, tool: Tool, i: int, compiler: GrammarCompiler
             rule = f"{begin} value_{i}_{j}"
         else:
             schema = {**schema, **definitions} if isinstance(schema, Mapping) else schema
-            rule = f"{begin} %json {schema_text(schema)} {compiler.literal(tags.after)}"
+            place = f"{tool.where}.properties.{short_repr(name)}"
+            rule = f"{begin} %json {schema_text(schema, place)} {compiler.literal(tags.after)}"
         rules += f"member_{i}_{j}: {rule}\n"
         members.append(f"member_{i}_{j}" + ("" if name in required else "?"))
     return f"call_{i}: {middle} {' '.join(members)} {end}\n{rules}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rlx.engine.answer_parser import AnswerParser, Event
@@ -14,6 +15,7 @@ from rlx.engine.sampler import Allowed
 from rlx.engine.structured import KINDS
 from rlx.engine.tool_loop import answer_parser, call_constraint, for_template, new_id
 from rlx.engine.tools import Tool, choose_tools, tools_of
+from rlx.errors import RequestError
 from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import invalid, naming
 from rlx.server.engine_thread import Served
@@ -21,9 +23,9 @@ from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
 from rlx.server.generation import Generation, Row
 from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
-from rlx.server.state import State
+from rlx.server.state import Reservation, State
 
-TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")  # that requests may set
+TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "date_string")  # that requests may set
 MESSAGE = (
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal",
     "annotations",
@@ -55,6 +57,8 @@ class ChatRequest:
         if not isinstance(messages, list) or not messages:
             raise fields.wrong("messages", "a list of messages")
         fields.objects("messages", MESSAGE)
+        if [m.get("role") for m in messages[-2:] if isinstance(m, dict)] == ["assistant", "assistant"]:
+            raise invalid("messages: the last two are answers; join them, or end with a question", "messages")
         common = read_common(fields, state.settings)
         wanted = fields.flag("logprobs")
         top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
@@ -101,7 +105,7 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
             value = inner.get(name)
             if value is not None:
                 if not isinstance(value, (bool, str)) or len(str(value)) > 32:
-                    raise inner.wrong(name, "true, false or a word")
+                    raise inner.wrong(name, "true, false or a short text")
                 variables[name] = value
         for name in inner.unread():
             known = ", ".join(TEMPLATE_VARIABLES)
@@ -136,7 +140,7 @@ class _Prepared:
 
         def allowed(prompt: Sequence[int]) -> Allowed | None:
             form = request.common.structure
-            with naming("tools" if form is None else request.common.structure_field, KINDS):
+            with _naming_tools(callable_tools), naming(request.common.structure_field, KINDS):
                 return call_constraint(model, callable_tools, self.mode, prompt, parallel=request.parallel, form=form)
 
         self.requests: list[Request] = request.common.requests(
@@ -145,6 +149,18 @@ class _Prepared:
 
     def parser(self) -> AnswerParser:
         return answer_parser(self._model, self.tokens, self._tools)
+
+
+@contextmanager
+def _naming_tools(tools: Sequence[Tool]) -> Iterator[None]:
+    """Errors about the schema of a tool name it in `param`, also where the message begins with a part of it."""
+    try:
+        yield
+    except RequestError as error:
+        place = next((tool.where for tool in tools if str(error).startswith(tool.where)), None)
+        if place is None:
+            raise
+        raise invalid(str(error) + (f" (hint: {error.hint})" if error.hint else ""), place) from error
 
 
 class _Choice:
@@ -214,28 +230,29 @@ async def input_tokens(exchange: Exchange, state: State) -> None:
 
 
 async def chat_completions(exchange: Exchange, state: State) -> None:
-    fields = Fields(await exchange.json())
+    fields = Fields(await exchange.json(state.check_room))
     served = state.find(fields)
-    state.check_room(served)
 
     def prepare() -> tuple[ChatRequest, _Prepared]:
         request = ChatRequest.read(fields, state)
         state.check_unread(fields, exchange)
         return request, _Prepared(request, served, exchange)
 
-    request, prepared = await asyncio.to_thread(prepare)  # templates and grammars take time
-    generation = Generation(state.engine, served)
-    with state.running(exchange):
+    with state.reserve(served) as reservation, state.running(exchange):
+        request, prepared = await asyncio.to_thread(prepare)  # templates and grammars take time
+        generation = Generation(state.engine, served)
         try:
-            await exchange.until_disconnect(_answer(exchange, request, prepared, served, generation))
+            await exchange.until_disconnect(_answer(exchange, request, prepared, served, generation, reservation))
         finally:
             generation.close()
 
 
 async def _answer(
-    exchange: Exchange, request: ChatRequest, prepared: _Prepared, served: Served, generation: Generation
-) -> None:
+    exchange: Exchange, request: ChatRequest, prepared: _Prepared, served: Served, generation: Generation,
+    reservation: Reservation,
+) -> None:  # fmt: skip
     await generation.start(prepared.requests)
+    reservation.release()
     head = {
         "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()),
         "model": served.name, "system_fingerprint": system_fingerprint(served.language),

@@ -21,7 +21,7 @@ from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
 from rlx.server.generation import Generation, Row, check_count
 from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
-from rlx.server.state import State
+from rlx.server.state import Reservation, State
 
 MAX_PROMPTS = 128
 DEFAULT_TOKENS = 16  # of OpenAI's API
@@ -128,27 +128,27 @@ def _bytes_name(data: bytes) -> str:
 
 
 async def completions(exchange: Exchange, state: State) -> None:
-    fields = Fields(await exchange.json())
+    fields = Fields(await exchange.json(state.check_room))
     served = state.find(fields)
-    state.check_room(served)
 
     def prepare() -> tuple[CompletionRequest, _Prepared]:
         request = CompletionRequest.read(fields, state)
         state.check_unread(fields, exchange)
         return request, _Prepared(request, served, exchange)
 
-    request, prepared = await asyncio.to_thread(prepare)
-    generation = Generation(state.engine, served)
-    with state.running(exchange):
+    with state.reserve(served) as reservation, state.running(exchange):
+        request, prepared = await asyncio.to_thread(prepare)
+        generation = Generation(state.engine, served)
         try:
-            await exchange.until_disconnect(_answer(exchange, state, request, prepared, served, generation))
+            answer = _answer(exchange, state, request, prepared, served, generation, reservation)
+            await exchange.until_disconnect(answer)
         finally:
             generation.close()
 
 
 async def _answer(
     exchange: Exchange, state: State, request: CompletionRequest, prepared: _Prepared, served: Served,
-    generation: Generation,
+    generation: Generation, reservation: Reservation,
 ) -> None:  # fmt: skip
     model = served.language
     head = {
@@ -170,13 +170,16 @@ async def _answer(
         check_count(served, len(prepared.requests))
         assert served.scheduler is not None
         served.scheduler.check_room([one.tokens for one in prepared.requests])  # before the work, not after it
+        reservation.release()  # nothing is queued until the prompt is scored
     if request.common.stream:
         if not scored:
             await generation.start(prepared.requests)
+            reservation.release()
         begin = score_and_start if scored else None  # after the head of the answer, so that comments are sent meanwhile
         await exchange.events(_chunks(head, request, prepared, model, choices, generation, begin))
     else:
         await (score_and_start() if scored else generation.start(prepared.requests))
+        reservation.release()
         await generation.finish()
         listed = [
             _described(request, prepared, model, choices[row.index], row, row.sequence.text, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 30.0  # seconds for a request's line and headers
@@ -39,6 +40,19 @@ class Connection(H11Protocol):
         self._head_arrived()
         self._stop_read_timer()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP, unless an answer has begun. A request that they belong to is over.
+
+        uvicorn would go on with that request, fail to answer it, and log the bytes.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # the answer has begun, or must not have a body
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

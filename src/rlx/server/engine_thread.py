@@ -182,6 +182,12 @@ class Served:
     scheduler: Scheduler | None = None
     embeddings: EmbeddingQueue | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    reserved: int = 0  # requests that are read and will be queued, counted on the event loop
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request can be queued, with all that are being read."""
+        return self.scheduler is None or self.scheduler.has_room(self.reserved + 1)
 
     @property
     def language(self) -> LanguageModel:
@@ -241,11 +247,6 @@ class EngineThread:
         stuck = bool(began) and time.monotonic() - began > STUCK_S
         broken = max(self._failures.values(), default=0) >= MAX_FAILURES
         return self.loaded.is_set() and self._thread.is_alive() and not (stuck or broken or self._stopping)
-
-    def is_full(self, served: Served) -> bool:
-        """Whether as many requests of a model wait as may."""
-        scheduler = served.scheduler
-        return scheduler is not None and scheduler.statistics().requests_waiting >= self._options["max_queued"]
 
     def submit(
         self, served: Served, requests: Sequence[Request], receivers: Sequence[Callable[[Piece], None]]

@@ -57,8 +57,11 @@ class Exchange:
         except TimeoutError as error:
             raise ApiError(408, f"the body took more than {BODY_S:g} seconds", code="timeout") from error
 
-    async def json(self) -> Any:
+    async def json(self, check: Callable[[], None] | None = None) -> Any:
+        """The body as a JSON value; `check` may refuse it before it is parsed."""
         data = await self.body()
+        if check is not None:
+            check()
         if not data.strip():
             raise invalid("the body is empty, expected a JSON object", code="invalid_json")
         return await asyncio.to_thread(read_json, data) if len(data) > LARGE else read_json(data)

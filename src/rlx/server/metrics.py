@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlx.engine.counters import GrammarTimes
 from rlx.engine.counters import Histogram as StatisticsHistogram
 from rlx.engine.statistics import Statistics
 
@@ -101,8 +102,8 @@ class Metrics:
         self.duration = Histogram("rlx_http_request_seconds", "From the headers of a request to the end of its answer.")
         self._resident = Gauge("rlx_process_resident_bytes", "Memory of the process.")
 
-    def text(self, models: Mapping[str, Statistics]) -> str:
-        """The page that Prometheus reads, with the statistics of each model's scheduler."""
+    def text(self, models: Mapping[str, Statistics], grammars: Mapping[str, GrammarTimes]) -> str:
+        """The page that Prometheus reads, with the statistics of each model's scheduler and grammars."""
         self._resident.set(resident_bytes())
         lines: list[str] = []
         for metric in vars(self).values():
@@ -111,6 +112,11 @@ class Metrics:
             lines += [f"# HELP rlx_{name} {STATISTICS[name]}", f"# TYPE rlx_{name} {_kind(name)}"]
             for model, statistics in models.items():
                 lines += _statistic_lines(f"rlx_{name}", model, getattr(statistics, name))
+        for name in GRAMMARS if grammars else ():
+            lines += [f"# HELP rlx_grammar_{name}_seconds {GRAMMARS[name]}"]
+            lines += [f"# TYPE rlx_grammar_{name}_seconds histogram"]
+            for model, times in grammars.items():
+                lines += _statistic_lines(f"rlx_grammar_{name}_seconds", model, getattr(times, name))
         return "\n".join(lines) + "\n"
 
 
@@ -134,6 +140,11 @@ STATISTICS = {
     "inter_token_latency_seconds": "Between tokens of a request.",
     "request_queue_seconds": "From a request to the start of its prefill.",
     "request_seconds": "From a request to its last token.",
+}
+
+GRAMMARS = {
+    "mask": "To find the tokens that may follow by a grammar, per token.",
+    "compile": "To compile a grammar: of a schema, a pattern, tools or a grammar itself.",
 }
 
 

@@ -26,8 +26,10 @@ async def ready(exchange: Exchange, state: State) -> None:
 
 async def metrics(exchange: Exchange, state: State) -> None:
     served = state.engine.served
-    models = {name: one.scheduler.statistics() for name, one in served.items() if one.scheduler is not None}
-    await exchange.text(state.metrics.text(models), CONTENT_TYPE)
+    models = {name: one for name, one in served.items() if one.scheduler is not None}
+    statistics = {name: one.scheduler.statistics() for name, one in models.items() if one.scheduler is not None}
+    times = {name: one.language.grammar_times for name, one in models.items()}
+    await exchange.text(state.metrics.text(statistics, times), CONTENT_TYPE)
 
 
 async def models(exchange: Exchange, state: State) -> None:

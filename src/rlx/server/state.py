@@ -17,6 +17,23 @@ from rlx.server.metrics import Metrics
 from rlx.server.settings import ServerSettings
 
 
+class Reservation:
+    """Room for one request in the queue of a model, until it is queued or refused."""
+
+    def __init__(self, served: Served) -> None:
+        self._served: Served | None = served
+        served.reserved += 1
+
+    def release(self) -> None:
+        if self._served is not None:
+            self._served.reserved -= 1
+            self._served = None
+
+
+def _full() -> ApiError:
+    return ApiError(429, "too many requests wait already", code="overloaded", headers={"retry-after": "1"})
+
+
 @dataclass
 class State:
     engine: EngineThread
@@ -42,10 +59,25 @@ class State:
             raise invalid("model: which one? Served are " + ", ".join(served), "model")
         return self.named(name)
 
-    def check_room(self, served: Served) -> None:
-        """Refuse a request at once if too many wait: reading it would take longer than saying so."""
-        if self.engine.is_full(served):
-            raise ApiError(429, "too many requests wait already", code="overloaded", headers={"retry-after": "1"})
+    def check_room(self) -> None:
+        """Refuse a request before its body is parsed if no model takes more."""
+        models = [served for served in self.engine.served.values() if served.scheduler is not None]
+        if models and not any(served.has_room for served in models):
+            raise _full()
+
+    @contextmanager
+    def reserve(self, served: Served) -> Iterator[Reservation]:
+        """Reserve room in the queue while a request is read, or refuse it at once.
+
+        Of many that arrive together, those that will not be queued are not read first.
+        """
+        if not served.has_room:
+            raise _full()
+        reservation = Reservation(served)
+        try:
+            yield reservation
+        finally:
+            reservation.release()
 
     def named(self, name: str) -> Served:
         served = self.engine.served
