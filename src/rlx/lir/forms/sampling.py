@@ -224,7 +224,7 @@ class _Sampler(LogitsKernel):
             done, key = self.settled.ne(0), estimated.let("walk_key", least.order().cast(I64))
             for variable, value in ((low, key), (high, key + 1), (reached, total), (above, total)):
                 estimated.assign(variable, done.select(value, variable))
-        self.kept = body.let("kept", above)
+        self.settled_mass = body.let("settled_mass", above)
 
         def narrow(name: str, active: Expr, crowded: Expr, middle: Expr, mass: Callable[[Body, Ref], Expr]) -> None:
             steps = body.let(f"{name}_steps", active.select(STEPS, Const(0, I64)))
@@ -446,7 +446,7 @@ class _Sampler(LogitsKernel):
 
         total = body.var("total", self.mass, I64)
         settled = body.let("sums_settled", self.settled.ne(0) & (floor <= self.least))
-        body.assign(total, settled.select(self.kept, total))
+        body.assign(total, settled.select(self.settled_mass, total))
         with body.when("fewer", (self.bounded > 0) & ~settled) as filtered:
             filtered.assign(total, Const(0, I64))
             with filtered.loop("g", self.bounded) as block:
