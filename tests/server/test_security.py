@@ -30,6 +30,7 @@ from rlx.server.settings import MAX_BODY, Keys, ServerSettings, host_name
 
 from .hostile_grammars import GRAMMARS, PATTERNS, ask_mutated, ask_unique, slowest_mask
 from .raw_http import connect, json_bytes, read_status, request_bytes, status_of
+from .test_operations import slow_down
 
 pytestmark = pytest.mark.serve
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -468,13 +469,7 @@ def test_a_flood_of_one_owner_does_not_keep_another_waiting(loaders: Any) -> Non
     with running({"tiny": loaders["tiny"]}, settings, rows=rows) as server, contextlib.ExitStack() as stack:
         scheduler = server.state.engine.served["tiny"].scheduler
         assert scheduler is not None
-        step = scheduler.step
-
-        def slow_step() -> bool:
-            time.sleep(0.003)
-            return step()
-
-        scheduler.step = slow_step  # type: ignore[method-assign]
+        slow_down(server)
 
         def ended() -> int:
             return sum(scheduler.statistics().requests_total.values())

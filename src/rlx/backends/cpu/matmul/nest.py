@@ -13,7 +13,7 @@ from rlx.backends.cpu.matmul.grouped import GroupedRows, read_index
 from rlx.backends.cpu.matmul.packing import masked_store
 from rlx.backends.cpu.matmul.plan import SLAB, Geometry, Plan
 from rlx.backends.cpu.matmul.quantised import Quantised
-from rlx.backends.cpu.matmul.stripes import Right, RowBlock, Stripe
+from rlx.backends.cpu.matmul.stripes import Pieces, Right, RowBlock, Stripe
 from rlx.backends.cpu.matmul.tiles import SIDE_BY_SIDE, lines_of_a_step
 from rlx.backends.cpu.routine import HEADER_BYTES, NOALIAS_ENTRY_ARGUMENTS, Routine
 from rlx.host_memory import LINE
@@ -91,8 +91,7 @@ class Nest:
         """Splits this many rows into tiles."""
         b, blocks = self.b, self.plan.blocks
         self.m, self.tiles = m, b.ceil_div(m, self.form.rows)
-        self.short = b.sdiv(m, self.tiles)  # rows per tile; the first `longer` tiles have one more
-        self.longer = b.srem(m, self.tiles)
+        self.pieces = Pieces(b, m, self.tiles)
         if blocks is not None:
             self.few = b.icmp("sle", m, blocks.few_rows)
 
@@ -112,7 +111,7 @@ class Nest:
             first_tile=first,
             last_tile=last,
             count=b.sub(last, first),
-            first_row=b.add(b.mul(first, self.short), b.min(first, self.longer)),
+            first_row=self.pieces.start(first),
             a=moved("a", self.form.scalar),
             b=moved("b", self.form.right_scalar),
             operands=tuple(
@@ -240,7 +239,7 @@ class Nest:
         here = b.offset(stripe.b, b.mul(stripe.start, form.panel), form.right_scalar)
         following = b.offset(here, b.mul(stripe.length, form.panel), form.right_scalar)
         alone = b.icmp("eq", rows.count, 1)
-        high = b.icmp("sgt", self.short, 2)
+        high = b.icmp("sgt", self.pieces.short, 2)
         near = b.icmp("sle", b.mul(self.panels, b.mul(self.k, form.right_bytes)), CACHED)
         ahead = b.select(alone, b.select(near, here, b.offset(here, STREAM_AHEAD)), following)
         count = b.max(rows.count, 1)
@@ -307,7 +306,7 @@ class Nest:
             direct = b.op("and", stripe.whole_k, b.icmp("eq", stripe.columns, form.panel))
 
         def tile(index: Value, row: Value, ahead: Value) -> list[Value]:
-            height = b.add(self.short, b.assign("i64", f"zext {b.icmp('slt', index, self.longer)} to i64"))
+            height = self.pieces.size(index)
             above = b.select(stripe.whole_k, i64(0), b.sub(row, rows.first_row))
             sums = b.offset(stripe.sums, b.mul(above, form.panel), form.scalar)
             result, stride = sums, i64(form.panel)

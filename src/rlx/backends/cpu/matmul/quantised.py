@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlx.backends.cpu.builder import Value, const, i64
-from rlx.backends.cpu.matmul.stripes import Right, RowBlock, Stripe
+from rlx.backends.cpu.matmul.stripes import Pieces, Right, RowBlock, Stripe
 from rlx.backends.cpu.quant_blocks import Blocks
 from rlx.host_memory import LINE
 from rlx.lir.loops import LoopKernel
@@ -68,7 +68,7 @@ class Quantised:
         fetch = self._next_slab(rows, stripe)
 
         def tile(index: Value, row: Value) -> list[Value]:
-            height = b.add(nest.short, b.assign("i64", f"zext {b.icmp('slt', index, nest.longer)} to i64"))
+            height = nest.pieces.size(index)
             sums = b.offset(stripe.sums, b.mul(b.sub(row, rows.first_row), form.panel), form.scalar)
             x = b.offset(rows.a, b.add(b.mul(row, word["a_row"]), k_words), form.scalar)
             fetch(b.sub(index, rows.first_tile))
@@ -93,9 +93,7 @@ class Quantised:
         return fetch
 
     def _rows_of(self, rows: RowBlock) -> Value:
-        b, nest = self.b, self.nest
-        end = b.add(b.mul(rows.last_tile, nest.short), b.min(rows.last_tile, nest.longer))
-        return b.sub(end, rows.first_row)
+        return self.b.sub(self.nest.pieces.start(rows.last_tile), rows.first_row)
 
     def dot(self, rows: RowBlock, stripe: Stripe) -> None:
         """Multiplies a few rows by packed weights without unpacking to memory: the same chains over k as a tile's."""
@@ -104,10 +102,10 @@ class Quantised:
         self._clear(stripe, m)
         count = b.sdiv(nest.word["k"], blocks.storage.block)
         passes = b.ceil_div(m, len(blocks.dots))
-        short, longer = b.sdiv(m, passes), b.srem(m, passes)  # the first `longer` passes have one row more
+        pieces = Pieces(b, m, passes)
 
         def some(index: Value, row: Value) -> list[Value]:
-            height = b.add(short, b.assign("i64", f"zext {b.icmp('slt', index, longer)} to i64"))
+            height = pieces.size(index)
             x = b.offset(rows.a, b.mul(row, nest.word["a_row"]), form.scalar)
             sums = b.offset(stripe.sums, b.mul(row, form.panel), form.scalar)
             self._call(height, blocks.dots[0], count, stripe.b, x, sums)

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
-from rlx.backends.cpu.builder import Value
+from rlx.backends.cpu.builder import Builder, Value
 from rlx.fast_dataclass import dataclass
+
+
+class Pieces:
+    """A number of rows cut into pieces as evenly as possible: the first `longer` have one row more than `short`."""
+
+    def __init__(self, b: Builder, rows: Value, pieces: Value) -> None:
+        self.b, self.short, self.longer = b, b.sdiv(rows, pieces), b.srem(rows, pieces)
+
+    def size(self, index: Value) -> Value:
+        """Rows of a piece."""
+        b = self.b
+        return b.add(self.short, b.assign("i64", f"zext {b.icmp('slt', index, self.longer)} to i64"))
+
+    def start(self, index: Value) -> Value:
+        """The first row of a piece."""
+        return self.b.add(self.b.mul(index, self.short), self.b.min(index, self.longer))
 
 
 @dataclass(frozen=True, slots=True)
