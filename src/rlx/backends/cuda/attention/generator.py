@@ -54,7 +54,7 @@ class AttentionGenerator:
             enough = rows > 2 * TILE and blocks >= target.processors // 2
             if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
                 return KernelPlan((Pass("rows_64", (blocks, 1, 1), 128, shared),))
-            early = target.capability >= 90 and kernel.cached and all(words[w] < 0 for w in _places(kernel))
+            early = target.capability >= 90 and kernel.appends and all(words[w] < 0 for w in _places(kernel))
             return spread(
                 kernel, "splits_early" if early else "splits", words, target, 1, splits_shared(kernel, target)
             )
@@ -99,7 +99,10 @@ class AttentionGenerator:
 
 
 def _places(kernel: AttentionKernel) -> tuple[str, ...]:
-    """The operands that say where keys are. If no launch writes them, blocks know early which keys they read."""
+    """The operands that say where keys are. If no launch writes them, blocks know early which keys they read.
+
+    They copy those that the program does not append before earlier launches have ended.
+    """
     return ("positions", "table", "rows") if kernel.ragged else ("positions", "table")
 
 
@@ -133,13 +136,18 @@ def _row_bytes(elements: int) -> int:
 
 def separate(kernel: AttentionKernel, target: CudaTarget) -> bool:
     """Whether `splits` has memory for keys and values at the same time."""
-    both = SPLIT * (_row_bytes(kernel.head_dim) + _row_bytes(kernel.value_dim)) + TILE * _row_bytes(SPLIT)
+    both = SPLIT * (_row_bytes(kernel.head_dim) + _row_bytes(kernel.value_dim)) + _small_tiles(kernel)
     return both + STATIC_SHARED["splits"] <= target.shared_bytes
+
+
+def _small_tiles(kernel: AttentionKernel) -> int:
+    """Bytes of weights and queries in `splits`."""
+    return TILE * (_row_bytes(SPLIT) + _row_bytes(kernel.head_dim))
 
 
 def splits_shared(kernel: AttentionKernel, target: CudaTarget) -> int:
     tiles = [SPLIT * _row_bytes(kernel.head_dim), SPLIT * _row_bytes(kernel.value_dim)]
-    return (sum(tiles) if separate(kernel, target) else max(tiles)) + TILE * _row_bytes(SPLIT)
+    return (sum(tiles) if separate(kernel, target) else max(tiles)) + _small_tiles(kernel)
 
 
 def _stage_bytes(kernel: AttentionKernel) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 SCALAR = r"""
 INLINE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-INLINE void fetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 INLINE void fetch_near(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
 // Counts a block whose results, ordered before by a barrier, are visible to the one that counts last.
 INLINE u32 arrive(u32* at) {

@@ -29,17 +29,24 @@ __device__ __noinline__ void gather_chunk(u32 to, const Stored* row, i32 column,
   store_chunk(to, {x[0], x[1], x[2], x[3]});
 }
 
+// Keys from `fresh` on are written by this program. They are copied by themselves (LATE), once they are there.
+enum Which { ALL, OLD, LATE };
+
 // Starts to copy keys, or the columns of a slice of values, from position `first` on; those that no row sees are zeros.
-template <bool VALUES, int COUNT, int THREADS>
+template <bool VALUES, int COUNT, int THREADS, Which WHICH = ALL>
 INLINE void load_tile(
-    const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned) {
+    const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned,
+    i32 fresh = LARGEST) {
+  const auto is_asked = [&](i32 key) { return WHICH == ALL || (key >= fresh && key <= seen.high) == (WHICH == LATE); };
+  if (WHICH == LATE && (seen.high < fresh || fresh >= first + COUNT)) return;
   constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2, PITCH = VALUES ? VALUE_PITCH : HEAD_PITCH;
   constexpr int END = VALUES ? VALUE_DIM : HEAD_DIM;
   const Stored* base = VALUES ? source.v : source.k;
   const i64 stride = VALUES ? w.v_seq : w.k_seq;
-#pragma unroll
+#pragma unroll 1
   for (int block = 0; block < COUNT; block += BLOCK) {
     const i32 start = first + block, low = max(start, seen.low), high = min(start + BLOCK - 1, seen.high);
+    if (WHICH == LATE && (start + BLOCK <= fresh || start > seen.high)) continue;
     Place place = {0, 0};
     if (WHOLE_BLOCKS && low <= high) {
       place = place_of(w, source, start);
@@ -48,17 +55,26 @@ INLINE void load_tile(
     const bool exists = place.k >= 0;
     const Stored* rows = base + (exists ? (VALUES ? place.v : place.k) : 0);
     if (CHUNKS && WHOLE_BLOCKS && aligned) {
-#pragma unroll
-      for (int i = 0; i < BLOCK * WIDTH; i += THREADS) {
-        const i32 slot = (i + threadIdx.x) / WIDTH, chunk = (i + threadIdx.x) % WIDTH, from = column + chunk * 8;
-        if (BLOCK * WIDTH % THREADS && i + threadIdx.x >= BLOCK * WIDTH) break;
-        const bool present = exists && start + slot >= low && start + slot <= high && from < END;
-        copy_chunk(tile + (block + slot) * PITCH + chunk * 16, present ? rows + slot * stride + from : base, present);
+      // A thread copies the same chunk of every RISE-th row. Code that runs once is short: it is fetched as it runs.
+      constexpr i32 RISE = THREADS / WIDTH > 0 ? THREADS / WIDTH : 1;
+      const i32 chunk = threadIdx.x % WIDTH, from = column + chunk * 8;
+      i32 slot = threadIdx.x / WIDTH;
+      const bool inside = exists && from < END;
+      const Stored* at = rows + slot * stride + from;
+      u32 to = tile + (block + slot) * PITCH + chunk * 16;
+      if (slot >= RISE) slot = BLOCK;  // threads that are left over
+#pragma unroll 2
+      for (; slot < BLOCK; slot += RISE, at += RISE * stride, to += RISE * PITCH) {
+        const i32 key = start + slot;
+        if (!is_asked(key)) continue;
+        const bool present = inside && key >= low && key <= high;
+        copy_chunk(to, present ? at : base, present);
       }
     } else {
 #pragma unroll 1
       for (int i = threadIdx.x; i < BLOCK * WIDTH; i += THREADS) {
         const i32 slot = i / WIDTH, chunk = i % WIDTH, from = column + chunk * 8;
+        if (!is_asked(start + slot)) continue;
         bool present = exists && start + slot >= low && start + slot <= high && from < END;
         const Stored* row = rows + slot * stride;
         if (!WHOLE_BLOCKS && present) {
@@ -217,6 +233,7 @@ SPLITS = r"""
 constexpr int PAIRS = SLICE / 16, OWN_PAIRS = (PAIRS + 3) / 4;  // pairs of tiles of 8 columns
 constexpr int KEY_BYTES = SPLIT * HEAD_PITCH, VALUE_BYTES = SPLIT * VALUE_PITCH, WEIGHT_PITCH = (SPLIT / 8 | 1) * 16;
 constexpr int WEIGHTS_AT = SEPARATE ? KEY_BYTES + VALUE_BYTES : (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES);
+constexpr int QUERIES_AT = WEIGHTS_AT + 16 * WEIGHT_PITCH, QUERY_PAIRS = HEAD_STEPS * 8;  // pairs of a row of queries
 
 INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   extern __shared__ __align__(128) u8 shared[];
@@ -224,11 +241,11 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   __shared__ Range ranges[16];
   const i32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2;
   const u32 keys = shared_address(shared), values = SEPARATE ? keys + KEY_BYTES : keys, weights = keys + WEIGHTS_AT;
+  const u32 query_tile = keys + QUERIES_AT;
   const i32 all_rows = (i32)w.q_len * GROUP, tiles = (all_rows + 15) / 16;
   const i32 tile = number % tiles, unit = number / tiles, kv_heads = (i32)w.kv_heads;
   const i32 head = unit % kv_heads, batch = unit / kv_heads;
   const i32 first_row = tile * 16, rows = min(16, all_rows - first_row);
-  if (EARLY) fetch_early(w, batch, head, (first_row + rows - 1) / GROUP, worker);
   if (!REST && !EARLY) {
     wait_for_inputs();
     start_next();
@@ -243,42 +260,45 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   const i32 first_split = seen.low / SPLIT, splits = sees_any(seen) ? seen.high / SPLIT - first_split + 1 : 0;
   const i32 workers = REST ? 1 : min((i32)gridDim.y, max(splits, 1));
   if (worker >= workers) return;
-  if (EARLY) {
-    wait_for_inputs();
-    start_next();
-  }
 
   const Source source = source_of(w, batch, head);
   const bool aligned = is_aligned(w, source), uneven = is_uneven(seen);
-  if (splits) load_tile<false, SPLIT, 128>(w, source, keys, (first_split + worker) * SPLIT, seen, 0, aligned);
-  commit_copies();
-  if (SEPARATE) {
-    if (splits) load_tile<true, SPLIT, 128>(w, source, values, (first_split + worker) * SPLIT, seen, 0, aligned);
+#pragma unroll 1
+  for (i32 i = rows * QUERY_PAIRS + threadIdx.x; i < 16 * QUERY_PAIRS; i += 128)
+    store_word(query_tile + i / QUERY_PAIRS * HEAD_PITCH + i % QUERY_PAIRS * 4, 0);
+  const i32 own_split = (first_split + worker) * SPLIT;
+  if (EARLY) {
+    const i32 fresh = first_appended(w);
+    if (splits) load_tile<false, SPLIT, 128, OLD>(w, source, keys, own_split, seen, 0, aligned, fresh);
+    if (SEPARATE && splits) load_tile<true, SPLIT, 128, OLD>(w, source, values, own_split, seen, 0, aligned, fresh);
+    wait_for_inputs();
+    start_next();
+    if (splits) load_tile<false, SPLIT, 128, LATE>(w, source, keys, own_split, seen, 0, aligned, fresh);
     commit_copies();
+    if (SEPARATE && splits) load_tile<true, SPLIT, 128, LATE>(w, source, values, own_split, seen, 0, aligned, fresh);
+  } else {
+    if (splits) load_tile<false, SPLIT, 128>(w, source, keys, own_split, seen, 0, aligned);
+    commit_copies();
+    if (SEPARATE && splits) load_tile<true, SPLIT, 128>(w, source, values, own_split, seen, 0, aligned);
   }
+  if (SEPARATE) commit_copies();
 
+#pragma unroll 1
+  for (i32 i = threadIdx.x; i < rows * QUERY_PAIRS; i += 128) {
+    const i32 r = i / QUERY_PAIRS, pair = i % QUERY_PAIRS, query = (first_row + r) / GROUP;
+    const Query* row = w.q + batch * w.q_batch + query * w.q_seq + (head * GROUP + (first_row + r) % GROUP) * w.q_head;
+    store_word(query_tile + r * HEAD_PITCH + pair * 4, query_pair<false>(row, 2 * pair));
+  }
   Row own_rows[2];
-  const Query* queries[2];
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const i32 r = line + 8 * j, query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
     own_rows[j].range = ranges[r];
     own_rows[j].mask = {};
     if (r < rows) own_rows[j].mask = mask_row(w, batch, query_head, query);
-    queries[j] = r < rows ? w.q + batch * w.q_batch + query * w.q_seq + query_head * w.q_head : nullptr;
-  }
-  u32 a[HEAD_STEPS][4];
-  const bool pairs = HEAD_DIM % 2 == 0 && ((u64)queries[0] | (u64)queries[1]) % (2 * sizeof(Query)) == 0;
-  if (pairs) {
-#pragma unroll
-    for (int step = 0; step < HEAD_STEPS; step++) load_query<true>(a[step], queries[0], queries[1], step);
-  } else {
-#pragma unroll
-    for (int step = 0; step < HEAD_STEPS; step++) load_query(a[step], queries[0], queries[1], step);
   }
   const auto loaded = [&](u32(&x)[4], int step) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = a[step][i];
+    load_matrices(x, query_tile + (lane & 15) * HEAD_PITCH + step * 32 + (lane >> 4) * 16);
   };
 
   const i32 scratch_rows = min(16, all_rows);
