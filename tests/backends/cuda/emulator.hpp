@@ -310,7 +310,15 @@ inline void copy16(u32 to, const void* from, int bytes) {
 }
 inline void commit() {}
 template <int N> inline void await() {}
-inline uint4 read16(u32 at) { return *(const uint4*)aligned(shared_memory + at); }
+struct float2 { float x, y; };
+inline float2 read8(u32 at) { return *(const float2*)(shared_memory + at); }
+inline uint4 read_matrices(u32 at) {
+  const u32 lane = threadIdx.x % 32;
+  u32 v[4];
+  aligned(shared_memory + at);
+  for (int m = 0; m < 4; m++) memcpy(v + m, shared_memory + __shfl_sync(~0u, at, m * 8 + lane / 4) + lane % 4 * 4, 4);
+  return {v[0], v[1], v[2], v[3]};
+}
 inline void write16(u32 at, uint4 v) { *(uint4*)aligned(shared_memory + at) = v; }
 inline float half_of(u32 pair, int j, bf16*) { return widen(bf16{(u16)(pair >> 16 * j)}); }
 inline float half_of(u32 pair, int j, f16*) { return widen(f16{(u16)(pair >> 16 * j)}); }

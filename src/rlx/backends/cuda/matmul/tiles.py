@@ -1,8 +1,8 @@
 """Many rows of A times 16-bit weights in tiles: weights and A stream through shared memory into mma fragments.
 
-Weights are the 16-row operand of mma and rows of A its 8 columns, with k in the order of `rows`, so each element of
-the result has the same bits in every variant. Lanes read fragments of two mma steps as 16 bytes; a row of shared
-memory is 128 or 64 bytes, in an order in which eight lanes meet all banks.
+Weights are the 16-row operand of mma and rows of A its 8 columns, 16 consecutive k per step as in `rows`, so each
+element of the result has the same bits in every variant. A row of shared memory is 128 or 64 bytes, in an order in
+which the rows of a matrix that a warp reads meet all banks.
 
 Blocks may split the chunks of k: every chunk sum goes to scratch memory as the registers of a thread, and the last
 block of a tile adds them in order. For grouped rows a block multiplies its rows by each matrix that one of them wants.
@@ -93,9 +93,9 @@ INLINE void add(float4 earlier, float (&sum)[4]) {
   sum[2] = earlier.z + sum[2];
   sum[3] = earlier.w + sum[3];
 }
-// The place of 16 bytes in rows of a stage, in which eight lanes meet all banks.
+// The place of 16 bytes in rows of a stage: reading eight rows of 16-bit numbers, or four of f32, meets all banks.
 template <class S> INLINE u32 place_of(int row, int piece) {
-  const int moved = sizeof(S) == 4 ? piece ^ (row & 1) : DEPTH == 64 ? piece ^ (row & 1) << 2 : piece;
+  const int moved = sizeof(S) == 4 ? piece ^ (row & 3) << 1 : DEPTH == 64 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3);
   return row * DEPTH * (int)sizeof(S) + (moved << 4);
 }
 // 16 bytes of a row that are not aligned; numbers from `left` on are zero.
@@ -130,15 +130,20 @@ INLINE void copy_rows(u32 to, const S* from, i64 pitch, i64 rows, i64 depth, boo
     }
   }
 }
-// A lane's fragments of A: eight numbers along k.
-INLINE uint4 fragment_of(const T*, u32 rows, int row, int eighth) { return read16(rows + place_of<T>(row, eighth)); }
-INLINE uint4 fragment_of(const float*, u32 rows, int row, int eighth) {
-  const uint4 low = read16(rows + place_of<float>(row, 2 * eighth));
-  const uint4 high = read16(rows + place_of<float>(row, 2 * eighth + 1));
-  return make_uint4(pair(__uint_as_float(low.x), __uint_as_float(low.y)),
-                    pair(__uint_as_float(low.z), __uint_as_float(low.w)),
-                    pair(__uint_as_float(high.x), __uint_as_float(high.y)),
-                    pair(__uint_as_float(high.z), __uint_as_float(high.w)));
+// A lane's fragments of eight rows and 32 k, for two mma steps.
+INLINE uint4 fragment_of(const T*, u32 rows, int row, int half) {
+  const int lane = threadIdx.x & 31;
+  return read_matrices(rows + place_of<T>(row + (lane & 7), half * 4 + (lane >> 3)));
+}
+INLINE uint4 fragment_of(const float*, u32 rows, int row, int half) {
+  const int r = threadIdx.x >> 2 & 7, c = threadIdx.x & 3;
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 two = read8(rows + place_of<float>(row + r, half * 8 + 2 * i + (c >> 1)) + 8 * (c & 1));
+    v[i] = pair(two.x, two.y);
+  }
+  return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Words w) {
@@ -244,16 +249,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
         }
 
     // Fragments of the next step are read while those of this one are multiplied.
-    const int wr = warp_n * MI * 16 + r, xr = warp_m * NI * 8 + r;
+    const int wr = warp_n * MI * 16, xr = warp_m * NI * 8;
     u32 stage = stages;
     uint4 xf[NI], wf[2][2];
     auto read_x = [&](int half, uint4 (&f)[NI]) {
 #pragma unroll
-      for (int j = 0; j < NI; j++) f[j] = fragment_of(a, stage + BN * LINE, xr + j * 8, half * 4 + c);
+      for (int j = 0; j < NI; j++) f[j] = fragment_of(a, stage + BN * LINE, xr + j * 8, half);
     };
     auto read_w = [&](int half, int i, uint4 (&f)[2]) {
-      f[0] = read16(stage + place_of<T>(wr + i * 16, half * 4 + c));
-      f[1] = read16(stage + place_of<T>(wr + i * 16 + 8, half * 4 + c));
+      f[0] = fragment_of((const T*)0, stage, wr + i * 16, half);
+      f[1] = fragment_of((const T*)0, stage, wr + i * 16 + 8, half);
     };
     // Waits for the stage of a turn, and refills that of the turn before, which all warps have read.
     auto enter = [&](int turn) {
