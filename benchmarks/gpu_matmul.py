@@ -26,7 +26,8 @@ import numpy as np
 from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, KernelPlan, entry
 from rlx.backends.cuda.matmul.generator import MatmulGenerator, RowsChoice, plan_rows, plan_tiles, tile_choices
-from rlx.backends.cuda.matmul.tiles import TILES
+from rlx.backends.cuda.matmul.tiles import Tile
+from rlx.backends.cuda.matmul.warpgroups import GroupTile
 from rlx.backends.cuda.modules import load_variants
 from rlx.dtypes import BF16, F32
 from rlx.lir.kernels import Epilogue, EpilogueOperand, MatmulKernel
@@ -40,7 +41,8 @@ SPREAD = 256 << 20  # bytes that the copies of a case cover at least
 PATTERN = 1 << 22  # random numbers, which repeat
 SCRATCH = 1 << 30
 FEW = 8
-RIVALS = 5  # variants of a case
+MEDIUM = 256  # rows up to which groups of warps are not tried
+RIVALS = 5  # tiles of a case
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Bench:
         return times[len(times) // 2] / count
 
     def bits(self, case: Case, kernel: MatmulKernel, plan: KernelPlan) -> bytes:
-        """Some rows of the result for the first copy of the weights."""
+        """The first and last rows of the result for the first copy of the weights."""
         device, sizes = self.device, self.sizes(case, kernel)
         functions = load_variants([(kernel, p.variant, p.shared) for p in plan.passes], device.target, device)
         places = {"a": self.a[kernel.dtype], "b": self.weights, "b1": self.weights + case.n * case.k * 2, "x0": self.x}
@@ -170,8 +172,9 @@ class Bench:
                 one.shared,
                 np.array([*words, self.scratches[plan.zeroed > 0], 0, 0], np.int64),
             )
-        values = np.zeros(min(case.m, 16) * case.n, np.float32)
-        device.download(values, self.out)
+        values = np.zeros((2, min(case.m, 16), case.n), np.float32)
+        for part, row in zip(values, (0, case.m - values.shape[1]), strict=True):
+            device.download(part, self.out + row * case.n * 4)
         return values.tobytes()
 
 
@@ -191,9 +194,13 @@ def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) 
             add(plan_rows(kernel, words, target, choice=RowsChoice(height, teams)))
     if case.m >= FEW:
         choices = sorted(tile_choices(kernel, words, target), key=lambda c: c.seconds)
-        for name in dict.fromkeys(choice.tile.name for choice in choices):
-            if len(rivals) < RIVALS and (case.m >= 512 or TILES[name].rows <= 2 * case.m):
-                add(plan_tiles(kernel, words, target, choice=next(c for c in choices if c.tile.name == name)))
+        groups = [choice for choice in choices if isinstance(choice.tile, GroupTile)]
+        for choice in groups if case.m > MEDIUM else ():
+            add(plan_tiles(kernel, words, target, choice=choice))
+        others = [c for c in choices if isinstance(c.tile, Tile) and (case.m > MEDIUM or c.tile.rows <= 2 * case.m)]
+        best = {choice.tile.name: choice for choice in reversed(others)}
+        for choice in sorted(best.values(), key=lambda c: c.seconds)[: RIVALS if case.m <= MEDIUM else 1]:
+            add(plan_tiles(kernel, words, target, choice=choice))
     return rivals
 
 
@@ -243,7 +250,7 @@ def main() -> int:
             speed, rate = case.weight_bytes / seconds / 1e12, case.flops / seconds / 1e12
             results.append({"model": case.model, "part": case.part, "m": case.m, "a": str(kernel.dtype),
                             "variant": name, "us": seconds * 1e6, "TB/s": speed, "TFLOP/s": rate})  # fmt: skip
-            if args.all or rank < 5 or name.startswith("*"):
+            if args.all or rank < RIVALS or name.startswith("*"):
                 where = f"{case.model:6} {case.part:8} {case.m:5} {kernel.dtype!s:4} {name:34}"
                 print(f"{where} {seconds * 1e6:8.2f} {speed:6.2f} {rate:8.1f}")
     print(f"{unequal} variants with other bits; {time.perf_counter() - start:.0f} s")

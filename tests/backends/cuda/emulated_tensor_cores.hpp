@@ -2,7 +2,6 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __align__(n) __attribute__((aligned(n)))
-struct float2 { float x, y; };
 struct double2 { double x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 template <typename T> inline T __ldcg(const T* at) { return *at; }

@@ -121,11 +121,11 @@ inline void prepare(Context& context, char* stack, size_t size, void (*body)()) 
 #endif
 
 namespace emulated {
-enum State { READY, AT_BLOCK, AT_WARP, AT_TEAM, DONE };
+enum State { READY, AT_BLOCK, AT_WARP, AT_TEAM, AT_PHASE, DONE };
 struct Fiber {
   Context context;
   State state;
-  u32 mask;   // of the threads that it waits with; of a team, its number and threads
+  u32 mask;   // of the threads that it waits with; of a team, its number and threads; of a phase, its barrier and parity
   u64 given, taken;  // the value of a shuffle: of this thread, and of all once the last one has come
 };
 const size_t STACK = 256 * 1024;
@@ -156,6 +156,7 @@ inline void resume(u32 number) {
   fibers[number].state = READY;
   switch_to(scheduler, fibers[number].context);
 }
+inline bool is_over(u32 phase);
 // Releases the threads that a barrier waited for; false if nobody can go on.
 inline bool release(u32 threads) {
   bool moved = false, all = true, ended = false;
@@ -188,6 +189,10 @@ inline bool release(u32 threads) {
     }
   }
   for (u32 i = 0; i < threads; i++) {
+    if (fibers[i].state == AT_PHASE && is_over(fibers[i].mask)) {
+      fibers[i].state = READY;
+      moved = true;
+    }
     if (fibers[i].state != AT_TEAM) continue;
     const u32 team = fibers[i].mask;
     u32 arrived = 0;
@@ -310,7 +315,15 @@ inline void copy16(u32 to, const void* from, int bytes) {
 }
 inline void commit() {}
 template <int N> inline void await() {}
-inline uint4 read16(u32 at) { return *(const uint4*)aligned(shared_memory + at); }
+struct float2 { float x, y; };
+inline float2 read8(u32 at) { return *(const float2*)(shared_memory + at); }
+inline uint4 read_matrices(u32 at) {
+  const u32 lane = threadIdx.x % 32;
+  u32 v[4];
+  aligned(shared_memory + at);
+  for (int m = 0; m < 4; m++) memcpy(v + m, shared_memory + __shfl_sync(~0u, at, m * 8 + lane / 4) + lane % 4 * 4, 4);
+  return {v[0], v[1], v[2], v[3]};
+}
 inline void write16(u32 at, uint4 v) { *(uint4*)aligned(shared_memory + at) = v; }
 inline float half_of(u32 pair, int j, bf16*) { return widen(bf16{(u16)(pair >> 16 * j)}); }
 inline float half_of(u32 pair, int j, f16*) { return widen(f16{(u16)(pair >> 16 * j)}); }
@@ -337,4 +350,43 @@ template <class T> inline u32 pair_of(float a, float b) {
   store(&x, a);
   store(&y, b);
   return x.bits | (u32)y.bits << 16;
+}
+
+// -- groups of warps: products are done at once, barriers in shared memory are real --
+struct PhaseBarrier { u32 count : 15, left : 15, parity : 1; };   // parity of the phase that is not over
+static_assert(sizeof(PhaseBarrier) <= 8);
+inline PhaseBarrier& barrier_at(u32 at) { return *(PhaseBarrier*)(shared_memory + at); }
+inline void start_barrier(u32 at, int count) { barrier_at(at) = {(u32)count, (u32)count, 0}; }
+inline void arrive(u32 at) {
+  PhaseBarrier& barrier = barrier_at(at);
+  if (--barrier.left == 0) barrier.left = barrier.count, barrier.parity ^= 1;
+}
+inline void arrive_after_copies(u32 at) { arrive(at); }
+inline bool emulated::is_over(u32 phase) { return barrier_at(phase >> 1).parity != (phase & 1); }
+inline void wait_for_phase(u32 at, u32 parity) {
+  if (!emulated::is_over(at << 1 | parity)) emulated::wait(emulated::AT_PHASE, at << 1 | parity);
+}
+inline void see_copies() {}
+inline void begin_products() {}
+inline void end_products() {}
+template <int N> inline void await_products() {}
+template <int N> inline void give_registers() {}
+template <int N> inline void take_registers() {}
+inline u64 matrix_at(u32 at) {
+  if (at % 1024) emulated::problem = "rows of a product begin at no multiple of 1,024 bytes";
+  return at / 16;
+}
+// Like `mma_of`, 64 rows by 2 N columns; the pieces of a row are at piece ^ row % 8.
+template <class T, int N> inline void multiply_group(float (&sums)[N], u64 a, u64 b, int keep) {
+  auto at = [](u64 matrix, int row, int k) {
+    const u32 place = (u32)matrix * 16 + row * 128 + 2 * k;
+    return widen(*(const T*)(shared_memory + (place ^ (place >> 7 & 7) << 4)));
+  };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  for (int i = 0; i < N; i++) {
+    const int row = 16 * warp + lane / 4 + 8 * (i >> 1 & 1), column = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+    float sum = keep ? sums[i] : 0;
+    for (int k = 0; k < 16; k++) sum += at(a, row, k) * at(b, column, k);
+    sums[i] = sum;
+  }
 }

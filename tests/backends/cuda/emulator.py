@@ -30,7 +30,8 @@ from rlx.backends.cuda.gpu import Gpu
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.launch_plan import PlannedLaunch
 from rlx.backends.cuda.loops.emitter import Variant
-from rlx.backends.cuda.matmul.instructions import instructions
+from rlx.backends.cuda.matmul.instructions import WARPGROUPS, instructions, multiply_group
+from rlx.backends.cuda.matmul.warpgroups import GROUP_TILES
 from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.scalars import SCALARS
 from rlx.backends.cuda.targets import SM_90
@@ -43,12 +44,16 @@ FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-a
 _ENTRY = re.compile(
     r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
 )
-_MEETS = re.compile(r"__sync|team_barrier|reduce_|__shfl|mma")
+_MEETS = re.compile(r"__sync|team_barrier|reduce_|__shfl|mma|wait_for_phase")
 _DYNAMIC = "extern __shared__ __align__(128) u8 shared[];"
 _MMA = """INLINE void mma(float (&s)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   mma_of<T>(s, a0, a1, a2, a3, b0, b1);
 }
 INLINE u32 pair(float a, float b) { return pair_of<T>(a, b); }
+"""
+_MULTIPLY = """template <int N> INLINE void multiply(float (&sums)[N], u64 a, u64 b, int keep) {
+  multiply_group<T>(sums, a, b, keep);
+}
 """
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -146,10 +151,12 @@ class EmulatedGpu(Gpu):
     def build(self, source: str, arch: str) -> bytes:
         """Compiles a translation unit to a shared library; the result is its path."""
         kernels = source.removeprefix(PRELUDE).replace(_DYNAMIC, "u8* shared = shared_memory;")
-        for text in (instructions(F32), attention_instructions.SCALAR, attention_instructions.TENSOR):
+        for text in (instructions(F32), attention_instructions.SCALAR, attention_instructions.TENSOR, WARPGROUPS):
             kernels = kernels.replace(text, "")
         for kind in (BF16, F16):
             kernels = kernels.replace(instructions(kind).removeprefix(instructions(F32)), _MMA)
+            for columns in {tile.columns for tile in GROUP_TILES.values()}:
+                kernels = kernels.replace(multiply_group(kind, columns), _MULTIPLY)
         thunks = [
             f'extern "C" void call_{name}(const void* w) {{ {inside}{name}(*(const {inside}{words}*)w); }}'
             for name, words in _ENTRY.findall(kernels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from rlx.backends.cuda.matmul.generator import (
     tile_choices,
 )
 from rlx.backends.cuda.matmul.tiles import TILES
+from rlx.backends.cuda.matmul.warpgroups import GROUP_TILES
 from rlx.backends.cuda.modules import source
 from rlx.backends.cuda.nvrtc import compile_source
 from rlx.backends.cuda.prelude import PRELUDE
-from rlx.backends.cuda.targets import BY_NAME, SM_86, SM_90, CudaTarget
+from rlx.backends.cuda.targets import BY_NAME, SM_86, SM_90, SM_100, CudaTarget
 from rlx.dtypes import BF16, F16, F32, F64, DType
 from rlx.lir.kernels import OUT_OF_RANGE, Epilogue, EpilogueOperand, MatmulKernel
 from rlx.lir.loops import Let, Ref
@@ -135,6 +136,12 @@ def tile_of(name: str, splits: int = 1) -> PlanOf:
     return lambda kernel, words, target: plan_tiles(kernel, words, target, choice=choice)
 
 
+def group_tile_of(name: str, splits: int = 1) -> PlanOf:
+    """Of so few blocks that each takes several tiles."""
+    choice = Choice(GROUP_TILES[name], splits, 0.0)
+    return lambda kernel, words, target: plan_tiles(kernel, words, replace(target, processors=splits), choice=choice)
+
+
 def planned(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget) -> KernelPlan:
     return MatmulGenerator().plan(kernel, words, target)
 
@@ -187,6 +194,32 @@ def test_sums_that_wait_in_shared_memory_are_the_same(tmp_path: Path) -> None:
     large, small = tile_of("256x128"), tile_of("64x32")
     gpu = compiled(tmp_path, product.kernel, (product, large), (product, small))
     assert product.run(gpu, large).tobytes() == product.run(gpu, small).tobytes()
+
+
+@emulated
+def test_groups_of_warps_give_the_same_bits(tmp_path: Path) -> None:
+    product = Product.random(kernel_of(BF16, None, residual=True), 150, 203, 1096)  # stages are used again, edges
+    groups = [group_tile_of("128x128"), group_tile_of("64x128", 3), group_tile_of("192x128")]
+    small = tile_of("64x32")
+    gpu = compiled(tmp_path, product.kernel, *((product, one) for one in (small, *groups)))
+    result = product.run(gpu, small)
+    for order in (False, True):
+        gpu.backwards = order
+        for group in groups:
+            assert product.run(gpu, group).tobytes() == result.tobytes()
+    product.shift = 1  # without aligned copies
+    assert product.run(gpu, groups[0]).tobytes() == result.tobytes()
+
+
+@emulated
+def test_groups_of_warps_take_gates_batches_and_scratch(tmp_path: Path) -> None:
+    gate = Product.random(kernel_of(BF16, None, weights=2), 140, 72, 200)
+    group, small = group_tile_of("128x192", 2), tile_of("64x32")
+    gpu = compiled(tmp_path, gate.kernel, (gate, group), (gate, small))
+    assert gate.run(gpu, group).tobytes() == gate.run(gpu, small).tobytes()
+    batch = Product.random(kernel_of(F32, F16, transposed=True), 19, 24, 100, matrices=3, by_columns=True)
+    gpu = compiled(tmp_path, batch.kernel, (batch, group_tile_of("128x64")), (batch, small))
+    assert batch.run(gpu, group_tile_of("128x64")).tobytes() == batch.run(gpu, small).tobytes()
 
 
 @emulated
@@ -253,7 +286,8 @@ def test_plans_fill_the_gpu() -> None:
     assert shown(1, 1024, 3072) == ["rows16x16_ed 32x1 512"]
     assert shown(1, 12288, 4096, weights=2) == ["rows16x16_ed 132x1 512"]
     assert shown(8, 4096, 12288)[0].startswith("tile")  # no room for copies beside so long rows
-    assert shown(4096, 4096, 4096, dtype=BF16, stored=None) == ["tile256x128_e 512x1 256"]
+    assert shown(4096, 4096, 4096, dtype=BF16, stored=None) == ["groups128x128_e 132x1 384"]
+    assert shown(4096, 4096, 4096, SM_100, dtype=BF16, stored=None) == ["tile256x128_e 512x1 256"]
     assert shown(512, 4096, 1024)[0].startswith("narrowa_a ")
     assert shown(0, 4096, 1024) == []
 
@@ -276,6 +310,20 @@ CUBINS = [
     (kernel_of(), "rows8x16_e"),
     (kernel_of(BF16, None, weights=2), "tile128x32_s"), (kernel_of(F32, None), "fma64_k"),
 ]  # fmt: skip
+
+
+def test_groups_of_warps_keep_their_registers() -> None:
+    """No spills to speak of, and products that run in the background, which the compiler may give up."""
+    generator = MatmulGenerator()
+    kernels = (kernel_of(F32, BF16, residual=True), "ae"), (kernel_of(BF16, None, weights=2), "s")
+    variants = [(kernel, f"groups{name}_{letters}") for kernel, letters in kernels for name in GROUP_TILES]
+    text = "".join(generator.source(kernel, variant, SM_90) for kernel, variant in variants)
+    cubin = compile_source(PRELUDE + text, SM_90.arch)
+    assert "C75" not in cubin.log, cubin.log
+    resources = cubin.resources()
+    assert len(resources) == len(variants)
+    for name, used in resources.items():
+        assert used.spilled <= 64, name
 
 
 @pytest.mark.parametrize("target", [SM_86, SM_90], ids=lambda t: t.name)

@@ -33,6 +33,11 @@ class CudaTarget(Target):
         return dtype
 
     @property
+    def multiplies_in_groups(self) -> bool:
+        """Whether groups of four warps multiply matrices in shared memory (wgmma), which only Hopper does."""
+        return self.arch == "sm_90a"
+
+    @property
     def runs_behind(self) -> bool:
         return True
 

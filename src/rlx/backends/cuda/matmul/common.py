@@ -13,19 +13,20 @@ from rlx.lir.loops import Apply, Choose, Const, Expr, Let, Ref
 
 CHUNKS = 8  # k is cut into at most this many
 FINISH_TILE = r"""
-// The epilogue of a tile whose sums are in shared memory. A warp takes rows; neighbours take neighbouring columns.
-template <int HEIGHT, int WIDTH, int WARPS, int SECOND, class Slot>
-INLINE void finish_tile(
-    const Words& w, i64 b0, i64 b1, i64 row0, i64 column0, i64 rows, i64 columns, i64 group, Slot slot) {
-  constexpr int ACROSS = (WIDTH + 31) / 32, AT_ONCE = HEIGHT >= 2 * WARPS ? 2 : 1;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (int m = warp; m < HEIGHT; m += AT_ONCE * WARPS) {
+// The epilogue of rows whose sums are in shared memory, for one warp: every `step`th row from `first` on. Neighbours
+// take neighbouring columns.
+template <int HEIGHT, int WIDTH, int AT_ONCE, int SECOND, class Slot>
+INLINE void finish_rows(const Words& w, i64 b0, i64 b1, i64 row0, i64 column0, i64 rows, i64 columns, i64 group,
+    int first, int step, Slot slot) {
+  constexpr int ACROSS = (WIDTH + 31) / 32;
+  const int lane = threadIdx.x & 31;
+  for (int m = first; m < HEIGHT; m += AT_ONCE * step) {
     Reads reads[AT_ONCE][ACROSS];
     bool own[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const i64 row = row0 + m + i * WARPS;
-      own[i] = m + i * WARPS < HEIGHT && m + i * WARPS < rows && (!GROUPED || group_of(w, row) == group);
+      const i64 row = row0 + m + i * step;
+      own[i] = m + i * step < HEIGHT && m + i * step < rows && (!GROUPED || group_of(w, row) == group);
 #pragma unroll
       for (int j = 0; j < ACROSS; j++) {
         const int column = lane + 32 * j;
@@ -38,11 +39,18 @@ INLINE void finish_tile(
       for (int j = 0; j < ACROSS; j++) {
         const int column = lane + 32 * j;
         if (!own[i] || column >= WIDTH || column >= columns) continue;
-        const Acc* sum = slot(m + i * WARPS, column);
+        const Acc* sum = slot(m + i * step, column);
         const Acc second = WEIGHTS == 2 ? sum[SECOND] : (Acc)0;
-        finish(w, b0, b1, row0 + m + i * WARPS, column0 + column, sum[0], second, reads[i][j]);
+        finish(w, b0, b1, row0 + m + i * step, column0 + column, sum[0], second, reads[i][j]);
       }
   }
+}
+template <int HEIGHT, int WIDTH, int WARPS, int SECOND, class Slot>
+INLINE void finish_tile(
+    const Words& w, i64 b0, i64 b1, i64 row0, i64 column0, i64 rows, i64 columns, i64 group, Slot slot) {
+  constexpr int AT_ONCE = HEIGHT >= 2 * WARPS ? 2 : 1;
+  finish_rows<HEIGHT, WIDTH, AT_ONCE, SECOND>(
+      w, b0, b1, row0, column0, rows, columns, group, threadIdx.x >> 5, WARPS, slot);
 }
 """
 SMALLEST_CHUNK = 128  # a multiple of the depth of a tile

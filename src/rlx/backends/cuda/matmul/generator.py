@@ -1,9 +1,10 @@
 """Plans launches of matmul kernels and writes their CUDA C.
 
-Names of variants: `rows16x8x256_e` (16 rows of the weights per warp, 8 copies on their way per lane, 256 threads) and
-`tile128x64_as` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as` prepares an operand. Letters say:
-a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e, weights are read early, before earlier
-launches have ended; o, all at once; k, n, the axis along which weights are contiguous.
+Names of variants: `rows16x8x256_e` (16 rows of the weights per warp, 8 copies on their way per lane, 256 threads),
+`tile128x64_as` and, on Hopper, `groups128x128_a` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as`
+prepares an operand. Letters say: a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e,
+weights are read early, before earlier launches have ended; o, all at once; k, n, the axis along which weights are
+contiguous.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
-from rlx.backends.cuda.matmul import rows, simt, tiles
+from rlx.backends.cuda.matmul import rows, simt, tiles, warpgroups
 from rlx.backends.cuda.matmul.common import CHUNKS, chunk_count, chunk_size, on_tensor_cores
+from rlx.backends.cuda.matmul.staging import COUNTERS
 from rlx.backends.cuda.matmul.tiles import TILES, Tile
+from rlx.backends.cuda.matmul.warpgroups import GROUP_TILES, GroupTile
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.dtypes import F32
 from rlx.errors import LowerError
@@ -31,7 +34,13 @@ TILE_RATE = {  # products per second and processor
     "256x128": 1.3e12, "128x128": 1.3e12, "128x64": 1.1e12, "64x128": 1.1e12, "64x64": 0.9e12,
 }  # fmt: skip
 SMALL_TILE_RATE = 0.7e12
+GROUP_RATE = {  # the same for groups of warps
+    "192x128": 2.3e12, "128x192": 2.2e12, "128x128": 2.3e12, "64x128": 1.6e12, "128x64": 1.6e12,
+}  # fmt: skip
+GROUP_READ_RATE = 80e9
+TILE_END = 1.5e-6  # the epilogue of a tile, in which a block multiplies nothing
 START = 2e-6  # filling the stages, the epilogue
+NARROWING = 2e-6  # a pass that prepares A
 LAST_BLOCK = 1.5e-6  # until the last block of a tile that others share may add
 
 
@@ -39,7 +48,7 @@ LAST_BLOCK = 1.5e-6  # until the last block of a tile that others share may add
 class Choice:
     """A tile and the number of blocks that share its chunks of k."""
 
-    tile: Tile
+    tile: Tile | GroupTile
     splits: int
     seconds: float
 
@@ -71,6 +80,11 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
             kernel, variant, tile,
             shared_bytes=target.shared_bytes, a=a, b=b, wide=wide, split=split, early=early,
         )  # fmt: skip
+    if name.startswith("groups"):
+        group_tile = GROUP_TILES[name.removeprefix("groups")]
+        return warpgroups.source(
+            kernel, variant, group_tile, shared_bytes=target.shared_bytes, a=a, b=b, split=split, early=early
+        )
     if name.startswith("narrow"):
         return tiles.narrow_source(kernel, variant, of_b=name == "narrowb", a=a, b=b, split=split)
     k_first = letters == "k"
@@ -199,8 +213,8 @@ def plan_tiles(
     """Tiles, after passes that prepare operands which are not 16-bit rows along k."""
     choice = choice or choose_tile(kernel, words, target)
     tile, splits = choice.tile, choice.splits
-    wide = kernel.dtype is F32 and not kernel.transposed and tile.takes_wide
-    a = (kernel.dtype.size != 2 or kernel.transposed) and not wide
+    a = _narrows_a(kernel, tile)
+    wide = kernel.dtype is F32 and not a
     b = words["b_k"] != 1 and words["k"] > 1
     split = splits > 1
     count = _tiles(kernel, words, tile)
@@ -210,15 +224,25 @@ def plan_tiles(
     for operand in "a" * a + "b" * b:
         rows_of = words["m"] if operand == "a" else words["n"] * kernel.weights
         eights = tiles.matrices_in_scratch(kernel, words, operand) * rows_of * -(-words["k"] // 8)
-        blocks = min(-(-eights // NARROW_THREADS), 16 * target.processors)
-        passes.append(Pass(f"narrow{operand}_{letters}", (blocks, 1, 1), NARROW_THREADS))
-    variant = f"tile{tile.name}_{letters}{early}"
-    passes.append(Pass(variant, (count, splits, 1), tile.threads, tile.shared(target.shared_bytes, wide=wide)))
-    scratch = tiles.scratch_bytes(kernel, words, tile, count, a=a, b=b, split=split)
-    return KernelPlan(tuple(passes), scratch, tiles.COUNTERS if split else 0)
+        at_once = min(-(-eights // NARROW_THREADS), 16 * target.processors)
+        passes.append(Pass(f"narrow{operand}_{letters}", (at_once, 1, 1), NARROW_THREADS))
+    if isinstance(tile, GroupTile):  # blocks take tile after tile
+        name, blocks = f"groups{tile.name}", min(count, target.processors // splits)
+        shared = tile.shared(target.shared_bytes)
+    else:
+        name, blocks, shared = f"tile{tile.name}", count, tile.shared(target.shared_bytes, wide=wide)
+    passes.append(Pass(f"{name}_{letters}{early}", (blocks, splits, 1), tile.threads, shared))
+    scratch = tiles.scratch_bytes(kernel, words, count * tile.columns * tile.rows, a=a, b=b, split=split)
+    return KernelPlan(tuple(passes), scratch, COUNTERS if split else 0)
 
 
-def _tiles(kernel: MatmulKernel, words: Mapping[str, int], tile: Tile) -> int:
+def _narrows_a(kernel: MatmulKernel, tile: Tile | GroupTile) -> bool:
+    """Whether a pass before makes A 16-bit rows along k."""
+    takes_wide = isinstance(tile, Tile) and tile.takes_wide
+    return kernel.transposed or (kernel.dtype.size != 2 and not takes_wide)
+
+
+def _tiles(kernel: MatmulKernel, words: Mapping[str, int], tile: Tile | GroupTile) -> int:
     across = -(-words["n"] // (tile.columns // kernel.weights))
     return -(-words["m"] // tile.rows) * across * words["batch0"] * words["batch1"]
 
@@ -232,15 +256,17 @@ def tile_choices(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTar
     """All tiles and splits that fit, with estimates."""
     chunks = chunk_count(words["k"])
     choices = []
-    for tile in TILES.values():
+    groups = GROUP_TILES if target.multiplies_in_groups and not kernel.grouped else {}
+    for tile in (*TILES.values(), *groups.values()):
         if tile.stages_in(target.shared_bytes) < 3 or tile.shared(target.shared_bytes) > target.shared_bytes:
             continue
         count = _tiles(kernel, words, tile)
-        may_split = not kernel.grouped and count < 2 * target.processors and 4 * count <= tiles.COUNTERS
+        may_split = not kernel.grouped and count < 2 * target.processors and 4 * count <= COUNTERS
         for splits in (1, 2, 4, 8):
             if splits > (chunks if may_split else 1):
                 continue
-            choices.append(Choice(tile, splits, _seconds(kernel, words, target, tile, splits)))
+            seconds = (_group_seconds if isinstance(tile, GroupTile) else _seconds)(kernel, words, target, tile, splits)
+            choices.append(Choice(tile, splits, seconds + NARROWING * _narrows_a(kernel, tile)))
     return choices
 
 
@@ -259,6 +285,20 @@ def _seconds(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget,
     works = -(-blocks // target.processors) * max((copied + share * sums) / READ_RATE, products / rate)
     adds = 0 if splits == 1 else LAST_BLOCK + (chunks - share + 1) * sums / READ_RATE
     return START + max(waits, works) + adds
+
+
+def _group_seconds(
+    kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget, tile: GroupTile, splits: int
+) -> float:
+    """Estimated time: blocks take tile after tile, and multiply nothing while they finish one."""
+    chunks, count = chunk_count(words["k"]), _tiles(kernel, words, tile)
+    share = -(-chunks // splits)
+    depth = min(share * chunk_size(words["k"]), words["k"])
+    copied, products = (tile.columns + tile.rows) * depth * 2, tile.columns * tile.rows * depth
+    turns = -(-count // max(1, target.processors // splits))
+    sums = 0 if splits == 1 else tile.columns * tile.rows * 4  # bytes of a chunk
+    adds = 0 if splits == 1 else LAST_BLOCK + (chunks + 1) * sums / READ_RATE
+    return START + turns * (max(copied / GROUP_READ_RATE, products / GROUP_RATE[tile.name]) + TILE_END + adds)
 
 
 # -- f32 and f64 ------------------------------------------------------------------------------------------------------

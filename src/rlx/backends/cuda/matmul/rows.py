@@ -2,9 +2,8 @@
 
 A block holds the rows of A in shared memory, rounded to the type of the weights. A warp multiplies one chunk of k by
 8, 16 or 32 rows of the weights (columns of B), which are the 16-row operand of mma; the rows of A are its 8 columns.
-A lane copies 16 bytes, eight consecutive k of one row, which are its fragments of two mma steps: within 32 consecutive
-k, step 0 multiplies k % 8 < 4 and step 1 the others, here and in the tiles. Copies go to shared memory, from where the
-same lane reads them, without barriers: so much can be on its way that registers would not hold it, before earlier
+A lane copies 16 bytes, eight consecutive k of one row, to shared memory, from where its warp reads fragments of two mma
+steps, without barriers of the block: so much can be on its way that registers would not hold it, before earlier
 launches have ended. The sums of chunks meet in shared memory.
 """
 
@@ -28,6 +27,9 @@ constexpr int SUMS = (ROWS + 1) / 2;        // mma accumulators
 // Columns from the start of a tile to row 0 of group `group`.
 INLINE int column_of(int group) { return 8 * (WEIGHTS == 2 ? group >> 1 : group); }
 
+// The place of 16 bytes among those that a warp copies of 8 rows and 32 k: the rows of a matrix meet all banks.
+INLINE u32 place_of(int row, int piece) { return 64 * row + 16 * (piece ^ (row >> 1 & 3)); }
+
 // Adds 32 k to the sums.
 INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
 #pragma unroll
@@ -47,11 +49,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   const u32 batch = blockIdx.x / blocks, b0 = batch / (u32)w.batch1, b1 = batch % (u32)w.batch1;
   const i64 first_row = GROUPED ? blockIdx.y : 0;
   const int m = GROUPED ? 1 : (int)w.m;
-  const int pitch = (k + 63) / 64 * 64 + 32;                       // of a row of x, in elements
+  const int pitch = (k + 63) / 64 * 64 + 8;                        // of a row of x, in elements
   T* xs = (T*)shared;
   float* meeting = (float*)(shared + (i64)m * pitch * 2);          // [2][teams][chunks][ROWS][m][8]
-  // [STEPS][ROWS][threads][16 bytes]: what this thread copies
-  const u32 own_copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 16 * threadIdx.x;
+  // [STEPS][ROWS][warps][8 rows][32 k]: what this warp copies, and the places where this lane writes and reads
+  const u32 copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 512 * warp;
+  const u32 own_copies = copies + place_of(r, c), own_matrices = copies + place_of(lane & 7, lane >> 3);
   const u32 next_copy = 16 * blockDim.x;
   const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
   const int begin = part * chunk, depth = k % chunk ? (int)least(chunk, k - begin) : chunk, steps = (depth + 31) / 32;
@@ -94,8 +97,9 @@ ROWS_OF_A
   if (ONCE) await<0>();
   __syncthreads();
 
-  const T* own = xs + (r < m ? r : 0) * pitch + begin + 8 * c;
-  auto fragment = [&](int s) { return r < m ? *(const uint4*)(own + 32 * s) : make_uint4(0, 0, 0, 0); };
+  // Sums of rows that are not there are never read.
+  const u32 own = address(xs + ((lane & 7) < m ? lane & 7 : 0) * pitch + begin + 8 * (lane >> 3));
+  auto fragment = [&](int s) { return read_matrices(own + 64 * s); };
   const bool few = m * TILE <= 32 * chunks;  // a thread finishes at most one element of a tile
   int turn = 0, slot = 0;
   for (; tile < tiles; tile += stride) {
@@ -116,12 +120,18 @@ ROWS_OF_A
     if (direct) {
 #pragma unroll 4
       for (int s = 0; s < steps; s++) {
-        if (!ONCE) await<STEPS - 1>();
+        if (!ONCE) {
+          await<STEPS - 1>();
+          __syncwarp();
+        }
         uint4 f[ROWS];
 #pragma unroll
-        for (int g = 0; g < ROWS; g++) f[g] = read16(own_copies + (slot * ROWS + g) * next_copy);
+        for (int g = 0; g < ROWS; g++) f[g] = read_matrices(own_matrices + (slot * ROWS + g) * next_copy);
         step(sums, f, fragment(s));
-        if (!ONCE) copy_next(slot);
+        if (!ONCE) {
+          __syncwarp();
+          copy_next(slot);
+        }
         slot = slot + 1 == STEPS ? 0 : slot + 1;
       }
     } else {
@@ -129,10 +139,10 @@ ROWS_OF_A
         uint4 one[ROWS];
 #pragma unroll
         for (int g = 0; g < ROWS; g++) {
-          const int depth_at = begin + 32 * s + 8 * c;
+          const int depth_at = begin + 32 * s + 2 * c;
           const i64 column = least((i64)first + column_of(g) + r, w.n - 1);
           const B* row = weights_of(w, WEIGHTS == 2 ? g & 1 : 0) + group_offset + column * w.b_n;
-          one[g] = eight(row + depth_at * w.b_k, w.b_k, k - depth_at, false);
+          one[g] = four_pairs(row + depth_at * w.b_k, w.b_k, k - depth_at);
         }
         step(sums, one, fragment(s));
       }
@@ -246,6 +256,6 @@ constexpr bool EARLY = {flag(early)}, ONCE = {flag(once)};
 
 def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int, loads: int) -> int:
     """Dynamic shared memory of a block."""
-    pitch = -(-k // 64) * 64 + 32
+    pitch = -(-k // 64) * 64 + 8
     copies = loads // (rows // 8) * (rows // 8) * 32 * teams * chunks * 16
     return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4 + copies

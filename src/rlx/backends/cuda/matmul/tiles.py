@@ -1,8 +1,8 @@
 """Many rows of A times 16-bit weights in tiles: weights and A stream through shared memory into mma fragments.
 
-Weights are the 16-row operand of mma and rows of A its 8 columns, with k in the order of `rows`, so each element of
-the result has the same bits in every variant. Lanes read fragments of two mma steps as 16 bytes; a row of shared
-memory is 128 or 64 bytes, in an order in which eight lanes meet all banks.
+Weights are the 16-row operand of mma and rows of A its 8 columns, 16 consecutive k per step as in `rows`, so each
+element of the result has the same bits in every variant. A row of shared memory is 128 or 64 bytes, in an order in
+which the rows of a matrix that a warp reads meet all banks.
 
 Blocks may split the chunks of k: every chunk sum goes to scratch memory as the registers of a thread, and the last
 block of a tile adds them in order. For grouped rows a block multiplies its rows by each matrix that one of them wants.
@@ -15,10 +15,17 @@ from collections.abc import Mapping
 from rlx.backends.cuda.kernel_plan import entry
 from rlx.backends.cuda.matmul.common import CHUNKS, flag, preamble
 from rlx.backends.cuda.matmul.fragments import FRAGMENTS
+from rlx.backends.cuda.matmul.staging import (
+    COPYING,
+    COUNTERS,
+    OPERANDS,
+    SCRATCH,
+    SPLITTING,
+    WITHOUT_SPLITTING,
+    staging_constants,
+)  # fmt: skip
 from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import MatmulKernel
-
-COUNTERS = 1 << 16  # bytes of scratch for counters of tiles, if blocks split k
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,52 +100,20 @@ INLINE void add(float4 earlier, float (&sum)[4]) {
   sum[2] = earlier.z + sum[2];
   sum[3] = earlier.w + sum[3];
 }
-// The place of 16 bytes in rows of a stage, in which eight lanes meet all banks.
-template <class S> INLINE u32 place_of(int row, int piece) {
-  const int moved = sizeof(S) == 4 ? piece ^ (row & 1) : DEPTH == 64 ? piece ^ (row & 1) << 2 : piece;
-  return row * DEPTH * (int)sizeof(S) + (moved << 4);
+// A lane's fragments of eight rows and 32 k, for two mma steps.
+INLINE uint4 fragment_of(const T*, u32 rows, int row, int half) {
+  const int lane = threadIdx.x & 31;
+  return read_matrices(rows + place_of<T>(row + (lane & 7), half * 4 + (lane >> 3)));
 }
-// 16 bytes of a row that are not aligned; numbers from `left` on are zero.
-INLINE uint4 gathered(const T* at, i64 left) { return eight(at, 1, left, false); }
-INLINE uint4 gathered(const float* at, i64 left) {
+INLINE uint4 fragment_of(const float*, u32 rows, int row, int half) {
+  const int r = threadIdx.x >> 2 & 7, c = threadIdx.x & 3;
   u32 v[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) v[i] = i < left ? __float_as_uint(at[i]) : 0;
-  return make_uint4(v[0], v[1], v[2], v[3]);
-}
-
-// Copies `ROWS` rows of a stage to shared memory: 16 bytes per thread and turn. Row i is at from + i * pitch; rows from
-// `rows` on and k from `depth` on are zero.
-template <int ROWS, int TURN, class S>
-INLINE void copy_rows(u32 to, const S* from, i64 pitch, i64 rows, i64 depth, bool aligned) {
-  constexpr int EACH = 16 / sizeof(S), PIECES = DEPTH / EACH, STEP = THREADS / PIECES;
-  const int piece = threadIdx.x % PIECES, first = threadIdx.x / PIECES;
-  const i64 left = depth - EACH * piece;
-  const int bytes = left >= EACH ? 16 : left > 0 ? (int)sizeof(S) * (int)left : 0;
-  auto taken_by = [](int row) { return (row >> 4) * TURN + (TURN == 16 ? row & 15 : row & 7); };
-  if (aligned) {
-#pragma unroll
-    for (int i = 0; i < ROWS / STEP; i++) {
-      const int row = first + i * STEP, taken = taken_by(row);
-      copy16(to + place_of<S>(row, piece), from + taken * pitch + EACH * piece, taken < rows ? bytes : 0);
-    }
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < ROWS / STEP; i++) {
-      const int row = first + i * STEP, taken = taken_by(row);
-      write16(to + place_of<S>(row, piece), gathered(from + taken * pitch + EACH * piece, taken < rows ? left : 0));
-    }
+  for (int i = 0; i < 4; i++) {
+    const float2 two = read8(rows + place_of<float>(row + r, half * 8 + 2 * i + (c >> 1)) + 8 * (c & 1));
+    v[i] = pair(two.x, two.y);
   }
-}
-// A lane's fragments of A: eight numbers along k.
-INLINE uint4 fragment_of(const T*, u32 rows, int row, int eighth) { return read16(rows + place_of<T>(row, eighth)); }
-INLINE uint4 fragment_of(const float*, u32 rows, int row, int eighth) {
-  const uint4 low = read16(rows + place_of<float>(row, 2 * eighth));
-  const uint4 high = read16(rows + place_of<float>(row, 2 * eighth + 1));
-  return make_uint4(pair(__uint_as_float(low.x), __uint_as_float(low.y)),
-                    pair(__uint_as_float(low.z), __uint_as_float(low.w)),
-                    pair(__uint_as_float(high.x), __uint_as_float(high.y)),
-                    pair(__uint_as_float(high.z), __uint_as_float(high.w)));
+  return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Words w) {
@@ -153,24 +128,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
   const u32 height = tiles_m - band * 8 < 8 ? tiles_m - band * 8 : 8;
   const i64 row0 = (band * 8 + inside % height) * BM, column0 = inside / height * COLUMNS;
 
-  const i64 pitch = (u32)(w.k + 7) / 8 * 8;      // of operands in scratch memory
-  const Scratch scratch = scratch_of(w, pitch);
-  const Left* a; i64 a_pitch;
-  if (A_IN_SCRATCH) {
-    const i64 matrix = (w.a_batch0 ? b0 : 0) * (w.a_batch1 ? w.batch1 : 1) + (w.a_batch1 ? b1 : 0);
-    a = (const Left*)scratch.a + (matrix * w.m + row0) * pitch;
-    a_pitch = pitch;
-  }
-  else { a = (const Left*)row_of(w, b0, b1, row0); a_pitch = w.a_row; }
-  const i64 b_pitch = B_IN_SCRATCH ? pitch : w.b_n;
-  const i64 matrix = B_IN_SCRATCH ? w.n * pitch : w.b_batch0;
+  const Scratch scratch = scratch_of(w);
+  const Rows<Left> left = rows_of_a(w, scratch, b0, b1, row0);
+  const Left* a = left.at;
+  const i64 a_pitch = left.pitch;
   // Rows of two weights alternate in eights; what this thread copies belongs to one of them.
-  const int own = WEIGHTS == 2 ? tid / (DEPTH / 8) >> 3 & 1 : 0;
-  const T* weights = B_IN_SCRATCH ? scratch.b + own * scratch.b_size : (const T*)weights_of(w, own);
-  weights += column0 * b_pitch;
-  if (!GROUPED && B_IN_SCRATCH)
-    weights += ((w.b_batch0 ? b0 : 0) * (w.b_batch1 ? w.batch1 : 1) + (w.b_batch1 ? b1 : 0)) * matrix;
-  if (!GROUPED && !B_IN_SCRATCH) weights += b0 * w.b_batch0 + b1 * w.b_batch1;
+  const Rows<T> right = rows_of_weights(w, scratch, b0, b1, column0, WEIGHTS == 2 ? tid / (DEPTH / 8) >> 3 & 1 : 0);
+  const T* weights = right.at;
+  const i64 b_pitch = right.pitch, matrix = B_IN_SCRATCH ? w.n * b_pitch : w.b_batch0;
   const i64 rows = w.m - row0, columns = w.n - column0;
   const int chunk = chunk_size(w.k);
   i64 k0 = 0, depth = w.k;
@@ -244,16 +209,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
         }
 
     // Fragments of the next step are read while those of this one are multiplied.
-    const int wr = warp_n * MI * 16 + r, xr = warp_m * NI * 8 + r;
+    const int wr = warp_n * MI * 16, xr = warp_m * NI * 8;
     u32 stage = stages;
     uint4 xf[NI], wf[2][2];
     auto read_x = [&](int half, uint4 (&f)[NI]) {
 #pragma unroll
-      for (int j = 0; j < NI; j++) f[j] = fragment_of(a, stage + BN * LINE, xr + j * 8, half * 4 + c);
+      for (int j = 0; j < NI; j++) f[j] = fragment_of(a, stage + BN * LINE, xr + j * 8, half);
     };
     auto read_w = [&](int half, int i, uint4 (&f)[2]) {
-      f[0] = read16(stage + place_of<T>(wr + i * 16, half * 4 + c));
-      f[1] = read16(stage + place_of<T>(wr + i * 16 + 8, half * 4 + c));
+      f[0] = fragment_of((const T*)0, stage, wr + i * 16, half);
+      f[1] = fragment_of((const T*)0, stage, wr + i * 16 + 8, half);
     };
     // Waits for the stage of a turn, and refills that of the turn before, which all warps have read.
     auto enter = [&](int turn) {
@@ -300,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
 #pragma unroll
           for (int j = 0; j < NI; j++) {
             float (&sum)[4] = sums[i][j];
-            if (SPLIT && chunk0 > 0) put(scratch, chunk0 + slot, i * NI + j, sum);
+            if (SPLIT && chunk0 > 0) put(scratch, blockIdx.x, chunk0 + slot, i * NI + j, sum);
             if (ASIDE) {
               float4* at = aside + (i * NI + j) * THREADS;
               add(slot > 0 ? *at : make_float4(0, 0, 0, 0), sum);
@@ -327,17 +292,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
       // The first block's total stands for its chunks; the others' sums follow in order.
       if (chunk0 == 0) {
 #pragma unroll
-        for (int i = 0; i < MI * NI; i++) put(scratch, 0, i, sums[i / NI][i % NI]);
+        for (int i = 0; i < MI * NI; i++) put(scratch, blockIdx.x, 0, i, sums[i / NI][i % NI]);
       }
-      if (!is_last(scratch)) return;
+      if (!is_last(scratch, blockIdx.x)) return;
 #pragma unroll
-      for (int i = 0; i < MI * NI; i++) get(scratch, 0, i, sums[i / NI][i % NI]);
+      for (int i = 0; i < MI * NI; i++) get(scratch, blockIdx.x, 0, i, sums[i / NI][i % NI]);
 #pragma unroll MI * NI <= 8 ? 4 : 1
       for (int p = share; p < chunks; p++) {
 #pragma unroll
         for (int i = 0; i < MI * NI; i++) {
           float one[4];
-          get(scratch, p, i, one);
+          get(scratch, blockIdx.x, p, i, one);
 #pragma unroll
           for (int e = 0; e < 4; e++) sums[i / NI][i % NI][e] += one[e];
         }
@@ -364,64 +329,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_
 }
 """
 
-SPLITTING = r"""
-// Registers of a thread at one chunk of a tile; `piece` is one mma accumulator.
-INLINE float4* place(const Scratch& scratch, int chunk, int piece) {
-  constexpr int THREADS = 32 * WARPS_N * WARPS_M, PIECES = BN * BM / 4 / THREADS;
-  const i64 block = ((i64)blockIdx.x * MOST_CHUNKS + chunk) * PIECES + piece;
-  return (float4*)scratch.sums + block * THREADS + threadIdx.x;
-}
-INLINE void put(const Scratch& scratch, int chunk, int piece, const float (&sum)[4]) {
-  __stcg(place(scratch, chunk, piece), make_float4(sum[0], sum[1], sum[2], sum[3]));
-}
-INLINE void get(const Scratch& scratch, int chunk, int piece, float (&sum)[4]) {
-  const float4 v = __ldcg(place(scratch, chunk, piece));
-  sum[0] = v.x; sum[1] = v.y; sum[2] = v.z; sum[3] = v.w;
-}
-// Whether this block is the last of its tile to arrive; it leaves the counter at zero.
-INLINE bool is_last(const Scratch& scratch) {
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    u32* counter = scratch.counters + blockIdx.x;
-    last = atomicAdd(counter, 1u) == gridDim.y - 1;
-    if (last) *counter = 0;
-  }
-  __syncthreads();
-  if (last) __threadfence();
-  return last;
-}
-"""
-
-SCRATCH = r"""
-// Scratch memory: counters, A and the weights as 16-bit rows along k, sums of chunks.
-struct Scratch { u32* counters; T* a; T* b; i64 b_size; float* sums; };
-INLINE i64 rounded_up(i64 bytes) { return (bytes + 255) / 256 * 256; }
-INLINE Scratch scratch_of(const Words& w, i64 pitch) {
-  const i64 lefts = (w.a_batch0 ? w.batch0 : 1) * (w.a_batch1 ? w.batch1 : 1);
-  const i64 matrices = (w.b_batch0 ? groups_of(w) : 1) * (w.b_batch1 ? w.batch1 : 1);
-  u8* at = w.scratch + (SPLIT ? COUNTERS : 0);
-  Scratch s;
-  s.counters = (u32*)w.scratch;
-  s.a = (T*)at;
-  at += A_IN_SCRATCH ? rounded_up(lefts * w.m * pitch * 2) : 0;
-  s.b = (T*)at;
-  s.b_size = matrices * w.n * pitch;
-  at += B_IN_SCRATCH ? rounded_up(WEIGHTS * s.b_size * 2) : 0;
-  s.sums = (float*)at;
-  return s;
-}
-"""
-
 # Rounds A or the weights to 16-bit rows along k in scratch memory. A thread writes eight numbers.
 NARROW = r"""
 extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Words w) {
   start_next();
   wait_for_inputs();
   const u32 eights = (u32)(w.k + 7) / 8;
-  const i64 pitch = 8 * eights;
-  const Scratch scratch = scratch_of(w, pitch);
+  const i64 pitch = scratch_pitch(w);
+  const Scratch scratch = scratch_of(w);
   const u32 outer = OF_B ? (w.b_batch0 ? groups_of(w) : 1) : (w.a_batch0 ? w.batch0 : 1);
   const u32 inner = (OF_B ? w.b_batch1 : w.a_batch1) ? w.batch1 : 1;
   const u32 rows = OF_B ? w.n : w.m, count = (OF_B ? WEIGHTS : 1) * outer * inner * rows;
@@ -450,13 +365,6 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
 """
 
 
-def _constants(*, a: bool, b: bool, split: bool) -> str:
-    return f"""
-constexpr bool A_IN_SCRATCH = {flag(a)}, B_IN_SCRATCH = {flag(b)}, SPLIT = {flag(split)};
-constexpr i64 COUNTERS = {COUNTERS};
-"""
-
-
 def tile_source(
     kernel: MatmulKernel, variant: str, tile: Tile, *,
     shared_bytes: int, a: bool, b: bool, wide: bool, split: bool, early: bool,
@@ -467,24 +375,18 @@ def tile_source(
     constants = f"""
 constexpr int BN = {tile.columns}, BM = {tile.rows}, WARPS_N = {tile.warps[0]}, WARPS_M = {tile.warps[1]};
 constexpr int STAGES = {stages}, BLOCKS = {blocks}, DEPTH = {tile.depth};
+constexpr int COPIERS = {tile.threads}, ADDERS = {tile.threads}, FIRST_ADDER = 0;
 constexpr bool EARLY = {flag(early)}, ASIDE = {flag(tile.aside)};
 typedef {"A" if wide else "T"} Left;
 """
     splitting = SPLITTING if split else WITHOUT_SPLITTING
     text = KERNEL.replace("NAME", entry(kernel, variant))
-    head = preamble(kernel) + FRAGMENTS + _constants(a=a, b=b, split=split)
-    return head + constants + SCRATCH + splitting + text
-
-
-WITHOUT_SPLITTING = r"""
-INLINE void put(const Scratch&, int, int, const float (&)[4]) {}
-INLINE void get(const Scratch&, int, int, float (&)[4]) {}
-INLINE bool is_last(const Scratch&) { return true; }
-"""
+    head = preamble(kernel) + FRAGMENTS + staging_constants(a=a, b=b, split=split)
+    return head + constants + SCRATCH + OPERANDS + splitting + COPYING + text
 
 
 def narrow_source(kernel: MatmulKernel, variant: str, *, of_b: bool, a: bool, b: bool, split: bool) -> str:
-    head = preamble(kernel) + FRAGMENTS + _constants(a=a, b=b, split=split)
+    head = preamble(kernel) + FRAGMENTS + staging_constants(a=a, b=b, split=split)
     return f"{head}{SCRATCH}constexpr bool OF_B = {flag(of_b)};\n{NARROW.replace('NAME', entry(kernel, variant))}"
 
 
@@ -498,10 +400,8 @@ def matrices_in_scratch(kernel: MatmulKernel, words: Mapping[str, int], operand:
     return (groups if words[f"{operand}_batch0"] else 1) * (words["batch1"] if words[f"{operand}_batch1"] else 1)
 
 
-def scratch_bytes(
-    kernel: MatmulKernel, words: Mapping[str, int], tile: Tile, tiles: int, *, a: bool, b: bool, split: bool
-) -> int:
-    """Bytes of scratch memory, as the kernels lay it out."""
+def scratch_bytes(kernel: MatmulKernel, words: Mapping[str, int], sums: int, *, a: bool, b: bool, split: bool) -> int:
+    """Bytes of scratch memory, as the kernels lay it out; `sums`: elements of all tiles, which blocks share."""
     row = -(-words["k"] // 8) * 16
     total = COUNTERS if split else 0
     if a:
@@ -509,5 +409,5 @@ def scratch_bytes(
     if b:
         total += _rounded_up(kernel.weights * matrices_in_scratch(kernel, words, "b") * words["n"] * row)
     if split:
-        total += tiles * CHUNKS * tile.columns * tile.rows * 4
+        total += CHUNKS * sums * 4
     return total
