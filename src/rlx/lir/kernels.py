@@ -193,6 +193,7 @@ class AttentionKernel:
     segments: bool = False
     ragged: bool = False
     key_axes: str = "ds"  # of a page of k, s: slot, d: element; "sd" has the word `k_seq`
+    result: DType | None = None  # if not `dtype`
 
     kind = "attention"
 
@@ -239,7 +240,7 @@ class AttentionKernel:
     @cached_property
     def fingerprint(self) -> str:
         # At these defaults, digests do not include them.
-        later = {"ahead": 0, "segments": False, "ragged": False, "key_axes": "ds"}
+        later = {"ahead": 0, "segments": False, "ragged": False, "key_axes": "ds", "result": None}
         fields = {f: getattr(self, f) for f in self.__dataclass_fields__} | {"page": self.page or False}
         values = (value for name, value in fields.items() if name not in later or value != later[name])
         text = "|".join(map(repr, ("attention", *values)))
