@@ -195,6 +195,7 @@ class AttentionKernel:
     ragged: bool = False
     key_axes: str = "ds"  # of a page of k, s: slot, d: element; "sd" has the word `k_seq`
     appends: bool = False
+    result: DType | None = None  # if not `dtype`
 
     kind = "attention"
 
@@ -241,7 +242,7 @@ class AttentionKernel:
     @cached_property
     def fingerprint(self) -> str:
         # At these defaults, digests do not include them.
-        later = {"ahead": 0, "segments": False, "ragged": False, "key_axes": "ds", "appends": False}
+        later = {"ahead": 0, "segments": False, "ragged": False, "key_axes": "ds", "appends": False, "result": None}
         fields = {f: getattr(self, f) for f in self.__dataclass_fields__} | {"page": self.page or False}
         values = (value for name, value in fields.items() if name not in later or value != later[name])
         text = "|".join(map(repr, ("attention", *values)))

@@ -102,3 +102,24 @@ template <typename T> inline void multiply(T, float (&c)[4], const u32 (&a)[4], 
     }
   __syncwarp();
 }
+// Products of four warps, whose operand a is in registers: by rows of b, or by its columns, of which 64 are a panel.
+template <typename T, bool COLUMNS, int N>
+inline void multiply_four_warps(float (&sums)[N][4], const u32 (&a)[4], u64 b, int keep) {
+  static u32 operands[32][32][4];
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  memcpy(operands[warp][lane], a, sizeof(a));
+  __syncwarp();
+  for (int j = 0; j < N; j++)
+    for (int e = 0; e < 4; e++) {
+      float sum = keep ? sums[j][e] : 0;
+      const u32 n = 8 * j + lane % 4 * 2 + e % 2;
+      for (u32 k = 0; k < 16; k++) {
+        const u32 x = operands[warp][lane / 4 * 4 + k / 2 % 4][e / 2 + k / 8 * 2];
+        const u32 at = (u32)b * 16 + (COLUMNS ? n / 64 * (u32)(b >> 32) + k * 128 + n % 64 * 2 : n * 128 + k * 2);
+        const T y = *(const T*)(shared_memory + (at ^ (at >> 7 & 7) << 4));
+        sum = std::fmaf(widen(T{(u16)(x >> 16 * (k & 1))}), widen(y), sum);
+      }
+      sums[j][e] = sum;
+    }
+  __syncwarp();
+}

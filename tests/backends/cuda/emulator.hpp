@@ -372,9 +372,9 @@ inline void end_products() {}
 template <int N> inline void await_products() {}
 template <int N> inline void give_registers() {}
 template <int N> inline void take_registers() {}
-inline u64 matrix_at(u32 at) {
+inline u64 matrix_at(u32 at, u32 across = 16) {
   if (at % 1024) emulated::problem = "rows of a product begin at no multiple of 1,024 bytes";
-  return at / 16;
+  return at / 16 | (u64)across << 32;
 }
 // Like `mma_of`, 64 rows by 2 N columns; the pieces of a row are at piece ^ row % 8.
 template <class T, int N> inline void multiply_group(float (&sums)[N], u64 a, u64 b, int keep) {

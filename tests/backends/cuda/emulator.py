@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import mmap
 import re
 import shutil
@@ -30,7 +31,7 @@ from rlx.backends.cuda.gpu import Gpu
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.launch_plan import PlannedLaunch
 from rlx.backends.cuda.loops.emitter import Variant
-from rlx.backends.cuda.matmul.instructions import WARPGROUPS, instructions, multiply_group
+from rlx.backends.cuda.matmul.instructions import WARPGROUPS, instructions, multiply_group, multiply_registers
 from rlx.backends.cuda.matmul.warpgroups import GROUP_TILES
 from rlx.backends.cuda.prelude import PRELUDE
 from rlx.backends.cuda.scalars import SCALARS
@@ -55,6 +56,12 @@ _MULTIPLY = """template <int N> INLINE void multiply(float (&sums)[N], u64 a, u6
   multiply_group<T>(sums, a, b, keep);
 }
 """
+_MULTIPLY_REGISTERS = """template <int N>
+INLINE void {name}(float (&sums)[N][4], const u32 (&a)[4], u64 b, int keep) {{
+  multiply_four_warps<Stored, {columns}>(sums, a, b, keep);
+}}
+"""
+_OF_REGISTERS = ("multiply_rows", False), ("multiply_columns", True)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -157,6 +164,9 @@ class EmulatedGpu(Gpu):
             kernels = kernels.replace(instructions(kind).removeprefix(instructions(F32)), _MMA)
             for columns in {tile.columns for tile in GROUP_TILES.values()}:
                 kernels = kernels.replace(multiply_group(kind, columns), _MULTIPLY)
+            for columns, (name, transposed) in itertools.product(range(16, 129, 16), _OF_REGISTERS):
+                text = multiply_registers(kind, columns, name=name, transposed=transposed)
+                kernels = kernels.replace(text, _MULTIPLY_REGISTERS.format(name=name, columns=str(transposed).lower()))
         thunks = [
             f'extern "C" void call_{name}(const void* w) {{ {inside}{name}(*(const {inside}{words}*)w); }}'
             for name, words in _ENTRY.findall(kernels)

@@ -84,10 +84,12 @@ def strides(name: str, array: Array, axes: str, unit: int = 0) -> dict[str, int]
 def plan_of(kernel: AttentionKernel, words: dict[str, int], variant: str, workers: int) -> KernelPlan:
     """A plan with this variant, and this many workers per tile."""
     rows, units = words["q_len"] * kernel.group, words["batch"] * words["kv_heads"]
-    if variant.startswith("rows_"):
-        warps = int(variant[5:]) // 16
+    if variant.startswith(("rows_", "groups_")):
+        kind, height = variant.split("_")
+        warps = int(height) // 16
         grid = units * -(-rows // (16 * warps)) * generator.slices(kernel), 1, 1
-        return KernelPlan((Pass(variant, grid, warps * 32, generator.rows_shared(kernel, warps, SM_90)),))
+        shared = generator.rows_shared(kernel, warps, SM_90, groups=kind == "groups")
+        return KernelPlan((Pass(variant, grid, warps * 32, shared),))
     slices = generator.slices(kernel) if variant == "scalar" else 1
     shared = generator.scalar_shared(kernel) if variant == "scalar" else generator.splits_shared(kernel, SM_90)
     target = replace(SM_90, processors=workers * units * -(-rows // 16) * slices, shared_bytes=0)
@@ -98,7 +100,8 @@ def variants(kernel: AttentionKernel) -> list[tuple[str, int]]:
     """Variants and numbers of workers that give the same bits."""
     if not generator.on_tensor_cores(kernel):
         return [("scalar", 1), ("scalar", 3)]
-    return [("splits_early", 1), ("splits_early", 3), ("rows_64", 1)]
+    groups = [("groups_64", 1)] if generator.in_groups(kernel, SM_90) else []
+    return [("splits_early", 1), ("splits_early", 3), ("rows_64", 1), *groups]
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
@@ -206,7 +209,7 @@ def test_a_row_of_many_splits_has_the_bits_of_splits_in_order(gpu: EmulatedGpu) 
 def test_a_ring_wraps_around(gpu: EmulatedGpu) -> None:
     kernel = a_kernel(F32, 32, 2, "sliding", 100, cache=BF16, ring=True)
     case = Cached(kernel, (tuple(range(400, 420)), tuple(range(150, 170))), blocks=2)
-    results = [case.run(variant, workers, gpu) for variant, workers in (("splits_early", 3), ("rows_64", 1))]
+    results = [case.run(variant, workers, gpu) for variant, workers in variants(kernel)[1:]]
     np.testing.assert_allclose(results[0].astype(float), case.expected(), rtol=0, atol=TOLERANCE[BF16])
     assert len({result.tobytes() for result in results}) == 1
 
@@ -221,7 +224,7 @@ def test_ragged_tokens_of_a_sequence_share_its_keys(gpu: EmulatedGpu) -> None:
     positions[[5, 30]] = -1
     case = Cached(kernel, positions[:, None], kv_heads=2, rows=rows)
     plan = GENERATOR.plan(kernel, case.words(), SMALL)
-    assert [one.variant for one in plan.passes] == ["rows_64", "rest_64"]
+    assert [one.variant for one in plan.passes] == ["groups_64", "rest_64"]
     tiled, alone = case.run("", 1, gpu), case.run("splits", 1, gpu)
     np.testing.assert_allclose(tiled, case.expected(), rtol=0, atol=TOLERANCE[BF16])
     assert tiled.tobytes() == alone.tobytes()
@@ -286,8 +289,9 @@ def test_few_rows_are_spread_over_the_gpu_and_many_are_tiled() -> None:
     assert writer.plan(kernel, sizes(32, 1, 1024), SM_90) == KernelPlan(
         (Pass("splits_early", (256, 1, 1), 128, 73984),)
     )
-    assert [p.variant for p in writer.plan(kernel, sizes(1, 512, 4352), SM_90).passes] == ["rows_64"]
-    assert [p.variant for p in writer.plan(kernel, sizes(1, 4096, 4352), SM_90).passes] == ["rows_64"]
+    for target, name in ((SM_90, "groups_64"), (SM_80, "rows_64")):
+        assert [p.variant for p in writer.plan(kernel, sizes(1, 512, 4352), target).passes] == [name]
+        assert [p.variant for p in writer.plan(kernel, sizes(1, 4096, 4352), target).passes] == [name]
     assert writer.plan(kernel, sizes(0, 1, 64), SM_90) == KernelPlan(())
 
 
@@ -297,18 +301,22 @@ def test_tiles_fit_into_the_shared_memory_of_a_block(target: CudaTarget) -> None
         kernel = a_kernel(F32, dim, 4, cache=BF16)
         for batch, queries in ((1, 1), (64, 1), (1, 64), (4, 4096)):
             for one in AttentionGenerator().plan(kernel, sizes(batch, queries, 8192), target).passes:
-                declared = generator.STATIC_SHARED["rows" if one.variant.startswith("rows") else one.variant]
+                declared = generator.STATIC_SHARED[one.variant.removesuffix("_64")]
                 assert one.shared + declared <= target.shared_bytes, (dim, one)
 
 
 def assert_compiles(kernel: AttentionKernel, variant: str, target: CudaTarget) -> None:
     source = f"namespace one {{\n{AttentionGenerator().source(kernel, variant, target)}\n}}"
-    taken = compile_source(PRELUDE + source, target.arch).resources()[entry(kernel, variant)]
+    cubin = compile_source(PRELUDE + source, target.arch)
+    assert "C75" not in cubin.log, "products of groups run in the background"
+    taken = cubin.resources()[entry(kernel, variant)]
     assert taken.spilled <= 96 and taken.registers <= 255  # bytes of the local frame, arrays included
     assert taken.shared <= generator.STATIC_SHARED["scalar"]
 
 
-@pytest.mark.parametrize(("variant", "target"), [("splits_early", SM_90), ("rows_128", SM_80), ("scalar", SM_120)])
+@pytest.mark.parametrize(
+    ("variant", "target"), [("splits_early", SM_90), ("groups_64", SM_90), ("rows_128", SM_80), ("scalar", SM_120)]
+)
 def test_kernels_compile_within_budgets(variant: str, target: CudaTarget) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     kernel = a_kernel(F32, 128, 4, cache=F32 if variant == "scalar" else BF16)
@@ -320,7 +328,9 @@ def test_kernels_compile_within_budgets(variant: str, target: CudaTarget) -> Non
 def test_kernels_of_common_sizes_compile_within_budgets(target: CudaTarget) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for dim in (64, 80, 96, 128, 256):
-        for variant in ("splits", "rows_64", "rows_128"):
-            assert_compiles(a_kernel(F32, dim, 4, cache=BF16), variant, target)
+        kernel = a_kernel(F32, dim, 4, cache=BF16)
+        groups = ["groups_64"] if generator.in_groups(kernel, target) else []
+        for variant in ("splits", "rows_64", "rows_128", *groups):
+            assert_compiles(kernel, variant, target)
     for dtype in (F32, F64):
         assert_compiles(a_kernel(dtype, 64, 4, cache=dtype), "scalar", target)

@@ -13,6 +13,7 @@ from rlx.backends.cuda import nvrtc
 from rlx.backends.cuda.executable import CudaExecutable
 from rlx.backends.cuda.gpu import gpu, gpu_count
 from rlx.backends.cuda.memory import CudaAllocator
+from rlx.backends.cuda.store_factors import store_factors
 from rlx.backends.cuda.targets import BY_NAME, CudaTarget, cuda_target
 from rlx.errors import CapabilityError, nearest
 from rlx.lir import expressions, interface, kernels, loops, program, views
@@ -65,7 +66,7 @@ class CudaBackend(Backend):
         self, program: Program, target: Target, *, threads: int | None = None,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> CudaExecutable:  # fmt: skip
-        return CudaExecutable(program, cuda_target(target), gpu(self.index), inputs)
+        return CudaExecutable(store_factors(program), cuda_target(target), gpu(self.index), inputs)
 
     def kernel_text(self, kernels: Iterable[Kernel], target: Target, *, assembly: bool = False) -> str:
         from rlx.backends.cuda.kernel_text import kernel_text

@@ -126,10 +126,11 @@ def _fits(first: PlannedLaunch, second: PlannedLaunch, program: Program, readers
         return False
     outputs = [view for view in program.launches[first.number].views(written=True)]
     row = dict(zip(consumer.words, program.launches[second.number].words, strict=True))["a"]
-    if len(outputs) != 1 or not isinstance(row, View) or row.buffer != outputs[0].buffer or consumer.dtype is not F32:
+    if len(outputs) != 1 or not isinstance(row, View) or row.buffer != outputs[0].buffer or not consumer.dtype.is_float:
         return False
     alone = readers[row.buffer] == 1 and program.buffers[row.buffer].kind == ARENA
-    return alone and outputs[0].dtype is F32 and row.is_contiguous() and row.offset == 0
+    takes = outputs[0].dtype in (F32, multiplied(consumer))
+    return alone and takes and row.is_contiguous() and row.offset == 0
 
 
 def _joined(first: PlannedLaunch, second: PlannedLaunch, fetched: Mapping[str, int]) -> PlannedLaunch:

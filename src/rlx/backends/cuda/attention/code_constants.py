@@ -34,10 +34,10 @@ def raw_scores(kernel: AttentionKernel) -> bool:
 
 def words(kernel: AttentionKernel) -> str:
     """The struct of parameters."""
-    element, packed = C_TYPE[kernel.dtype], stored(kernel).is_packed
+    element, result, packed = C_TYPE[kernel.dtype], C_TYPE[kernel.result or kernel.dtype], stored(kernel).is_packed
     cache = "u16" if packed else C_TYPE[stored(kernel)]
     pointers = {
-        "q": f"const {element}*", "k": f"const {cache}*", "v": f"const {cache}*", "out": f"{element}*",
+        "q": f"const {element}*", "k": f"const {cache}*", "v": f"const {cache}*", "out": f"{result}*",
         "mask": f"const {mask_type(kernel)}*", "lse": f"{C_TYPE[kernel.dtype.wide]}*", "positions": "const i32*",
         "table": "const i32*", "rows": "const i32*",
     }  # fmt: skip
@@ -72,6 +72,7 @@ def constants(kernel: AttentionKernel, more: Mapping[str, int | bool], *, tensor
     packed = stored(kernel).is_packed
     types = {
         "Real": C_TYPE[F64 if kernel.dtype is F64 else F32], "Query": C_TYPE[kernel.dtype],
+        "Result": C_TYPE[kernel.result or kernel.dtype],
         "Stored": "u16" if packed else C_TYPE[stored(kernel)], "Mask": mask_type(kernel),
     }  # fmt: skip
     # Some variants do not need all constants.

@@ -1,7 +1,7 @@
 """CUDA C of `AttentionKernel`: which kernels run a launch, with which grid, and their source.
 
-Tensor cores take keys and values of 16 bits: `rows_64` has many rows per block and walks their keys (`rows_128` and
-`rows_64_shared`, with queries in shared memory, are alternatives that plans do not take);
+Tensor cores take keys and values of 16 bits: `rows_64` has many rows per block and walks their keys, as has `groups_64`
+on Hopper (`rows_128` and `rows_64_shared`, with queries in shared memory, are alternatives that plans do not take);
 `splits` has few rows and spreads the keys over blocks. Other types have `scalar`, which does both. All variants of a
 kernel give the same bits.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlx.backends.cuda.attention import instructions, rows_code, scalar_code, tensor_code
-from rlx.backends.cuda.attention.code_constants import constants, on_tensor_cores, words
+from rlx.backends.cuda.attention.code_constants import constants, on_tensor_cores, stored, words
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
+from rlx.backends.cuda.matmul.instructions import WARPGROUPS, multiply_registers
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.dtypes import DType
 from rlx.lir.kernels import AttentionKernel, Kernel
@@ -21,6 +22,7 @@ SPLIT, BLOCK = 128, 64  # keys, as in `rows_code`
 TILE = 16  # rows of a tile
 STATIC_SHARED = {
     "rows": 2 << 10,
+    "groups": 2 << 10,
     "splits": 8 << 10,
     "splits_early": 8 << 10,
     "scalar": 44 << 10,
@@ -29,6 +31,7 @@ FEW_TOKENS = 64  # ragged tokens up to which each is by itself
 MOST_SCRATCH = 256 << 20  # bytes of results of splits; a launch that would leave more takes its splits in order
 MOST_QUERIES = 48 << 10  # bytes of queries of a tile of `scalar`
 WIDEST_SLICE = 128  # columns of values per block
+PANEL_ALIGNMENT = 1024  # of tiles that groups of warps read
 
 
 def takes(dtype: DType, storage: DType, head_dim: int) -> bool:
@@ -49,12 +52,18 @@ class AttentionGenerator:
             if kernel.ragged and words["batch"] > FEW_TOKENS and 4 * TILE % kernel.group == 0:
                 return _ragged(kernel, words, target)
             blocks = units * -(-rows // (4 * TILE)) * slices(kernel)
-            shared = rows_shared(kernel, 4, target)
+            groups = in_groups(kernel, target)
+            shared = rows_shared(kernel, 4, target, groups=groups)
             # Two blocks of 64 rows per processor are faster than one of 128. A few rows have their keys spread instead.
             enough = rows > 2 * TILE and blocks >= target.processors // 2
             if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
+<<<<<<< HEAD
                 return KernelPlan((Pass("rows_64", (blocks, 1, 1), 128, shared),))
             early = target.capability >= 90 and kernel.appends and all(words[w] < 0 for w in _places(kernel))
+=======
+                return KernelPlan((Pass("groups_64" if groups else "rows_64", (blocks, 1, 1), 128, shared),))
+            early = target.capability >= 90 and kernel.cached and all(words[w] < 0 for w in _places(kernel))
+>>>>>>> h-tiles
             return spread(
                 kernel, "splits_early" if early else "splits", words, target, 1, splits_shared(kernel, target)
             )
@@ -78,7 +87,7 @@ class AttentionGenerator:
             parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
         elif variant.startswith(("splits", "rest")):
             more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
-            more["EARLY"] = variant == "splits_early"
+            more["EARLY"], more["PANELS"] = variant == "splits_early", False
             more["REST"] = int(variant.removeprefix("rest_")) if variant.startswith("rest_") else 0
             parts = [
                 *common,
@@ -86,14 +95,21 @@ class AttentionGenerator:
                 rows_code.LOG_SUM,
                 instructions.TENSOR,
                 tensor_code.TILES,
+                tensor_code.SINGLE_PRODUCTS,
                 tensor_code.SPLITS,
             ]
         else:
             warps, shared = _tile(variant)
             more = {"SLICE": slice_width(kernel), "SLICES": slices(kernel), "WARPS": warps}
+            groups = variant.startswith("groups")
+            more["PANELS"] = groups
             more["QUERIES_IN_REGISTERS"] = kernel.head_dim <= 128 and not shared
-            more["STAGES"] = stages(kernel, warps, target, queries=shared)
-            parts = [*common, rows_code.LOG_SUM, instructions.TENSOR, tensor_code.TILES, tensor_code.ROW_TILES]
+            more["STAGES"] = stages(kernel, warps, target, queries=shared, groups=groups)
+            products = [_group_instructions(kernel), tensor_code.GROUP_PRODUCTS]
+            if not groups:
+                products = [tensor_code.SINGLE_PRODUCTS]
+            instructions_and_tiles = [instructions.TENSOR, tensor_code.TILES]
+            parts = [*common, rows_code.LOG_SUM, *instructions_and_tiles, *products, tensor_code.ROW_TILES]
         text = "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
         return text.replace("ENTRY(", f"{name}(")
 
@@ -150,7 +166,20 @@ def splits_shared(kernel: AttentionKernel, target: CudaTarget) -> int:
     return (sum(tiles) if separate(kernel, target) else max(tiles)) + _small_tiles(kernel)
 
 
-def _stage_bytes(kernel: AttentionKernel) -> int:
+def in_groups(kernel: AttentionKernel, target: CudaTarget) -> bool:
+    """Whether the four warps of a block of 64 rows multiply together, which takes queries from registers."""
+    return target.multiplies_in_groups and kernel.head_dim <= 128
+
+
+def _group_instructions(kernel: AttentionKernel) -> str:
+    keys = multiply_registers(stored(kernel), BLOCK, name="multiply_rows", transposed=False)
+    values = multiply_registers(stored(kernel), slice_width(kernel), name="multiply_columns", transposed=True)
+    return WARPGROUPS + keys + values
+
+
+def _stage_bytes(kernel: AttentionKernel, groups: bool) -> int:
+    if groups:
+        return BLOCK * 128 * (-(-kernel.head_dim // 64) + -(-slice_width(kernel) // 64))
     return BLOCK * (_row_bytes(kernel.head_dim) + _row_bytes(slice_width(kernel)))
 
 
@@ -165,15 +194,19 @@ def _query_bytes(kernel: AttentionKernel, warps: int, queries: bool) -> int:
     return warps * TILE * _row_bytes(kernel.head_dim) if kernel.head_dim > 128 or queries else 0
 
 
-def stages(kernel: AttentionKernel, warps: int, target: CudaTarget, *, queries: bool = False) -> int:
+def stages(
+    kernel: AttentionKernel, warps: int, target: CudaTarget, *, queries: bool = False, groups: bool = False
+) -> int:
     """Blocks of keys and values in memory: the current one, and the next if there is space."""
-    total = _query_bytes(kernel, warps, queries) + 2 * _stage_bytes(kernel) + STATIC_SHARED["rows"]
+    total = _query_bytes(kernel, warps, queries) + 2 * _stage_bytes(kernel, groups) + STATIC_SHARED["rows"]
     return 2 if total <= target.shared_bytes else 1
 
 
-def rows_shared(kernel: AttentionKernel, warps: int, target: CudaTarget, *, queries: bool = False) -> int:
-    stage_bytes = stages(kernel, warps, target, queries=queries) * _stage_bytes(kernel)
-    return _query_bytes(kernel, warps, queries) + stage_bytes
+def rows_shared(
+    kernel: AttentionKernel, warps: int, target: CudaTarget, *, queries: bool = False, groups: bool = False
+) -> int:
+    count = stages(kernel, warps, target, queries=queries, groups=groups)
+    return _query_bytes(kernel, warps, queries) + count * _stage_bytes(kernel, groups) + PANEL_ALIGNMENT * groups
 
 
 # -- ragged tokens ----------------------------------------------------------------------------------------------------
@@ -183,7 +216,9 @@ def _ragged(kernel: AttentionKernel, words: Mapping[str, int], target: CudaTarge
     tiles = heads * -(-tokens * kernel.group // (4 * TILE)) * slices(kernel)
     shared = splits_shared(kernel, target)
     blocks = min(tokens * heads, target.processors * _resident("splits", shared, target))
-    rows = Pass("rows_64", (tiles, 1, 1), 128, rows_shared(kernel, 4, target))
+    groups = in_groups(kernel, target)
+    name, rows_bytes = "groups_64" if groups else "rows_64", rows_shared(kernel, 4, target, groups=groups)
+    rows = Pass(name, (tiles, 1, 1), 128, rows_bytes)
     return KernelPlan((rows, Pass("rest_64", (blocks, 1, 1), 128, shared)))
 
 

@@ -8,7 +8,15 @@ TILES = r"""
 constexpr int HEAD_STEPS = (HEAD_DIM + 15) / 16;        // of 16 elements of a head
 constexpr int HEAD_PITCH = (HEAD_STEPS * 2 | 1) * 16;   // bytes of a row of a tile of keys
 constexpr int VALUE_PITCH = (SLICE / 8 | 1) * 16;       // SLICE is a multiple of 16
+// Groups of four warps read panels: columns in sixty-fours, whose chunks are at chunk ^ row % 8.
+constexpr int PANEL = BLOCK * 128;
+template <bool VALUES> INLINE u32 chunk_at(u32 tile, i32 row, i32 chunk) {
+  if (PANELS) return tile + (chunk >> 3) * PANEL + row * 128 + ((chunk ^ row) & 7) * 16;
+  return tile + row * (VALUES ? VALUE_PITCH : HEAD_PITCH) + chunk * 16;
+}
 constexpr bool CHUNKS = HEAD_DIM % 8 == 0 && VALUE_DIM % 8 == 0;
+
+INLINE void show_copies();  // to products
 
 constexpr u32 ONES = STORED_ONE << 16 | STORED_ONE;
 INLINE bool is_finite(u32 bits) { return (bits & STORED_EXPONENT) != STORED_EXPONENT; }
@@ -35,11 +43,16 @@ enum Which { ALL, OLD, LATE };
 // Starts to copy keys, or the columns of a slice of values, from position `first` on; those that no row sees are zeros.
 template <bool VALUES, int COUNT, int THREADS, Which WHICH = ALL>
 INLINE void load_tile(
+<<<<<<< HEAD
     const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned,
     i32 fresh = LARGEST) {
   const auto is_asked = [&](i32 key) { return WHICH == ALL || (key >= fresh && key <= seen.high) == (WHICH == LATE); };
   if (WHICH == LATE && (seen.high < fresh || fresh >= first + COUNT)) return;
   constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2, PITCH = VALUES ? VALUE_PITCH : HEAD_PITCH;
+=======
+    const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned) {
+  constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2;
+>>>>>>> h-tiles
   constexpr int END = VALUES ? VALUE_DIM : HEAD_DIM;
   const Stored* base = VALUES ? source.v : source.k;
   const i64 stride = VALUES ? w.v_seq : w.k_seq;
@@ -55,6 +68,7 @@ INLINE void load_tile(
     const bool exists = place.k >= 0;
     const Stored* rows = base + (exists ? (VALUES ? place.v : place.k) : 0);
     if (CHUNKS && WHOLE_BLOCKS && aligned) {
+<<<<<<< HEAD
       // A thread copies the same chunk of every RISE-th row. Code that runs once is short: it is fetched as it runs.
       constexpr i32 RISE = THREADS / WIDTH > 0 ? THREADS / WIDTH : 1;
       const i32 chunk = threadIdx.x % WIDTH, from = column + chunk * 8;
@@ -69,6 +83,15 @@ INLINE void load_tile(
         if (!is_asked(key)) continue;
         const bool present = inside && key >= low && key <= high;
         copy_chunk(to, present ? at : base, present);
+=======
+#pragma unroll
+      for (int i = 0; i < BLOCK * WIDTH; i += THREADS) {
+        const i32 slot = (i + threadIdx.x) / WIDTH, chunk = (i + threadIdx.x) % WIDTH, from = column + chunk * 8;
+        if (BLOCK * WIDTH % THREADS && i + threadIdx.x >= BLOCK * WIDTH) break;
+        const bool present = exists && start + slot >= low && start + slot <= high && from < END;
+        const u32 to = chunk_at<VALUES>(tile, block + slot, chunk);
+        copy_chunk(to, present ? rows + slot * stride + from : base, present);
+>>>>>>> h-tiles
       }
     } else {
 #pragma unroll 1
@@ -83,7 +106,7 @@ INLINE void load_tile(
           row = base + (VALUES ? own.v : own.k);
           if (!present) report_missing(w, seen, start + slot, 1);
         }
-        gather_chunk(tile + (block + slot) * PITCH + chunk * 16, row, from, present ? END : 0);
+        gather_chunk(chunk_at<VALUES>(tile, block + slot, chunk), row, from, present ? END : 0);
       }
     }
   }
@@ -101,7 +124,7 @@ template <int COUNT, int THREADS> INLINE bool has_infinite(u32 tile) {
   bool result = false;
 #pragma unroll 4
   for (int i = threadIdx.x; i < COUNT * (SLICE / 8); i += THREADS) {
-    const uint4 x = load_chunk(tile + i / (SLICE / 8) * VALUE_PITCH + i % (SLICE / 8) * 16);
+    const uint4 x = load_chunk(chunk_at<true>(tile, i / (SLICE / 8), i % (SLICE / 8)));
     result |= finite(x.x) != x.x || finite(x.y) != x.y || finite(x.z) != x.z || finite(x.w) != x.w;
   }
   return result;
@@ -110,17 +133,19 @@ template <int COUNT, int THREADS> INLINE void remove_infinite(u32 tile) {
   __syncthreads();
 #pragma unroll 1
   for (int i = threadIdx.x; i < COUNT * (SLICE / 8); i += THREADS) {
-    const u32 at = tile + i / (SLICE / 8) * VALUE_PITCH + i % (SLICE / 8) * 16;
+    const u32 at = chunk_at<true>(tile, i / (SLICE / 8), i % (SLICE / 8));
     const uint4 x = load_chunk(at);
     store_chunk(at, {finite(x.x), finite(x.y), finite(x.z), finite(x.w)});
   }
+  show_copies();
   __syncthreads();
 }
-// Adds what is not finite of a key to the results of two rows, if their weights are not zero.
-template <int TILES_OF_8> INLINE void add_infinite(float (&c)[TILES_OF_8][4], u32 key, bool first, bool second) {
+// Adds what is not finite of a key to the results of two rows, if their weights are not zero. `chunk`: of 8 columns.
+template <int TILES_OF_8>
+INLINE void add_infinite(float (&c)[TILES_OF_8][4], u32 tile, i32 key, i32 chunk, bool first, bool second) {
 #pragma unroll
   for (int i = 0; i < TILES_OF_8; i++) {
-    const u32 pair = load_word(key + i * 16 + (threadIdx.x & 3) * 4);
+    const u32 pair = load_word(chunk_at<true>(tile, key, chunk + i) + (threadIdx.x & 3) * 4);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const u32 bits = e ? pair >> 16 : pair & 0xffff;
@@ -357,7 +382,7 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
 #pragma unroll
         for (int i = 0; i < OWN_PAIRS; i++)
           if (warp + 4 * i < PAIRS)
-            add_infinite<2>(part[i], values + key * VALUE_PITCH + (warp + 4 * i) * 32, first, second);
+            add_infinite<2>(part[i], values, key, (warp + 4 * i) * 2, first, second);
       }
       remove_infinite<SPLIT, 128>(values);
     }
@@ -420,7 +445,7 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
       const i32 r = line + 8 * j, query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
       if (r >= rows) continue;
       if (warp == 0 && (lane & 3) == 0) store_log_sum(w, batch, query_head, query, state[j]);
-      Query* to = w.out + batch * w.out_batch + query * w.out_seq + query_head * w.out_head;
+      Result* to = w.out + batch * w.out_batch + query * w.out_seq + query_head * w.out_head;
       const float factor = inverse(state[j].total);
 #pragma unroll
       for (int i = 0; i < OWN_PAIRS; i++)
@@ -437,7 +462,7 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
     const i32 query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
     if (r >= rows) return;
     if (column == 0) store_log_sum(w, batch, query_head, query, total);
-    Query* to = w.out + batch * w.out_batch + query * w.out_seq + query_head * w.out_head;
+    Result* to = w.out + batch * w.out_batch + query * w.out_seq + query_head * w.out_head;
     const float factor = inverse(total.total);
     for (i32 c = 0; c < 4; c++)
       if (column + c < VALUE_DIM) store(to + column + c, sum.x[c] * factor);
@@ -461,18 +486,47 @@ extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ 
 }
 """
 
+# Products of four warps together (wgmma), or of each by itself.
+GROUP_PRODUCTS = r"""
+INLINE void show_copies() { see_copies(); }
+template <int STEPS> INLINE void products_with_keys(float (&s)[BLOCK / 8][4], const u32 (&a)[STEPS][4], u32 keys) {
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < STEPS; step++)
+    multiply_rows(s, a[step], matrix_at(keys + step / 4 * PANEL) + step % 4 * 2, step > 0);
+  end_products();
+  await_products<0>();
+}
+INLINE void start_products_with_values(float (&part)[SLICE / 8][4], const u32 (&p)[BLOCK / 16][4], u32 values) {
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < BLOCK / 16; step++)
+    multiply_columns(part, p[step], matrix_at(values, PANEL) + step * 128, 1);
+  end_products();
+}
+"""
+SINGLE_PRODUCTS = r"""
+INLINE void show_copies() {}
+template <int STEPS> INLINE void products_with_keys(float (&)[BLOCK / 8][4], const u32 (&)[STEPS][4], u32) {}
+INLINE void start_products_with_values(float (&)[SLICE / 8][4], const u32 (&)[BLOCK / 16][4], u32) {}
+template <int N> INLINE void await_products() {}
+"""
+
 # A block has WARPS · 16 rows and walks all their keys, block by block, with the next one on its way. A warp has 16
-# rows, with the results of the current split and those of all splits before in registers.
+# rows, with the results of the current split and those of all splits before in registers. With PANELS its four warps
+# multiply together: rows that see nothing of a block have weights of zero there.
 ROW_TILES = r"""
 constexpr int THREADS = WARPS * 32, TILE_ROWS = WARPS * 16, COLUMN_TILES = SLICE / 8;
-constexpr int KEY_BYTES = BLOCK * HEAD_PITCH, STAGE_BYTES = KEY_BYTES + BLOCK * VALUE_PITCH;
+constexpr int KEY_BYTES = PANELS ? (HEAD_STEPS + 3) / 4 * PANEL : BLOCK * HEAD_PITCH;
+constexpr int STAGE_BYTES = KEY_BYTES + (PANELS ? (SLICE + 63) / 64 * PANEL : BLOCK * VALUE_PITCH);
 
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constant__ Words w) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ Range ranges[TILE_ROWS];
   __shared__ bool members[RAGGED ? TILE_ROWS : 1];  // of the current sequence
   const i32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2;
-  const u32 stages = shared_address(shared), query_tile = stages + STAGES * STAGE_BYTES + warp * 16 * HEAD_PITCH;
+  const u32 start = shared_address(shared), stages = PANELS ? (start + 1023) / 1024 * 1024 : start;
+  const u32 query_tile = stages + STAGES * STAGE_BYTES + warp * 16 * HEAD_PITCH;
   const i32 all_rows = (i32)(RAGGED ? w.batch : w.q_len) * GROUP, tiles = (all_rows + TILE_ROWS - 1) / TILE_ROWS;
   const i32 slice = blockIdx.x % SLICES, place = blockIdx.x / SLICES, kv_heads = (i32)w.kv_heads;
   const i32 units = RAGGED ? kv_heads : (i32)w.batch * kv_heads;
@@ -581,6 +635,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
       const i32 begin = block * BLOCK;
       const u32 keys = stages + (STAGES == 2 && (block & 1) ? STAGE_BYTES : 0), values = keys + KEY_BYTES;
       wait_for_copies<0>();
+      show_copies();
       bool infinite_values = false;
       // The block is there, and every warp is done with the one before.
       if (uneven && !is_common(seen, begin, BLOCK))
@@ -590,10 +645,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
       if (STAGES == 2 && block < last) load(block + 1);
       if (block % BLOCKS_OF_SPLIT == 0) merge_split();
       const bool visible = begin <= own.high && begin + BLOCK > own.low;
-      u32 p[BLOCK / 16][4];
+      u32 p[BLOCK / 16][4] = {};
+      float s[BLOCK / 8][4];
+      if constexpr (PANELS) products_with_keys(s, a, keys);
       if (visible) {
-        float s[BLOCK / 8][4];
-        multiply_keys<BLOCK / 8>(s, loaded, keys);
+        if constexpr (!PANELS) multiply_keys<BLOCK / 8>(s, loaded, keys);
         score<BLOCK / 8>(s, own_rows, begin + (lane & 3) * 2, is_common(own, begin, BLOCK));
         float top[2] = {split_top[0], split_top[1]}, kept[2], base[2];
         largest<BLOCK / 8>(top, s);
@@ -630,18 +686,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
               if (i == key / 8) first = p[i >> 1][2 * (i & 1)], second = p[i >> 1][2 * (i & 1) + 1];
             first = __shfl_sync(~0u, first, line * 4 + (key % 8 >> 1)) >> 16 * (key & 1) & 0xffff;
             second = __shfl_sync(~0u, second, line * 4 + (key % 8 >> 1)) >> 16 * (key & 1) & 0xffff;
-            add_infinite(part, values + key * VALUE_PITCH, first, second);
+            add_infinite(part, values, key, 0, first, second);
           }
         }
         remove_infinite<BLOCK, THREADS>(values);
       }
+      if constexpr (PANELS) start_products_with_values(part, p, values);
       if (visible) {
 #pragma unroll
         for (int step = 0; step < BLOCK / 16; step++) {
           multiply(Stored{}, sums, p[step], ONES, ONES);
-          multiply_values<COLUMN_TILES>(part, p[step], values + step * 16 * VALUE_PITCH);
+          if constexpr (!PANELS) multiply_values<COLUMN_TILES>(part, p[step], values + step * 16 * VALUE_PITCH);
         }
       }
+      if constexpr (PANELS) await_products<0>();
       if (STAGES == 1) {
         __syncthreads();
         if (block < last) load(block + 1);
@@ -656,7 +714,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
     const At at = at_row(r);
     if (r >= rows || !written[j]) continue;
     if (slice == 0 && (lane & 3) == 0) store_log_sum(w, at.batch, at.head, at.query, state[j]);
-    Query* to = w.out + at.batch * w.out_batch + at.query * w.out_seq + at.head * w.out_head;
+    Result* to = w.out + at.batch * w.out_batch + at.query * w.out_seq + at.head * w.out_head;
     const float factor = inverse(state[j].total);
 #pragma unroll
     for (int i = 0; i < COLUMN_TILES; i++) {

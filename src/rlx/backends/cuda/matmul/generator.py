@@ -256,8 +256,10 @@ def tile_choices(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTar
     """All tiles and splits that fit, with estimates."""
     chunks = chunk_count(words["k"])
     choices = []
-    groups = GROUP_TILES if target.multiplies_in_groups and not kernel.grouped else {}
-    for tile in (*TILES.values(), *groups.values()):
+    candidates: list[Tile | GroupTile] = [*TILES.values()]
+    if target.multiplies_in_groups and not kernel.grouped:
+        candidates += GROUP_TILES.values()
+    for tile in candidates:
         if tile.stages_in(target.shared_bytes) < 3 or tile.shared(target.shared_bytes) > target.shared_bytes:
             continue
         count = _tiles(kernel, words, tile)
@@ -265,7 +267,10 @@ def tile_choices(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTar
         for splits in (1, 2, 4, 8):
             if splits > (chunks if may_split else 1):
                 continue
-            seconds = (_group_seconds if isinstance(tile, GroupTile) else _seconds)(kernel, words, target, tile, splits)
+            if isinstance(tile, GroupTile):
+                seconds = _group_seconds(kernel, words, target, tile, splits)
+            else:
+                seconds = _seconds(kernel, words, target, tile, splits)
             choices.append(Choice(tile, splits, seconds + NARROWING * _narrows_a(kernel, tile)))
     return choices
 

@@ -81,8 +81,11 @@ INLINE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int N> INLINE void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
 }
-// Describes rows of 128 bytes in shared memory, whose pieces of 16 bytes are at piece ^ row % 8.
-INLINE u64 matrix_at(u32 at) { return (u64)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+// Describes rows of 128 bytes in shared memory, whose pieces of 16 bytes are at piece ^ row % 8. `across`: bytes from
+// 64 columns to the next 64, where products add up over rows.
+INLINE u64 matrix_at(u32 at, u32 across = 16) {
+  return (u64)((at & 0x3ffff) >> 4) | (u64)(across >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
 template <int N> INLINE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
 template <int N> INLINE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
 """
@@ -99,5 +102,22 @@ INLINE void multiply(float (&sums)[{count}], u64 a, u64 b, int keep) {{
       "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{name}.{name} "
       "{{{sums}}}, %{count}, %{count + 1}, keep, 1, 1, 0, 0;\\n}}"
       : {outputs} : "l"(a), "l"(b), "r"(keep));
+}}
+"""
+
+
+def multiply_registers(kind: DType, columns: int, *, name: str, transposed: bool) -> str:
+    """A function that multiplies 64 rows of a, in the registers of four warps, by rows or columns of b, 16 deep."""
+    element, tiles = "bf16" if kind is BF16 else "f16", columns // 8
+    count = columns // 2
+    sums = ",".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(sums[{i // 4}][{i % 4}])' for i in range(count))
+    a = ",".join(f"%{count + i}" for i in range(4))
+    return f"""
+INLINE void {name}(float (&sums)[{tiles}][4], const u32 (&a)[4], u64 b, int keep) {{
+  asm volatile("{{\\n.reg .pred keep;\\nsetp.ne.b32 keep, %{count + 5}, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{element}.{element} "
+      "{{{sums}}}, {{{a}}}, %{count + 4}, keep, 1, 1, {int(transposed)};\\n}}"
+      : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
 }}
 """

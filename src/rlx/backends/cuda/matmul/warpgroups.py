@@ -30,7 +30,6 @@ SHEET = 16 * 72 * 4  # bytes of a warp's sums on their way to the epilogue
 ALIGNMENT = 1024  # of a stage
 BARRIERS = 16  # bytes of a stage's two
 DECLARED = 128  # bytes of shared memory that a kernel declares itself
-COPYING_REGISTERS = 56  # of a thread that copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,13 @@ class GroupTile:
 
     @property
     def registers(self) -> int:
-        """Per thread that multiplies: what the others leave of 64 k, in eights."""
-        return min(240, (65536 // 128 - COPYING_REGISTERS) // self.groups // 8 * 8)
+        """Per thread that multiplies."""
+        return {1: 240, 2: 224, 3: 152}[self.groups]
+
+    @property
+    def copying_registers(self) -> int:
+        """Per thread that copies: those of a thread of each group make 512."""
+        return min(96, 512 - self.groups * self.registers)
 
     def stages_in(self, shared_bytes: int) -> int:
         return min(8, (shared_bytes - DECLARED - self._fixed_bytes) // (self._stage_bytes + BARRIERS))
@@ -106,6 +110,12 @@ INLINE Share share_of(const Words& w) {
   return {chunk, chunks, share, first, last, (i64)first * chunk, least((i64)last * chunk, w.k)};
 }
 
+// Copies 16 bytes of every sixteenth row of a stage.
+template <int COUNT> INLINE void copy_sixteens(u32 to, const T* from, i64 step) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++, from += step) copy16(to + i * 16 * LINE, from, 16);
+}
+
 INLINE void copy_stages(const Words& w, u32 stages, Barriers barriers) {
   const Scratch scratch = scratch_of(w);
   const Share own = share_of(w);
@@ -134,14 +144,23 @@ INLINE void copy_stages(const Words& w, u32 stages, Barriers barriers) {
     const Place at = place_of(w, tile);
     const Rows<T> right = weights_of_tile(at);
     const Rows<Left> left = rows_of_a(w, scratch, at.b0, at.b1, at.row0);
-    const bool a_aligned = aligned(left.at, left.pitch), whole = a_aligned && aligned(right.at, right.pitch);
+    const bool a_aligned = aligned(left.at, left.pitch), both = a_aligned && aligned(right.at, right.pitch);
+    // Most tiles need no checks: nothing is past an end.
+    const bool inside = both && own.end % DEPTH == 0 && w.m - at.row0 >= BM && w.n - at.column0 >= COLUMNS;
+    const int piece = threadIdx.x % 8, row = threadIdx.x / 8;
+    const u32 to = stages + place_of<T>(row, piece);
+    const T* a = left.at + row * left.pitch + 8 * piece;
+    const T* b = right.at + (WEIGHTS == 2 ? row & 7 : row) * right.pitch + 8 * piece;
 #pragma unroll 1
     for (i64 k = own.begin; k < own.end; k += DEPTH) {
       wait_for_phase(barriers.empty + 8 * stage, phase);
-      if (early > 0) early--; else copy_weights(right, w.n - at.column0, stage, k);
-      copy_rows<BM, 16>(stages + stage * STAGE, left.at + k, left.pitch, w.m - at.row0, own.end - k, a_aligned);
-      if (!whole) await<0>();
-      if (whole) arrive_after_copies(barriers.full + 8 * stage); else arrive(barriers.full + 8 * stage);
+      if (early > 0) early--;
+      else if (inside) copy_sixteens<BN / 16>(to + stage * STAGE + BM * LINE, b + k, 16 / WEIGHTS * right.pitch);
+      else copy_weights(right, w.n - at.column0, stage, k);
+      if (inside) copy_sixteens<BM / 16>(to + stage * STAGE, a + k, 16 * left.pitch);
+      else copy_rows<BM, 16>(stages + stage * STAGE, left.at + k, left.pitch, w.m - at.row0, own.end - k, a_aligned);
+      if (!both) await<0>();
+      if (both) arrive_after_copies(barriers.full + 8 * stage); else arrive(barriers.full + 8 * stage);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
   }
@@ -273,7 +292,7 @@ def source(
     constants = f"""
 constexpr int BN = {tile.columns}, BM = {tile.rows}, THREADS = {tile.threads}, STAGES = {tile.stages_in(shared_bytes)};
 constexpr int DEPTH = {DEPTH}, COPIERS = 128, ADDERS = {tile.threads - 128}, FIRST_ADDER = 128;
-constexpr int COPYING_REGISTERS = {COPYING_REGISTERS}, REGISTERS = {tile.registers}, ALIGNMENT = {ALIGNMENT};
+constexpr int COPYING_REGISTERS = {tile.copying_registers}, REGISTERS = {tile.registers}, ALIGNMENT = {ALIGNMENT};
 constexpr bool EARLY = {flag(early)};
 typedef T Left;
 """
