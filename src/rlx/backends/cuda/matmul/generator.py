@@ -148,7 +148,9 @@ def plan_rows(
     pairs = m * batch if grouped else batch
 
     def shared_bytes(choice: RowsChoice) -> int:
-        return rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
+        taken = rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
+        # One block per processor: with two, those of the next launch gather where there is room, and stay behind.
+        return max(taken, target.shared_bytes // 2 + 2048) if choice.once else taken
 
     early = _are_early(kernel, words)
     choice = choice or (_once(n, k, kernel.weights, target) if early and pairs == 1 and k % 32 == 0 else None)
@@ -179,15 +181,14 @@ def choose_rows(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice:
     return RowsChoice(16, teams)
 
 
-MOST_AT_ONCE = 100 << 10  # bytes of weights of a block: two launches have room on a processor
+MOST_AT_ONCE = 100 << 10  # bytes of weights of a block
 MOST_TEAMS_AT_ONCE = 3
 
 
 def _once(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice | None:
     """One block per processor, which asks for all its weights at once; None if they are too many.
 
-    Launches after it have room beside it, so their weights are on their way too. Of equal shares, the one with the
-    most rows per warp; few rounds come first.
+    The choice with the least weights for the busiest processor, then the fewest rounds.
     """
     steps, chunks, best = -(-chunk_size(k) // 32), chunk_count(k), None
     for height in (16, 8):
