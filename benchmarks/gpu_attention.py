@@ -10,6 +10,7 @@ all variants of a case agree bit by bit. Takes less than a minute.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -114,11 +115,13 @@ def plans(words: Mapping[str, int], device: Gpu) -> dict[str, KernelPlan]:
     target = device.target
     result = {"chosen": generator.AttentionGenerator().plan(KERNEL, words, target)}
     rows, units = words["q_len"] * KERNEL.group, words["batch"] * words["kv_heads"]
-    for warps, queries in ((4, False), (4, True), (8, False), (8, True)):
+    kinds = ["rows", "rows_shared", *(["groups"] if generator.in_groups(KERNEL, target) else [])]
+    for warps, kind in itertools.product((4, 8), kinds):
         if rows >= warps * 16:
             blocks = units * -(-rows // (warps * 16))
-            shared = generator.rows_shared(KERNEL, warps, target, queries=queries)
-            name = f"rows_{warps * 16}" + "_shared" * queries
+            queries, groups = kind == "rows_shared", kind == "groups"
+            shared = generator.rows_shared(KERNEL, warps, target, queries=queries, groups=groups)
+            name = f"{kind.split('_')[0]}_{warps * 16}" + "_shared" * queries
             result[name] = KernelPlan((Pass(name, (blocks, 1, 1), warps * 32, shared),))
     if rows <= 64:
         shared = generator.splits_shared(KERNEL, target)

@@ -41,8 +41,8 @@ SPREAD = 256 << 20  # bytes that the copies of a case cover at least
 PATTERN = 1 << 22  # random numbers, which repeat
 SCRATCH = 1 << 30
 FEW = 8
-MEDIUM = 256  # rows up to which groups of warps are not tried
-RIVALS = 5  # tiles of a case
+LARGE = 512  # rows from which every tile is tried
+GROUPS, RIVALS = 8, 5  # variants of groups of warps and of others per case
 
 
 @dataclass(frozen=True)
@@ -194,12 +194,11 @@ def plans(case: Case, kernel: MatmulKernel, words: dict[str, int], device: Gpu) 
             add(plan_rows(kernel, words, target, choice=RowsChoice(height, teams)))
     if case.m >= FEW:
         choices = sorted(tile_choices(kernel, words, target), key=lambda c: c.seconds)
-        groups = [choice for choice in choices if isinstance(choice.tile, GroupTile)]
-        for choice in groups if case.m > MEDIUM else ():
-            add(plan_tiles(kernel, words, target, choice=choice))
-        others = [c for c in choices if isinstance(c.tile, Tile) and (case.m > MEDIUM or c.tile.rows <= 2 * case.m)]
-        best = {choice.tile.name: choice for choice in reversed(others)}
-        for choice in sorted(best.values(), key=lambda c: c.seconds)[: RIVALS if case.m <= MEDIUM else 1]:
+        choices = [c for c in choices if case.m >= LARGE or c.tile.rows <= 2 * case.m]
+        groups = [c for c in choices if isinstance(c.tile, GroupTile)]
+        alone = [c for c in choices if isinstance(c.tile, Tile)]
+        best = {choice.tile.name: choice for choice in reversed(alone)}.values()  # of each tile, the best split
+        for choice in (*groups[:GROUPS], *sorted(best, key=lambda c: c.seconds)[: 1 if case.m >= LARGE else RIVALS]):
             add(plan_tiles(kernel, words, target, choice=choice))
     return rivals
 

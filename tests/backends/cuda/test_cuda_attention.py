@@ -104,7 +104,7 @@ def variants(kernel: AttentionKernel) -> list[tuple[str, int]]:
     """Variants and numbers of workers that give the same bits."""
     if not generator.on_tensor_cores(kernel):
         return [("scalar", 1), ("scalar", 3)]
-    groups = [("groups_64", 1)] if generator.in_groups(kernel, SM_90) else []
+    groups = [("groups_64", 1), ("groups_128", 1)] if generator.in_groups(kernel, SM_90) else []
     clusters = [("splits_early_c8", 1), ("splits_c2", 3)]
     return [("splits_early", 1), ("splits_early", 3), ("rows_64", 1), *groups, *clusters]
 
