@@ -266,9 +266,10 @@ def _group_seconds(
     depth = min(share * chunk_size(words["k"]), words["k"])
     copied, products = (tile.columns + tile.rows) * depth * 2, tile.columns * tile.rows * depth
     turns = -(-count // max(1, target.processors * tile.blocks // splits))
+    shared = min(tile.blocks, -(-count * splits // target.processors))  # blocks that a processor runs at a time
     sums = 0 if splits == 1 else tile.columns * tile.rows * 4  # bytes of a chunk
     adds = 0 if splits == 1 else LAST_BLOCK + (chunks + 1) * sums / READ_RATE
-    return START + turns * (max(copied / GROUP_READ_RATE, products / GROUP_RATE[tile.name]) + TILE_END + adds)
+    return START + turns * (shared * max(copied / GROUP_READ_RATE, products / GROUP_RATE[tile.name]) + TILE_END + adds)
 
 
 # -- f32 and f64 ------------------------------------------------------------------------------------------------------
