@@ -20,6 +20,7 @@ INLINE void finish_rows(const Words& w, i64 b0, i64 b1, i64 row0, i64 column0, i
     int first, int step, Slot slot) {
   constexpr int ACROSS = (WIDTH + 31) / 32;
   const int lane = threadIdx.x & 31;
+#pragma unroll 1
   for (int m = first; m < HEIGHT; m += AT_ONCE * step) {
     Reads reads[AT_ONCE][ACROSS];
     bool own[AT_ONCE];

@@ -228,7 +228,7 @@ def plan_tiles(
         at_once = min(-(-eights // NARROW_THREADS), 16 * target.processors)
         passes.append(Pass(f"narrow{operand}_{letters}", (at_once, 1, 1), NARROW_THREADS))
     if isinstance(tile, GroupTile):  # blocks take tile after tile
-        name, blocks = f"groups{tile.name}", min(count, target.processors // splits)
+        name, blocks = f"groups{tile.name}", min(count, target.processors * tile.blocks // splits)
         shared = tile.shared(target.shared_bytes)
     else:
         name, blocks, shared = f"tile{tile.name}", count, tile.shared(target.shared_bytes, wide=wide)
@@ -301,10 +301,11 @@ def _group_seconds(
     share = -(-chunks // splits)
     depth = min(share * chunk_size(words["k"]), words["k"])
     copied, products = (tile.columns + tile.rows) * depth * 2, tile.columns * tile.rows * depth
-    turns = -(-count // max(1, target.processors // splits))
+    turns = -(-count // max(1, target.processors * tile.blocks // splits))
+    shared = min(tile.blocks, -(-count * splits // target.processors))  # blocks that a processor runs at a time
     sums = 0 if splits == 1 else tile.columns * tile.rows * 4  # bytes of a chunk
     adds = 0 if splits == 1 else LAST_BLOCK + (chunks + 1) * sums / READ_RATE
-    return START + turns * (max(copied / GROUP_READ_RATE, products / GROUP_RATE[tile.name]) + TILE_END + adds)
+    return START + turns * (shared * max(copied / GROUP_READ_RATE, products / GROUP_RATE[tile.name]) + TILE_END + adds)
 
 
 # -- f32 and f64 ------------------------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import MatmulKernel
 
 DEPTH = 64  # k per stage: rows of 128 bytes, which the instructions read swizzled
-SHEET = 16 * 72 * 4  # bytes of a warp's sums on their way to the epilogue
 ALIGNMENT = 1024  # of a stage
 BARRIERS = 16  # bytes of a stage's two
 DECLARED = 128  # bytes of shared memory that a kernel declares itself
+RESERVED = 1024  # bytes of shared memory that each block of a processor takes besides
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,10 @@ class GroupTile:
 
     columns: int
     groups: int
+    registers: int  # per thread that multiplies
+    copying_registers: int  # per thread that copies
+    blocks: int = 1  # per processor
+    piece: int = 64  # columns that a warp passes to the epilogue at once
 
     @property
     def rows(self) -> int:
@@ -51,26 +55,17 @@ class GroupTile:
     def name(self) -> str:
         return f"{self.columns}x{self.rows}"
 
-    @property
-    def registers(self) -> int:
-        """Per thread that multiplies."""
-        return {1: 240, 2: 224, 3: 152}[self.groups]
-
-    @property
-    def copying_registers(self) -> int:
-        """Per thread that copies: those of a thread of each group make 512."""
-        return min(96, 512 - self.groups * self.registers)
-
     def stages_in(self, shared_bytes: int) -> int:
-        return min(8, (shared_bytes - DECLARED - self._fixed_bytes) // (self._stage_bytes + BARRIERS))
+        own = (shared_bytes + RESERVED) // self.blocks - RESERVED - DECLARED
+        return min(8, (own - self._fixed_bytes) // (self._stage_bytes + BARRIERS))
 
     def shared(self, shared_bytes: int) -> int:
-        """Dynamic shared memory: stages, their barriers, and the sheets of warps."""
+        """Dynamic shared memory: stages, their barriers, and the sums of warps on their way to the epilogue."""
         return self._fixed_bytes + self.stages_in(shared_bytes) * (self._stage_bytes + BARRIERS)
 
     @property
     def _fixed_bytes(self) -> int:
-        return ALIGNMENT + 4 * self.groups * SHEET
+        return ALIGNMENT + 4 * self.groups * 16 * (self.piece + 8) * 4
 
     @property
     def _stage_bytes(self) -> int:
@@ -79,12 +74,18 @@ class GroupTile:
 
 GROUP_TILES = {
     tile.name: tile
-    for tile in (GroupTile(192, 2), GroupTile(128, 2), GroupTile(128, 3), GroupTile(128, 1), GroupTile(64, 2))
+    for tile in (
+        GroupTile(192, 2, 224, 64),
+        GroupTile(128, 2, 224, 64),
+        GroupTile(128, 3, 152, 56),
+        GroupTile(128, 1, 168, 88, blocks=2, piece=32),
+        GroupTile(64, 2, 224, 64),
+    )
 }
 
 KERNEL = r"""
 constexpr int LINE = DEPTH * 2, STAGE = (BN + BM) * LINE;   // bytes
-constexpr int COLUMNS = BN / WEIGHTS, PIECE = 64, PITCH = PIECE + 8, BAND = 8;
+constexpr int COLUMNS = BN / WEIGHTS, PITCH = PIECE + 8, BAND = 8;
 
 struct Barriers { u32 full, empty; };   // of the first stage; the next are 8 bytes further
 struct Place { i64 b0, b1, row0, column0; };
@@ -254,7 +255,7 @@ INLINE void multiply_stages(const Words& w, u32 stages, Barriers barriers, float
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ Words w) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Words w) {
   extern __shared__ __align__(128) u8 shared[];
   const u32 before = (ALIGNMENT - address(shared) % ALIGNMENT) % ALIGNMENT, stages = address(shared) + before;
   const Barriers barriers = {stages + STAGES * STAGE, stages + STAGES * STAGE + 8 * STAGES};
@@ -290,8 +291,9 @@ def source(
 ) -> str:
     """CUDA C; `a` and `b`: the operand is in scratch memory; `split`: blocks share a tile; `early`: as for rows."""
     constants = f"""
-constexpr int BN = {tile.columns}, BM = {tile.rows}, THREADS = {tile.threads}, STAGES = {tile.stages_in(shared_bytes)};
-constexpr int DEPTH = {DEPTH}, COPIERS = 128, ADDERS = {tile.threads - 128}, FIRST_ADDER = 128;
+constexpr int BN = {tile.columns}, BM = {tile.rows}, STAGES = {tile.stages_in(shared_bytes)}, DEPTH = {DEPTH};
+constexpr int THREADS = {tile.threads}, BLOCKS = {tile.blocks}, PIECE = {tile.piece};
+constexpr int COPIERS = 128, ADDERS = {tile.threads - 128}, FIRST_ADDER = 128;
 constexpr int COPYING_REGISTERS = {tile.copying_registers}, REGISTERS = {tile.registers}, ALIGNMENT = {ALIGNMENT};
 constexpr bool EARLY = {flag(early)};
 typedef T Left;
