@@ -123,7 +123,3 @@ inline void multiply_four_warps(float (&sums)[N][4], const u32 (&a)[4], u64 b, i
     }
   __syncwarp();
 }
-
-// -- clusters --
-inline float4 load_remote(u32 at, u32 block) { return remote<float4>(at, block); }
-inline float2 load_remote_pair(u32 at, u32 block) { return remote<float2>(at, block); }

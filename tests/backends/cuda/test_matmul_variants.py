@@ -282,9 +282,10 @@ def shown(m: int, n: int, k: int, target: CudaTarget = SM_90, **kernel: Any) -> 
 
 
 def test_plans_fill_the_gpu() -> None:
-    assert shown(1, 4096, 1024) == ["rows16x16_ed 128x1 512"]
-    assert shown(1, 1024, 3072) == ["rows16x16_ed 32x1 512"]
-    assert shown(1, 12288, 4096, weights=2) == ["rows16x16_ed 132x1 512"]
+    assert shown(1, 4096, 1024) == ["rows16x8x512_eo 128x1 512"]  # all weights of a block at once
+    assert shown(1, 1024, 3072) == ["rows8x12x256_eo 128x1 256"]
+    assert shown(1, 3072, 1024, weights=2) == ["rows16x8x768_eo 128x1 768"]
+    assert shown(1, 12288, 4096, weights=2) == ["rows16x16x512_e 132x1 512"]
     assert shown(8, 4096, 12288)[0].startswith("tile")  # no room for copies beside so long rows
     assert shown(4096, 4096, 4096, dtype=BF16, stored=None) == ["groups128x128_e 132x1 384"]
     assert shown(4096, 4096, 4096, SM_100, dtype=BF16, stored=None) == ["tile256x128_e 512x1 256"]
@@ -306,8 +307,8 @@ def test_plans_keep_within_shared_memory_and_counters(target: CudaTarget) -> Non
 
 # -- cubins ----------------------------------------------------------------------------------------------------------
 CUBINS = [
-    (kernel_of(), "rows16x16_ed"), (kernel_of(weights=2), "rows16x16_ed"), (kernel_of(), "tile128x128_ae"),
-    (kernel_of(), "rows8x16_e"),
+    (kernel_of(), "rows16x16x512_e"), (kernel_of(weights=2), "rows16x8x768_eo"), (kernel_of(), "tile128x128_ae"),
+    (kernel_of(), "rows8x12x256_eo"),
     (kernel_of(BF16, None, weights=2), "tile128x32_s"), (kernel_of(F32, None), "fma64_k"),
 ]  # fmt: skip
 

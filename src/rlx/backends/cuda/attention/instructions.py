@@ -68,26 +68,3 @@ INLINE void multiply(f16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 """
-
-CLUSTERS = r"""
-// All threads of a cluster that have not ended meet; they see what the others wrote to shared memory.
-INLINE void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Shared memory of another block of the cluster.
-INLINE float4 load_remote(u32 at, u32 block) {
-  float4 x;
-  asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %4, %5;"
-               " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at), "r"(block) : "memory");
-  return x;
-}
-INLINE float2 load_remote_pair(u32 at, u32 block) {
-  float2 x;
-  asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %2, %3;"
-               " ld.shared::cluster.v2.f32 {%0, %1}, [there]; }"
-               : "=f"(x.x), "=f"(x.y) : "r"(at), "r"(block) : "memory");
-  return x;
-}
-"""

@@ -231,50 +231,12 @@ INLINE u32 weights_of(float low, float high, float base) {  // `base` is in base
 """
 
 # A block has a tile of 16 rows and takes every workers-th split: four warps share the keys of a split for scores, and
-# the columns of values for products. A block that takes all splits merges them itself. Else the last one does, from
-# scratch memory, or blocks of a cluster leave their splits in shared memory, where the first of them merges them.
+# the columns of values for products. A block that takes all splits merges them itself; else the last one does.
 SPLITS = r"""
 constexpr int PAIRS = SLICE / 16, OWN_PAIRS = (PAIRS + 3) / 4;  // pairs of tiles of 8 columns
 constexpr int KEY_BYTES = SPLIT * HEAD_PITCH, VALUE_BYTES = SPLIT * VALUE_PITCH, WEIGHT_PITCH = (SPLIT / 8 | 1) * 16;
 constexpr int WEIGHTS_AT = SEPARATE ? KEY_BYTES + VALUE_BYTES : (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES);
 constexpr int QUERIES_AT = WEIGHTS_AT + 16 * WEIGHT_PITCH, QUERY_PAIRS = HEAD_STEPS * 8;  // pairs of a row of queries
-// In a cluster: the values of each split and row of a block, then their states.
-constexpr int PARTS_AT = QUERIES_AT + 16 * HEAD_PITCH;
-
-// Merges the splits of a cluster in order. Threads have four columns of a row, those of the first block first.
-template <typename Finish>
-INLINE void merge_cluster(
-    u32 values, u32 states, i32 splits, i32 workers, i32 worker, i32 rows, i32 pitch, Finish finish) {
-  constexpr i32 ACROSS = COLUMNS / 4, AT_ONCE = 8;
-#pragma unroll 1
-  for (i32 item = worker * 128 + threadIdx.x; item < rows * ACROSS; item += workers * 128) {
-    const i32 r = item / ACROSS, column = item % ACROSS * 4;
-    State row = {lowest(0.0f), 0};
-    Four sum = {};
-#pragma unroll 1
-    for (i32 begin = 0; begin < splits; begin += AT_ONCE) {
-      float2 state[AT_ONCE];
-      float4 value[AT_ONCE];
-#pragma unroll
-      for (i32 i = 0; i < AT_ONCE; i++) {
-        const i32 split = begin + i;
-        if (split >= splits) continue;
-        const u32 block = split % workers, at = split / workers * pitch + r;
-        state[i] = load_remote_pair(states + at * (u32)sizeof(State), block);
-        value[i] = load_remote(values + (at * COLUMNS + column) * (u32)sizeof(float), block);
-      }
-#pragma unroll
-      for (i32 i = 0; i < AT_ONCE; i++) {
-        if (begin + i >= splits) continue;
-        const Merge factor = merge(row, state[i].x, state[i].y);
-        const float x[4] = {value[i].x, value[i].y, value[i].z, value[i].w};
-#pragma unroll
-        for (i32 c = 0; c < 4; c++) sum.x[c] = fused(sum.x[c], factor.kept, x[c] * factor.added);
-      }
-    }
-    finish(r, column, sum, row);
-  }
-}
 
 INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   extern __shared__ __align__(128) u8 shared[];
@@ -344,9 +306,6 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
 
   const i32 scratch_rows = min(16, all_rows);
   const Scratch scratch = scratch_of(w, count, number, most_splits(w), scratch_rows);
-  const i32 own_most = CLUSTER ? (i32)(most_splits(w) + CLUSTER - 1) / CLUSTER : 0;
-  float* part_values = (float*)(shared + PARTS_AT);
-  State* part_states = (State*)(part_values + own_most * scratch_rows * COLUMNS);
   const bool merges = workers == 1;
   float out[OWN_PAIRS][2][4] = {};
   State state[2] = {{lowest(0.0f), 0}, {lowest(0.0f), 0}};
@@ -444,10 +403,8 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
             value = fused(value, factors.kept, part[i][e >> 1][2 * j + (e & 1)] * factors.added);
           }
       } else if (r < rows) {
-        const i32 at = (CLUSTER ? split / workers : split) * scratch_rows + r;
-        State* states = CLUSTER ? part_states : scratch.states;
-        if (warp == 0 && (lane & 3) == 0) states[at] = {split_top[j], sums[2 * j]};
-        float* to = (CLUSTER ? part_values : scratch.values) + (i64)at * COLUMNS;
+        if (warp == 0 && (lane & 3) == 0) scratch.states[split * scratch_rows + r] = {split_top[j], sums[2 * j]};
+        float* to = scratch.values + (i64)(split * scratch_rows + r) * COLUMNS;
 #pragma unroll
         for (int i = 0; i < OWN_PAIRS; i++)
 #pragma unroll
@@ -478,7 +435,8 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
     }
     return;
   }
-  const auto finish = [&](i32 r, i32 column, const Four& sum, State total) {
+  if (!arrives_last(scratch.arrived, workers)) return;
+  combine<128>(scratch, splits, scratch_rows, [&](i32 r, i32 column, const Four& sum, State total) {
     const i32 query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
     if (r >= rows) return;
     if (column == 0) store_log_sum(w, batch, query_head, query, total);
@@ -486,19 +444,10 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
     const float factor = inverse(total.total);
     for (i32 c = 0; c < 4; c++)
       if (column + c < VALUE_DIM) store(to + column + c, sum.x[c] * factor);
-  };
-  if constexpr (CLUSTER > 0) {
-    meet_cluster();
-    merge_cluster(shared_address(part_values), shared_address(part_states), splits, workers, worker, rows, scratch_rows,
-                  finish);
-    meet_cluster();  // nobody ends before its splits have been read
-  } else {
-    if (!arrives_last(scratch.arrived, workers)) return;
-    combine<128>(scratch, splits, scratch_rows, finish);
-  }
+  });
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
+extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
   if constexpr (REST) {
     wait_for_inputs();
     start_next();

@@ -22,11 +22,14 @@ template <class S> INLINE uint4 eight(const S* at, i64 along, i64 left, bool who
   for (int i = 0; i < 4; i++) v[i] = two(at + 2 * i * along, along, left - 2 * i);
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
-// A lane's numbers of 32 k for two mma steps: four pairs, eight k apart.
-template <class S> INLINE uint4 four_pairs(const S* at, i64 along, i64 left) {
+// A lane's numbers of 32 k for two mma steps: four from `at` on, and four that are 16 k further.
+template <class S> INLINE uint4 two_fours(const S* at, i64 along, i64 left) {
   u32 v[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) v[i] = two(at + 8 * i * along, along, left - 8 * i);
+  for (int i = 0; i < 4; i++) {
+    const int k = 2 * (i & 1) + 16 * (i >> 1);
+    v[i] = two(at + k * along, along, left - k);
+  }
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
 """

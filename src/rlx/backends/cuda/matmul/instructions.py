@@ -39,6 +39,11 @@ INLINE float2 read8(u32 at) {
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
   return v;
 }
+INLINE uint4 read16(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
 // Four matrices of 8 rows and 16 bytes, whose rows are at the addresses of lanes 8 i to 8 i + 7: a lane gets of each
 // the bytes 4 (lane % 4) of row lane / 4.
 INLINE uint4 read_matrices(u32 at) {

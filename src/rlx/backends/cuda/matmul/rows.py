@@ -2,9 +2,9 @@
 
 A block holds the rows of A in shared memory, rounded to the type of the weights. A warp multiplies one chunk of k by
 8, 16 or 32 rows of the weights (columns of B), which are the 16-row operand of mma; the rows of A are its 8 columns.
-A lane copies 16 bytes, eight consecutive k of one row, to shared memory, from where its warp reads fragments of two mma
-steps, without barriers of the block: so much can be on its way that registers would not hold it, before earlier
-launches have ended. The sums of chunks meet in shared memory.
+A lane copies 16 bytes, eight consecutive k of one row, to shared memory, from where the same lane reads them, without
+barriers: so much can be on its way that registers would not hold it, before earlier launches have ended. Two mma steps
+take 32 k; lanes exchange halves, so that each step has 16 consecutive ones. The sums of chunks meet in shared memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ constexpr int SUMS = (ROWS + 1) / 2;        // mma accumulators
 // Columns from the start of a tile to row 0 of group `group`.
 INLINE int column_of(int group) { return 8 * (WEIGHTS == 2 ? group >> 1 : group); }
 
-// The place of 16 bytes among those that a warp copies of 8 rows and 32 k: the rows of a matrix meet all banks.
-INLINE u32 place_of(int row, int piece) { return 64 * row + 16 * (piece ^ (row >> 1 & 3)); }
+// Lanes 0 and 1 of a row have the first 16 of 32 k, lanes 2 and 3 the others. Gives each lane four of the first (x, y) and
+// four of the others (z, w): those of `first_of`, and 16 further.
+INLINE int first_of(int c) { return 8 * (c & 1) + 4 * (c >> 1); }
+INLINE uint4 exchanged(uint4 f) {
+  const bool upper = threadIdx.x & 2;
+  const u32 x = __shfl_xor_sync(~0u, upper ? f.x : f.z, 2), y = __shfl_xor_sync(~0u, upper ? f.y : f.w, 2);
+  return upper ? make_uint4(x, y, f.z, f.w) : make_uint4(f.x, f.y, x, y);
+}
 
 // Adds 32 k to the sums.
 INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
@@ -49,12 +55,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   const u32 batch = blockIdx.x / blocks, b0 = batch / (u32)w.batch1, b1 = batch % (u32)w.batch1;
   const i64 first_row = GROUPED ? blockIdx.y : 0;
   const int m = GROUPED ? 1 : (int)w.m;
-  const int pitch = (k + 63) / 64 * 64 + 8;                        // of a row of x, in elements
+  const int pitch = (k + 63) / 64 * 64 + 16;                       // of a row of x, in elements
   T* xs = (T*)shared;
   float* meeting = (float*)(shared + (i64)m * pitch * 2);          // [2][teams][chunks][ROWS][m][8]
-  // [STEPS][ROWS][warps][8 rows][32 k]: what this warp copies, and the places where this lane writes and reads
-  const u32 copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 512 * warp;
-  const u32 own_copies = copies + place_of(r, c), own_matrices = copies + place_of(lane & 7, lane >> 3);
+  // [STEPS][ROWS][threads][16 bytes]: what this thread copies
+  const u32 own_copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 16 * threadIdx.x;
   const u32 next_copy = 16 * blockDim.x;
   const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
   const int begin = part * chunk, depth = k % chunk ? (int)least(chunk, k - begin) : chunk, steps = (depth + 31) / 32;
@@ -98,8 +103,11 @@ ROWS_OF_A
   __syncthreads();
 
   // Sums of rows that are not there are never read.
-  const u32 own = address(xs + ((lane & 7) < m ? lane & 7 : 0) * pitch + begin + 8 * (lane >> 3));
-  auto fragment = [&](int s) { return read_matrices(own + 64 * s); };
+  const T* own = xs + (r < m ? r : 0) * pitch + begin + first_of(c);
+  auto fragment = [&](int s) {
+    const uint2 first = *(const uint2*)(own + 32 * s), other = *(const uint2*)(own + 32 * s + 16);
+    return make_uint4(first.x, first.y, other.x, other.y);
+  };
   const bool few = m * TILE <= 32 * chunks;  // a thread finishes at most one element of a tile
   int turn = 0, slot = 0;
   for (; tile < tiles; tile += stride) {
@@ -120,18 +128,12 @@ ROWS_OF_A
     if (direct) {
 #pragma unroll 4
       for (int s = 0; s < steps; s++) {
-        if (!ONCE) {
-          await<STEPS - 1>();
-          __syncwarp();
-        }
+        if (!ONCE) await<STEPS - 1>();
         uint4 f[ROWS];
 #pragma unroll
-        for (int g = 0; g < ROWS; g++) f[g] = read_matrices(own_matrices + (slot * ROWS + g) * next_copy);
+        for (int g = 0; g < ROWS; g++) f[g] = exchanged(read16(own_copies + (slot * ROWS + g) * next_copy));
         step(sums, f, fragment(s));
-        if (!ONCE) {
-          __syncwarp();
-          copy_next(slot);
-        }
+        if (!ONCE) copy_next(slot);
         slot = slot + 1 == STEPS ? 0 : slot + 1;
       }
     } else {
@@ -139,10 +141,10 @@ ROWS_OF_A
         uint4 one[ROWS];
 #pragma unroll
         for (int g = 0; g < ROWS; g++) {
-          const int depth_at = begin + 32 * s + 2 * c;
+          const int depth_at = begin + 32 * s + first_of(c);
           const i64 column = least((i64)first + column_of(g) + r, w.n - 1);
           const B* row = weights_of(w, WEIGHTS == 2 ? g & 1 : 0) + group_offset + column * w.b_n;
-          one[g] = four_pairs(row + depth_at * w.b_k, w.b_k, k - depth_at);
+          one[g] = two_fours(row + depth_at * w.b_k, w.b_k, k - depth_at);
         }
         step(sums, one, fragment(s));
       }
@@ -256,6 +258,6 @@ constexpr bool EARLY = {flag(early)}, ONCE = {flag(once)};
 
 def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int, loads: int) -> int:
     """Dynamic shared memory of a block."""
-    pitch = -(-k // 64) * 64 + 8
+    pitch = -(-k // 64) * 64 + 16
     copies = loads // (rows // 8) * (rows // 8) * 32 * teams * chunks * 16
     return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4 + copies
