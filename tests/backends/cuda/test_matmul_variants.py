@@ -198,7 +198,9 @@ def test_sums_that_wait_in_shared_memory_are_the_same(tmp_path: Path) -> None:
 
 @emulated
 def test_groups_of_warps_give_the_same_bits(tmp_path: Path) -> None:
-    product = Product.random(kernel_of(BF16, None, residual=True), 150, 203, 1088)  # whole tiles and edges, stages used again
+    product = Product.random(
+        kernel_of(BF16, None, residual=True), 150, 203, 1088
+    )  # whole tiles and edges, stages used again
     groups = [group_tile_of("128x128"), group_tile_of("64x128", 3), group_tile_of("192x128")]
     small = tile_of("64x32")
     gpu = compiled(tmp_path, product.kernel, *((product, one) for one in (small, *groups)))

@@ -76,10 +76,10 @@ GROUP_TILES = {
     tile.name: tile
     for tile in (
         GroupTile(192, 2, 224, 56),
-        GroupTile(128, 2, 216, 72),
+        GroupTile(128, 2, 224, 56),
         GroupTile(128, 3, 152, 56),
         GroupTile(128, 1, 168, 88, blocks=2),
-        GroupTile(64, 2, 216, 72),
+        GroupTile(64, 2, 224, 56),
     )
 }
 
