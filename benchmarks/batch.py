@@ -47,6 +47,7 @@ from rlx.batch.runner import GivenUp, Runner, run_shards
 from rlx.errors import BatchError
 
 JOB_WORKERS = (1, 2, 4, 8, 16)
+PROCESSES = (1, 2, 4, 8, 16, 32, 64, 128)
 WORDS, DIM, FFN, LAYERS, HEADS, POSITIONS = 30522, 384, 1536, 6, 12, 512  # all-MiniLM-L6-v2
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -132,7 +133,7 @@ def write_texts(path: Path, lines: int) -> Path:
 def steady_rate(job: Job, runner: Runner, fingerprint: str, seconds: float) -> dict[str, Any]:
     """Lines per second while all workers are busy, over shards that never end."""
     loaded = list[float]()
-    finished = list[tuple[float, int, int, float]]()  # time, lines, tokens, seconds of the worker
+    finished = list[tuple[float, int, int, float]]()  # time, lines, tokens, seconds of the worker, once all are warm
     memory = dict[str, Any]()
 
     def shards() -> Iterator[Shard]:
@@ -145,17 +146,18 @@ def steady_rate(job: Job, runner: Runner, fingerprint: str, seconds: float) -> d
         assert not isinstance(outcome, GivenUp)
         shard, result = outcome
         now = time.perf_counter()
-        finished.append((now, shard.records, result.tokens, result.seconds))
         if len(loaded) < runner.workers:
             continue
         if not memory and isinstance(runner, Watched):
             memory = pss_of([worker.process.pid for worker in runner.started])
-        if now - loaded[-1] > seconds + 1.0:
+        if now - loaded[-1] < 1.0:  # the first calls of the last worker are slower
+            continue
+        finished.append((now, shard.records, result.tokens, result.seconds))
+        if now - finished[0][0] > seconds:
             break
     run.close()
-    begin = loaded[-1] + 1.0  # the first calls of the last worker are slower
-    counted = [entry for entry in finished if entry[0] > begin]
-    span = counted[-1][0] - begin
+    begin, *counted = finished  # from one end of a shard to another, so that no part of a shard counts as a whole one
+    span = counted[-1][0] - begin[0]
     return {
         "lines_per_second": sum(e[1] for e in counted) / span, "tokens_per_second": sum(e[2] for e in counted) / span,
         "shards": len(counted), "shard_seconds": statistics.mean(e[3] for e in counted),
@@ -216,7 +218,7 @@ def scale(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     job = Job.of(task, [folder / "texts.txt"], shard_records=args.shard_lines)
     job, chosen, fingerprint = rlx.batch.prepare(job, "auto", None, "local")
     cores = args.cores or chosen.workers * chosen.threads
-    counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < cores] + [cores]
+    counts = sorted({1, cores, *(n for n in args.processes if n < cores)})
     cases = [(n, 1) for n in counts] + [(1, cores)] * (cores > 1)
     rates: dict[tuple[int, int], list[dict[str, Any]]] = {case: [] for case in cases}
     probes: dict[int, list[float]] = {n: [] for n in counts}
@@ -261,7 +263,7 @@ def against_plan(args: argparse.Namespace, task: Embed, folder: Path, cores: int
     print(f"plan: {args.plan_seconds:g} seconds", file=sys.stderr)
     plan = rlx.batch.plan(task, texts, workers=cores, seconds=args.plan_seconds, **options)
     seconds: dict[int, list[float]] = {workers: [] for workers in args.job_workers}
-    for turn in range(args.rounds):
+    for turn in range(args.job_rounds or args.rounds):
         for workers in args.job_workers:
             out = folder / f"out-{turn}-{workers}"
             begin = time.perf_counter()
@@ -270,7 +272,7 @@ def against_plan(args: argparse.Namespace, task: Embed, folder: Path, cores: int
             if not same_files(folder / f"out-0-{args.job_workers[0]}", out):
                 raise SystemExit(f"{workers} workers have other bytes than {args.job_workers[0]}")
             what = f"a job with {workers} workers: {seconds[workers][-1]:.1f} s"
-            print(f"round {turn + 1} of {args.rounds}: {what}, same bytes", file=sys.stderr)
+            print(f"job round {turn + 1}: {what}, same bytes", file=sys.stderr)
             if out != folder / f"out-0-{args.job_workers[0]}":
                 shutil.rmtree(out)
     rows = [plan_row(plan, workers, seconds[workers], cores) for workers in args.job_workers]
@@ -452,9 +454,14 @@ def main() -> int:
     parser.add_argument("--shard-lines", type=int, help="(128 for scale: a third of a second; 512 for ray)")
     parser.add_argument("--lines", type=int, help="of the input (20,000; long: 50,000)")
     parser.add_argument(
+        "--processes", type=int, nargs="+", default=PROCESSES, metavar="N",
+        help="of scale: how many are measured with a thread each, besides one per core (1 2 4 8 16 32 64 128)",
+    )  # fmt: skip
+    parser.add_argument(
         "--job-workers", type=int, nargs="+", default=JOB_WORKERS, metavar="N",
         help="of scale: whole jobs with so many workers are compared with the plan (1 2 4 8 16)",
     )  # fmt: skip
+    parser.add_argument("--job-rounds", type=int, help="of scale: rounds of whole jobs (as many as --rounds)")
     parser.add_argument("--plan-seconds", type=float, default=30.0, help="of scale: that the plan measures (30)")
     parser.add_argument("--words", type=int, nargs=2, default=[3, 12], metavar="N", help="of long: per line (3 12)")
     parser.add_argument("--kill-every", type=float, metavar="S", help="of long: kill a worker about every S seconds")
@@ -466,10 +473,11 @@ def main() -> int:
     args.workers = int(args.workers) if args.workers.isdigit() else args.workers
     args.lines = args.lines or (50_000 if args.work == "long" else 20_000)
     args.shard_lines = args.shard_lines or {"scale": 128, "ray": 512}.get(args.work)
+    about = {"machine": describe_machine(), "date": timestamp(), "command": command()}
     with tempfile.TemporaryDirectory(prefix="rlx-batch-") as folder:
         result = {"scale": scale, "ray": on_ray, "long": long_run}[args.work](args, Path(folder))
     if args.json:
-        write_json(args.json, {"machine": describe_machine(), "date": timestamp(), "command": command(), **result})
+        write_json(args.json, {**about, **result})
     return 0
 
 

@@ -37,7 +37,7 @@ REDUCTIONS = ["sum", "prod", "mean", "max", "min"]
 def examples(count: int = 100) -> settings:
     """How often a property is tried; a busy machine may take as long as it needs."""
     return settings(
-        max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+        max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
     )
 
 

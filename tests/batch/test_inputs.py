@@ -41,7 +41,7 @@ def test_lines_keep_their_numbers_and_blank_ones_count(tmp_path: Path) -> None:
     assert lines_and_texts(path, 2) == [(1, "one"), (2, ""), (3, "two"), (4, "last")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text(st.characters(exclude_characters="\n\r\ufeff", codec="utf-8"), max_size=12)), st.integers(1, 9))
 def test_shards_together_are_the_file(tmp_path_factory: pytest.TempPathFactory, lines: list[str], count: int) -> None:
     path = tmp_path_factory.mktemp("lines") / "a.txt"
@@ -141,7 +141,7 @@ def test_a_line_of_openais_batch_api_has_its_custom_id_and_body(tmp_path: Path) 
 field = st.text(st.sampled_from('ab",\n ;é'), max_size=6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(field, field), max_size=12), st.integers(1, 5))
 def test_csv_records_are_those_of_pythons_reader(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], count: int
@@ -160,7 +160,7 @@ plain = st.tuples(st.sampled_from("ab ;é"), st.text(st.sampled_from('ab" ;é'),
 in_file = plain | field.map(lambda text: '"' + text.replace('"', '""') + '"')
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(in_file, in_file), max_size=12), st.integers(1, 5), st.sampled_from(["csv", "tsv"]))
 def test_quotes_inside_of_plain_fields_are_characters(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], count: int, kind: str

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host_sampler import adjusted, pick
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 
@@ -104,7 +104,6 @@ def test_greedy_is_the_lowest_of_the_highest() -> None:
     assert pick(Sampler(Sampling()), np.array([1, 3, 2, 3, 3], np.float32)) == 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=400), st.integers(1, 500))
 def test_highest_places_are_those_of_a_sort(values: list[int], count: int) -> None:
     array = np.array(values, np.float32)

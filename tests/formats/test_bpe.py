@@ -101,7 +101,7 @@ def test_random_vocabularies_merge_as_the_rust_library_merges_them() -> None:
     assert 30 < cuts < 220
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10**9), st.lists(st.text(LETTERS + "xyñ", max_size=40), min_size=1, max_size=4))
 def test_any_text_of_any_small_vocabulary_is_the_rust_librarys(seed: int, texts: list[str]) -> None:
     rust = random_rust(random.Random(seed))
@@ -145,7 +145,7 @@ def test_real_vocabularies_merge_as_the_rust_library_merges_them(name: str) -> N
 def test_any_text_of_a_real_vocabulary_is_the_rust_librarys(name: str) -> None:
     ours, rust = vocab(name), library(name)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.lists(st.one_of(TEXTS, st.sampled_from(WORDS)), max_size=6))
     def check(parts: list[str]) -> None:
         assert_same(ours, rust, ["".join(parts), " ".join(parts)])
@@ -181,7 +181,7 @@ def test_the_tokenizers_of_real_models_are_the_rust_librarys(model: str) -> None
             "▁", " " if "gemma" in model else "▁"
         )
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(st.lists(st.one_of(TEXTS, st.sampled_from(WORDS)), max_size=8))
     def check(parts: list[str]) -> None:
         assert_same(ours, rust, ["".join(parts), " ".join(parts)])

@@ -180,7 +180,7 @@ _fragments = st.sampled_from(
 
 
 @given(st.lists(_fragments, max_size=8).map("".join), st.lists(_fragments, max_size=4).map("".join))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_message_makes_a_control_token(first: str, second: str) -> None:
     for name in ("parts", "qwen2.5"):
         tokenizer, template = case(name)
@@ -264,7 +264,7 @@ _templates = [
     st.lists(st.one_of(st.text(_letters, max_size=5), st.integers(0, 2)), max_size=4),
     st.sampled_from(_templates),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_special_token_loses_text_or_lets_text_be_a_control_token(
     special: list[str], pieces: list[str | int], source: str
 ) -> None:

@@ -98,7 +98,7 @@ def test_a_png_that_cannot_be_is_a_format_error(tmp_path: Path, data: bytes, mat
     assert str(tmp_path / "x.png") in str(caught.value)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 200), byte=st.integers(0, 255), cut=st.integers(0, 200))
 def test_damaged_files_are_read_or_refused(tmp_path: Path, at: int, byte: int, cut: int) -> None:
     for data in (good(), b"P6 3 2 255\n" + bytes(18), _npy(image(2, 3, 3))):

@@ -229,7 +229,7 @@ def test_tensors_of_no_elements_read(tmp_path: Path) -> None:
     st.lists(st.integers(1, 3), max_size=1), st.integers(1, 70), st.integers(1, 140), st.integers(1, 150),
     st.integers(1, 150), st.tuples(st.integers(-1, 1), st.integers(-1, 1)),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_grid_gives_its_numbers_or_a_typed_error(
     tmp_path: Path, lead: list[int], n: int, k: int, rows: int, columns: int, off: tuple[int, int]
 ) -> None:

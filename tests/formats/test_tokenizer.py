@@ -480,7 +480,7 @@ def test_a_stream_that_continues_keeps_the_space() -> None:
     assert vocab("llama-spm").token_bytes(hello) == b" Hello"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 263), max_size=30))
 def test_any_ids_stream_as_they_decode(ids: list[int]) -> None:
     for tokenizer in (_small("llama"), _small("gpt2")):
@@ -489,7 +489,7 @@ def test_any_ids_stream_as_they_decode(ids: list[int]) -> None:
         assert "".join(map(stream.push, known)) + stream.flush() == tokenizer.decode(known)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_comes_back(text: str) -> None:
     assert _small("gpt2").decode(_small("gpt2").encode(text)) == text

@@ -78,7 +78,7 @@ OTHERS = ("n_embd", "activation_function", "rotary_scaling_factor", "vision_conf
           "rope_parameters", "layer_types", "model_type", "local_rope_theta", "num_channels")  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from([*TEXTS, *PROCESSORS]))
 def test_any_configuration_gives_a_model_or_a_typed_error(tmp_path: Path, data: st.DataObject, name: str) -> None:
     folder = tmp_path / name

@@ -111,7 +111,7 @@ _kinds = st.sampled_from([
 
 
 @given(st.dictionaries(_keys, _json, min_size=1, max_size=4), _kinds)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_configuration_gives_a_model_or_a_typed_error(
     tmp_path: Path, changes: dict[str, Any], kind: str
 ) -> None:  # fmt: skip
@@ -478,7 +478,7 @@ _gguf_keys = st.sampled_from([
 
 
 @given(st.dictionaries(_gguf_keys, _values, min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_gguf_metadata_gives_a_model_or_a_typed_error(tmp_path: Path, changes: dict[str, Any]) -> None:
     tensors = gguf_tensors(SETTINGS, random_weights(SETTINGS))
     path = tmp_path / "m.gguf"

@@ -175,7 +175,7 @@ NAMES = ("pooling_mode", "pooling_mode_cls_token", "include_prompt", "max_seq_le
          "prompts", "default_prompt_name", "similarity_fn_name", "model_max_length")  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["modules.json", POOLING, PROMPTS, "sentence_bert_config.json", "tokenizer_config.json"]),
     content=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4) | st.lists(JSON, max_size=2),

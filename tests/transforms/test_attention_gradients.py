@@ -143,7 +143,7 @@ def test_gradients_are_those_of_the_formulas(kind: str, target: str) -> None:
             assert_near(ours, theirs, 1e-12 if dtype == "f64" else 2e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(0, 2), st.integers(0, 210), st.integers(0, 140),
     st.sampled_from([(1, 1, 16, 7, None), (4, 2, 5, 16, 2.0)]), st.sampled_from(KINDS), st.integers(0, 9),

@@ -168,6 +168,7 @@ class AttentionKernel:
     result is zero; a position of `capacity` or above is a fault, as is a page outside the pool. Quantised pages are
     `[page][dim]` for both k and v, with strides in 16-bit units. In a `ring`, position p is stored at p modulo
     `capacity`, a multiple of the page size. `ragged`: batch entry b is a single token of row `rows[b]` of the table.
+    `appends`: of the keys that queries see, the program writes those at `positions`, and no others.
 
     `lse`: also returns the log-sum-exp of the scores of each query, `[batch][head][q_len]`.
 
@@ -193,6 +194,7 @@ class AttentionKernel:
     segments: bool = False
     ragged: bool = False
     key_axes: str = "ds"  # of a page of k, s: slot, d: element; "sd" has the word `k_seq`
+    appends: bool = False
     result: DType | None = None  # if not `dtype`
 
     kind = "attention"
@@ -240,7 +242,7 @@ class AttentionKernel:
     @cached_property
     def fingerprint(self) -> str:
         # At these defaults, digests do not include them.
-        later = {"ahead": 0, "segments": False, "ragged": False, "key_axes": "ds", "result": None}
+        later = {"ahead": 0, "segments": False, "ragged": False, "key_axes": "ds", "appends": False, "result": None}
         fields = {f: getattr(self, f) for f in self.__dataclass_fields__} | {"page": self.page or False}
         values = (value for name, value in fields.items() if name not in later or value != later[name])
         text = "|".join(map(repr, ("attention", *values)))

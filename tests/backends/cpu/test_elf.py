@@ -145,7 +145,7 @@ def test_what_is_cut_or_emptied_is_refused(ramp: bytes, damage: Callable[[bytes]
         elf.load(damage(ramp), ["ramp"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_objects_load_or_are_refused_in_words(ramp: bytes, data: st.DataObject) -> None:
     changed = bytearray(ramp)

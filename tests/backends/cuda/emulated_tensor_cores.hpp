@@ -48,7 +48,6 @@ inline float exp2_fast(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;
 }
-inline void fetch_line(const void* at) { (void)*(const volatile char*)at; }
 inline u32 arrive(u32* at) { return atomicAdd(at, 1u); }
 inline u32 shared_address(const void* at) { return (u32)((const u8*)at - shared_memory); }
 inline void copy_chunk(u32 to, const void* from, bool present) {
@@ -124,3 +123,7 @@ inline void multiply_four_warps(float (&sums)[N][4], const u32 (&a)[4], u64 b, i
     }
   __syncwarp();
 }
+
+// -- clusters --
+inline float4 load_remote(u32 at, u32 block) { return remote<float4>(at, block); }
+inline float2 load_remote_pair(u32 at, u32 block) { return remote<float2>(at, block); }

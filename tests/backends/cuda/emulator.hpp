@@ -121,7 +121,7 @@ inline void prepare(Context& context, char* stack, size_t size, void (*body)()) 
 #endif
 
 namespace emulated {
-enum State { READY, AT_BLOCK, AT_WARP, AT_TEAM, AT_PHASE, DONE };
+enum State { READY, AT_BLOCK, AT_WARP, AT_TEAM, AT_PHASE, AT_CLUSTER, DONE };
 struct Fiber {
   Context context;
   State state;
@@ -129,10 +129,11 @@ struct Fiber {
   u64 given, taken;  // the value of a shuffle: of this thread, and of all once the last one has come
 };
 const size_t STACK = 256 * 1024;
+const u32 MOST_FIBERS = 1024;
 static std::vector<Fiber> fibers;
 static char* stacks;
 static Context scheduler;
-static u32 current;
+static u32 current, first;  // fibers are numbered over the blocks of a cluster; `first` is that of the block that runs
 static Kernel kernel;
 static const void* words;
 static const char* problem;
@@ -152,7 +153,7 @@ inline void body() {
 }
 inline void resume(u32 number) {
   current = number;
-  threadIdx = {number, 0, 0};
+  threadIdx = {number - first, 0, 0};
   fibers[number].state = READY;
   switch_to(scheduler, fibers[number].context);
 }
@@ -160,11 +161,11 @@ inline bool is_over(u32 phase);
 // Releases the threads that a barrier waited for; false if nobody can go on.
 inline bool release(u32 threads) {
   bool moved = false, all = true, ended = false;
-  for (u32 i = 0; i < threads; i++) {
+  for (u32 i = first; i < first + threads; i++) {
     all = all && (fibers[i].state == AT_BLOCK || fibers[i].state == DONE);
     ended = ended || fibers[i].state == DONE;
   }
-  for (u32 i = 0; i < threads; i++) {
+  for (u32 i = first; i < first + threads; i++) {
     Fiber& fiber = fibers[i];
     if (fiber.state == AT_BLOCK && all) {
       if (ended) problem = "a thread ended before a barrier of its block";
@@ -177,7 +178,7 @@ inline bool release(u32 threads) {
       for (u32 lane = 0; lane < 32; lane++)
         if (fiber.mask >> lane & 1) {
           const u32 other = warp + lane;
-          together = together && other < threads && fibers[other].state == AT_WARP && fibers[other].mask == fiber.mask;
+          together = together && other < first + threads && fibers[other].state == AT_WARP && fibers[other].mask == fiber.mask;
         }
       if (!together) continue;
       for (u32 lane = 0; lane < 32; lane++)
@@ -188,7 +189,7 @@ inline bool release(u32 threads) {
       moved = true;
     }
   }
-  for (u32 i = 0; i < threads; i++) {
+  for (u32 i = first; i < first + threads; i++) {
     if (fibers[i].state == AT_PHASE && is_over(fibers[i].mask)) {
       fibers[i].state = READY;
       moved = true;
@@ -196,32 +197,55 @@ inline bool release(u32 threads) {
     if (fibers[i].state != AT_TEAM) continue;
     const u32 team = fibers[i].mask;
     u32 arrived = 0;
-    for (u32 j = 0; j < threads; j++) arrived += fibers[j].state == AT_TEAM && fibers[j].mask == team;
+    for (u32 j = first; j < first + threads; j++) arrived += fibers[j].state == AT_TEAM && fibers[j].mask == team;
     if (arrived < team >> 8) continue;
-    for (u32 j = 0; j < threads; j++)
+    for (u32 j = first; j < first + threads; j++)
       if (fibers[j].state == AT_TEAM && fibers[j].mask == team) fibers[j].state = READY;
     moved = true;
   }
   return moved;
 }
+// Runs a block until its threads have ended or wait for other blocks.
 inline void run_block(u32 threads, bool backwards) {
-  if (fibers.size() < threads) fibers.resize(threads);
-  if (!stacks) stacks = (char*)mmap(0, 1024 * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  for (u32 i = 0; i < threads; i++) {
-    Fiber& fiber = fibers[i];
-    prepare(fiber.context, stacks + i * STACK, STACK, body);
-    fiber.state = READY;
-  }
   while (!problem) {
     bool running = false;
     for (u32 k = 0; k < threads; k++) {
-      const u32 i = backwards ? threads - 1 - k : k;
+      const u32 i = first + (backwards ? threads - 1 - k : k);
       if (fibers[i].state == READY) resume(i);
-      running = running || fibers[i].state != DONE;
+      running = running || (fibers[i].state != DONE && fibers[i].state != AT_CLUSTER);
     }
     if (!running) return;
     if (!release(threads)) problem = "threads wait for each other";
   }
+}
+inline void use_memory_of(u32 block);
+// Runs blocks that follow each other along y, each until all that have not ended meet.
+inline void run_cluster(u32 blocks, u32 threads, bool backwards) {
+  const u32 count = blocks * threads, y = blockIdx.y;
+  if (count > MOST_FIBERS) problem = "a cluster of too many threads";
+  if (problem) return;
+  if (fibers.size() < count) fibers.resize(count);
+  if (!stacks)
+    stacks = (char*)mmap(
+        0, MOST_FIBERS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  for (u32 i = 0; i < count; i++) {
+    prepare(fibers[i].context, stacks + i * STACK, STACK, body);
+    fibers[i].state = READY;
+  }
+  for (bool meeting = true; meeting && !problem;) {
+    for (u32 k = 0; k < blocks && !problem; k++) {
+      const u32 block = backwards ? blocks - 1 - k : k;
+      first = block * threads;
+      blockIdx.y = y + block;
+      use_memory_of(block);
+      run_block(threads, backwards);
+    }
+    meeting = false;
+    for (u32 i = 0; i < count; i++)
+      if (fibers[i].state == AT_CLUSTER) fibers[i].state = READY, meeting = true;
+  }
+  blockIdx.y = y;
+  first = 0;
 }
 template <typename T> inline T exchanged(u32 mask, T x, u32 source) {
   Fiber& fiber = fibers[current];
@@ -235,7 +259,15 @@ template <typename T> inline T exchanged(u32 mask, T x, u32 source) {
 }
 }  // namespace emulated
 
-static u8* shared_memory;  // dynamic
+static u8* shared_memory;  // dynamic; of the block that runs
+static std::vector<u8*> shared_memories;  // of the blocks of a cluster
+inline void emulated::use_memory_of(u32 block) { shared_memory = shared_memories[block]; }
+inline void meet_cluster() { emulated::wait(emulated::AT_CLUSTER, 0); }
+template <typename T> inline T remote(u32 at, u32 block) {
+  T x;
+  memcpy(&x, shared_memories[block] + at, sizeof(x));
+  return x;
+}
 inline void team_barrier(int number, int threads) { emulated::wait(emulated::AT_TEAM, number | threads << 8); }
 inline void __syncthreads() { emulated::wait(emulated::AT_BLOCK, 0); }
 inline void __syncwarp(u32 mask = ~0u) { emulated::wait(emulated::AT_WARP, mask); }
@@ -262,11 +294,15 @@ inline void report(Fault* fault, i32 launch, i32 code) {
   if (atomicCAS(&fault->code, 0, code) == 0) fault->launch = launch;
 }
 
-// Runs a grid, block after block; returns what went wrong, or null. Without `meet`, threads never wait for each other.
-extern "C" const char* rlx_run(Kernel kernel, const void* words, const u32* grid, u32 threads, u64 shared, bool meet,
-                               bool backwards) {
-  shared_memory = (u8*)aligned_alloc(128, (shared + 255) / 128 * 128);
-  memset(shared_memory, 0xff, shared);
+// Runs a grid, block after block, or cluster after cluster; returns what went wrong, or null. Without `meet`, threads
+// never wait for each other.
+extern "C" const char* rlx_run(Kernel kernel, const void* words, const u32* grid, u32 cluster, u32 threads, u64 shared,
+                               bool meet, bool backwards) {
+  for (u32 i = 0; i < cluster; i++) {
+    shared_memories.push_back((u8*)aligned_alloc(1024, (shared + 2047) / 1024 * 1024));
+    memset(shared_memories[i], 0xff, shared);
+  }
+  shared_memory = shared_memories[0];
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
   emulated::kernel = kernel;
@@ -276,8 +312,9 @@ extern "C" const char* rlx_run(Kernel kernel, const void* words, const u32* grid
   for (u64 k = 0; k < blocks && !emulated::problem; k++) {
     const u64 block = backwards ? blocks - 1 - k : k;
     blockIdx = {(u32)(block % grid[0]), (u32)(block / grid[0] % grid[1]), (u32)(block / grid[0] / grid[1])};
+    if (blockIdx.y % cluster) continue;
     if (meet) {
-      emulated::run_block(threads, backwards);
+      emulated::run_cluster(cluster, threads, backwards);
       continue;
     }
     for (u32 thread = 0; thread < threads; thread++) {
@@ -285,7 +322,8 @@ extern "C" const char* rlx_run(Kernel kernel, const void* words, const u32* grid
       kernel(words);
     }
   }
-  free(shared_memory);
+  for (u8* memory : shared_memories) free(memory);
+  shared_memories.clear();
   return emulated::problem;
 }
 

@@ -43,9 +43,10 @@ Array = np.ndarray[Any, Any]
 HEADER = "".join((Path(__file__).parent / name).read_text() for name in ("emulator.hpp", "emulated_tensor_cores.hpp"))
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 _ENTRY = re.compile(
-    r'extern "C" __global__ void __launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
+    r'extern "C" __global__ void (?:__attribute__\(\(\w+\([\d, ]+\)\)\) )?__launch_bounds__\([\w, ]+\) (\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
 )
 _MEETS = re.compile(r"__sync|team_barrier|reduce_|__shfl|mma|wait_for_phase")
+_CLUSTER = re.compile(r"cluster_dims\(1, (\d+), 1\)")
 _DYNAMIC = "extern __shared__ __align__(128) u8 shared[];"
 _MMA = """INLINE void mma(float (&s)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   mma_of<T>(s, a0, a1, a2, a3, b0, b1);
@@ -85,6 +86,7 @@ class _Function:
     run: Any  # of its library
     address: int
     meets: bool  # whether threads wait for each other
+    cluster: int = 1  # blocks that share memory
 
 
 @dataclass
@@ -158,7 +160,8 @@ class EmulatedGpu(Gpu):
     def build(self, source: str, arch: str) -> bytes:
         """Compiles a translation unit to a shared library; the result is its path."""
         kernels = source.removeprefix(PRELUDE).replace(_DYNAMIC, "u8* shared = shared_memory;")
-        for text in (instructions(F32), attention_instructions.SCALAR, attention_instructions.TENSOR, WARPGROUPS):
+        for text in (instructions(F32), attention_instructions.SCALAR, attention_instructions.TENSOR,
+                     attention_instructions.CLUSTERS, WARPGROUPS):  # fmt: skip
             kernels = kernels.replace(text, "")
         for kind in (BF16, F16):
             kernels = kernels.replace(instructions(kind).removeprefix(instructions(F32)), _MMA)
@@ -194,14 +197,16 @@ class EmulatedGpu(Gpu):
     def load(self, cubin: bytes, names: dict[str, int]) -> None:
         library = ctypes.CDLL(cubin.decode())
         library.rlx_run.restype = ctypes.c_char_p
-        numbers = (ctypes.c_uint, ctypes.c_uint64, ctypes.c_bool, ctypes.c_bool)
+        numbers = (ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_bool, ctypes.c_bool)
         library.rlx_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, *numbers)
         source = Path(cubin.decode()).with_suffix(".cpp").read_text()
         bodies = {piece.split(" ", 1)[0]: piece for piece in source.split("namespace ns_")[1:]}
         for name in names:
             address = ctypes.cast(getattr(library, f"call_{name}"), ctypes.c_void_p).value
             assert address is not None
-            self.functions[name] = _Function(library.rlx_run, address, bool(_MEETS.search(bodies[name])))
+            cluster = _CLUSTER.search(bodies[name])
+            size = int(cluster[1]) if cluster else 1
+            self.functions[name] = _Function(library.rlx_run, address, bool(_MEETS.search(bodies[name])), size)
 
     def allow_shared(self, name: str, shared: int) -> None:
         return
@@ -211,7 +216,8 @@ class EmulatedGpu(Gpu):
         self.launches += 1
         words, sizes = np.ascontiguousarray(words), np.array(grid, np.uint32)
         problem = function.run(
-            function.address, words.ctypes.data, sizes.ctypes.data, threads, shared, function.meets, self.backwards
+            function.address, words.ctypes.data, sizes.ctypes.data, function.cluster, threads, shared, function.meets,
+            self.backwards,
         )
         assert problem is None, problem.decode()
 

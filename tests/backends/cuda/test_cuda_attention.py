@@ -90,6 +90,10 @@ def plan_of(kernel: AttentionKernel, words: dict[str, int], variant: str, worker
         grid = units * -(-rows // (16 * warps)) * generator.slices(kernel), 1, 1
         shared = generator.rows_shared(kernel, warps, SM_90, groups=kind == "groups")
         return KernelPlan((Pass(variant, grid, warps * 32, shared),))
+    if "_c" in variant:
+        size, tiles = generator.cluster_size(variant), units * -(-rows // 16)
+        shared = generator.splits_shared(kernel, SM_90) + generator.cluster_parts(kernel, words, size)
+        return KernelPlan((Pass(variant, (tiles, size, 1), 128, shared),))
     slices = generator.slices(kernel) if variant == "scalar" else 1
     shared = generator.scalar_shared(kernel) if variant == "scalar" else generator.splits_shared(kernel, SM_90)
     target = replace(SM_90, processors=workers * units * -(-rows // 16) * slices, shared_bytes=0)
@@ -101,7 +105,8 @@ def variants(kernel: AttentionKernel) -> list[tuple[str, int]]:
     if not generator.on_tensor_cores(kernel):
         return [("scalar", 1), ("scalar", 3)]
     groups = [("groups_64", 1), ("groups_128", 1)] if generator.in_groups(kernel, SM_90) else []
-    return [("splits_early", 1), ("splits_early", 3), ("rows_64", 1), *groups]
+    clusters = [("splits_early_c8", 1), ("splits_c2", 3)]
+    return [("splits_early", 1), ("splits_early", 3), ("rows_64", 1), *groups, *clusters]
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
@@ -281,15 +286,17 @@ def sizes(batch: int, queries: int, capacity: int) -> dict[str, int]:
 
 
 def test_few_rows_are_spread_over_the_gpu_and_many_are_tiled() -> None:
-    kernel, writer = a_kernel(F32, 128, 4, cache=BF16), AttentionGenerator()
+    kernel, writer = replace(a_kernel(F32, 128, 4, cache=BF16), appends=True), AttentionGenerator()
     decode = writer.plan(kernel, sizes(1, 1, 4352), SM_90)
     assert [(p.variant, p.grid, p.threads, p.shared) for p in decode.passes] == [
-        ("splits_early", (8, 33, 1), 128, 73984)
+        ("splits_early", (8, 33, 1), 128, 78336)
     ]
     assert decode.zeroed == 256 and decode.scratch == 256 + 8 * 34 * 4 * 8 + 8 * 34 * 4 * 128 * 4
     assert writer.plan(kernel, sizes(32, 1, 1024), SM_90) == KernelPlan(
-        (Pass("splits_early", (256, 1, 1), 128, 73984),)
+        (Pass("splits_early", (256, 1, 1), 128, 78336),)
     )
+    (short,) = writer.plan(kernel, sizes(1, 1, 1024), SM_90).passes  # a block for each split, which share memory
+    assert (short.variant, short.grid, short.shared) == ("splits_early_c8", (8, 8, 1), 78336 + 4 * 130 * 4)
     for target, name in ((SM_90, "groups_64"), (SM_80, "rows_64")):
         assert [p.variant for p in writer.plan(kernel, sizes(1, 512, 4352), target).passes] == [name]
         assert [p.variant for p in writer.plan(kernel, sizes(1, 4096, 4352), target).passes] == [name]
@@ -302,7 +309,7 @@ def test_tiles_fit_into_the_shared_memory_of_a_block(target: CudaTarget) -> None
         kernel = a_kernel(F32, dim, 4, cache=BF16)
         for batch, queries in ((1, 1), (64, 1), (1, 64), (4, 4096)):
             for one in AttentionGenerator().plan(kernel, sizes(batch, queries, 8192), target).passes:
-                declared = generator.STATIC_SHARED[one.variant.removesuffix("_64")]
+                declared = generator.STATIC_SHARED[one.variant.removesuffix("_64").partition("_c")[0]]
                 assert one.shared + declared <= target.shared_bytes, (dim, one)
 
 

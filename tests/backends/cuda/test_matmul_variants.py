@@ -23,7 +23,7 @@ from rlx.backends.cuda.matmul.generator import (
     tile_choices,
 )
 from rlx.backends.cuda.matmul.tiles import TILES
-from rlx.backends.cuda.matmul.warpgroups import GROUP_TILES
+from rlx.backends.cuda.matmul.warpgroups import GROUP_TILES, GroupTile
 from rlx.backends.cuda.modules import source
 from rlx.backends.cuda.nvrtc import compile_source
 from rlx.backends.cuda.prelude import PRELUDE
@@ -342,3 +342,9 @@ def test_kernels_keep_their_registers(target: CudaTarget) -> None:
     for name, used in resources.items():
         assert used.spilled == 0, name
         assert used.registers <= (128 if "rows" in name else 255), name
+
+
+@pytest.mark.parametrize("tile", GROUP_TILES.values(), ids=GROUP_TILES)
+def test_groups_take_no_more_registers_than_their_block_has(tile: GroupTile) -> None:
+    given = 65_536 // (tile.threads * tile.blocks) // 8 * 8 * tile.threads  # at the start, as the compiler allots them
+    assert 128 * tile.copying_registers + 128 * tile.groups * tile.registers <= given  # more would be waited for for ever

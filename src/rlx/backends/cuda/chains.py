@@ -2,8 +2,8 @@
 
 The norm, the rotation and the append of a head, for example, depend on that head alone, so a block runs them one after
 the other for its heads, with barriers of the block between them. A *track* is a set of launches that depend on each
-other; `footprints.py` says into how many groups of units a track falls apart. Each launch computes what it computes by
-itself, bit by bit.
+other; `footprints.py` says into how many groups of units a track falls apart. What only launches of a track touch stays
+in shared memory. Each launch computes what it computes by itself, bit by bit.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, combinations
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from rlx.backends.cuda.targets import CudaTarget
 from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import LoopKernel
 from rlx.lir.memory import lifetimes
-from rlx.lir.program import Program
+from rlx.lir.program import ARENA, Program
 
 if TYPE_CHECKING:
     from rlx.backends.cuda.launch_plan import PlannedLaunch
@@ -34,8 +35,18 @@ THREADS = 256  # of a block, at most
 MOST_WORK = 4 * 1024  # threads that the units of one group can use
 MOST_WORDS = 400  # of the parameters of a kernel: 4 KB are 512
 BLOCKS_PER_PROCESSOR = 8  # at most; larger launches fill the GPU each by itself
+MOST_NEAR = 8 << 10  # bytes of shared memory of a block
 VARIANT = "chain"
 Fetched = Callable[[int], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Near:
+    """An operand in shared memory: a group of units finds its bytes at `at`, moved by `step` per group."""
+
+    operand: str
+    at: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -47,10 +58,11 @@ class Piece:
     waits: bool  # for the pieces of the track before it
     fetched: tuple[str, ...]  # operands that no launch writes, which are fetched early
     sizes: Sizes  # words that are constants
+    near: tuple[Near, ...] = ()
 
     @property
     def text(self) -> str:
-        return f"{self.kernel.fingerprint} {self.variant} {self.waits} {self.fetched} {self.sizes}"
+        return f"{self.kernel.fingerprint} {self.variant} {self.waits} {self.fetched} {self.sizes} {self.near}"
 
     @property
     def function(self) -> str:
@@ -112,6 +124,8 @@ class ChainGenerator:
             f'extern "C" __global__ void __launch_bounds__({THREADS}) {own}(const __grid_constant__ Words_{own} w) {{'
         )
         lines = [*functions.values(), f"struct Words_{own} {{", *fields, "};", head]
+        if any(piece.near for piece in kernel.pieces):
+            lines.append(f"  __shared__ __attribute__((aligned(16))) u8 near[{MOST_NEAR}];")
         at = 0
         for i, track in enumerate(kernel.tracks):
             begin = f"w.end{i - 1}" if i else "0"
@@ -135,7 +149,14 @@ def _call(piece: Piece, i: int) -> list[str]:
     range_of = f"({kind})(group * w.share{i}), ({kind})smaller(group * w.share{i} + w.share{i}, (i64){units})"
     guard = f"if (threadIdx.x < {variant.lanes}) " if variant.lanes > WARP else ""
     barrier = ["    __syncthreads();"] if piece.waits else []
-    return [*barrier, f"    {guard}{piece.function}(w.p{i}, {range_of});"]
+    if not piece.near:
+        return [*barrier, f"    {guard}{piece.function}(w.p{i}, {range_of});"]
+    moved = [
+        f"    own{i}.{near.operand} = (decltype(own{i}.{near.operand}))(near + ({near.at} - group * {near.step}));"
+        for near in piece.near
+    ]
+    own = [f"    Words_{piece.function} own{i} = w.p{i};", *moved]
+    return [*barrier, *own, f"    {guard}{piece.function}(own{i}, {range_of});"]
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -277,6 +298,45 @@ class _Fusion:
             result.append((buffers[f.param], moved))
         return result
 
+    # -- shared memory --
+    def near(self, track: _Track, run: Sequence[_Candidate]) -> dict[int, tuple[Near, ...]]:
+        """The operands of each member that stay in shared memory: of temporaries that no other launch touches."""
+        members = [run[i] for i in track.members]
+        touched = [self.touched(c) for c in members]
+        inside = {c.at for c in members}
+        found: dict[int, list[Near]] = {}
+        at = 0
+        for buffer in dict.fromkeys(name for c in members for name in sorted(c.writes)):
+            users = self.users.get(buffer, set())
+            if self.program.buffers[buffer].kind != ARENA or not users <= inside or len(users) < 2:
+                continue
+            ranges = [
+                (f.low.reshape(track.groups, -1).min(1), f.high.reshape(track.groups, -1).max(1))
+                for one in touched for name, f in one if name == buffer
+            ]  # fmt: skip
+            lows, highs = np.min([low for low, _ in ranges], 0), np.max([high for _, high in ranges], 0)
+            low, step = int(lows[0]), int(lows[1] - lows[0]) if track.groups > 1 else 0
+            size = -(-(int((highs - lows).max()) + 1) // 16) * 16
+            if low % 16 or step % 16 or (np.diff(lows) != step).any() or at + size > MOST_NEAR:
+                continue
+            for c in members:
+                for word, name in c.launch.operands:
+                    if name == buffer:
+                        offset = int(c.launch.words[word])
+                        found.setdefault(c.at, []).append(Near(c.kernel.words[word], at + offset - low, step))
+            at += size
+        return {member: tuple(operands) for member, operands in found.items()}
+
+    @cached_property
+    def users(self) -> dict[str, set[int]]:
+        """The launches that touch each buffer."""
+        result: dict[str, set[int]] = {}
+        for i, launch in enumerate(self.program.launches):
+            for written in (False, True):
+                for view in launch.views(written=written):
+                    result.setdefault(view.buffer, set()).add(i)
+        return result
+
     # -- results --
     def replace(self, result: list[PlannedLaunch], run: Sequence[_Candidate]) -> None:
         tracks = self.tracks(run)
@@ -290,12 +350,14 @@ class _Fusion:
         for track in tracks:
             pieces: list[Piece] = []
             pending: list[_Candidate] = []
+            near = self.near(track, run)
             for i, share in zip(track.members, track.shares, strict=True):
                 c = run[i]
                 waits = any(self.conflict(before, c) or self.share_memory(before, c) for before in pending)
                 pending = [c] if waits else [*pending, c]
                 fetched = self.fetched(c.at)
-                pieces.append(Piece(c.kernel, str(c.variant), waits, tuple(fetched), c.launch.sizes))
+                own = near.get(c.at, ())
+                pieces.append(Piece(c.kernel, str(c.variant), waits, tuple(fetched), c.launch.sizes, own))
                 operands += [(at + word, buffer) for word, buffer in c.launch.operands]
                 words.append(np.array([*c.launch.words, share, *fetched.values()], np.int64))
                 at += len(words[-1])

@@ -63,6 +63,8 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
     start = dict(sizes) | dict.fromkeys(symbols, 0)
     fixed = {name for name, buffer in program.buffers.items() if buffer.kind in (WEIGHT, CONST, INPUT)}
     fixed -= {view.buffer for launch in program.launches for view in launch.views(written=True)}
+    if symbols:  # a step of a loop follows what an earlier one wrote, wherever inputs say
+        fixed -= {name for name, buffer in program.buffers.items() if buffer.kind == INPUT}
     planned = [_planned(i, launch, start, symbols, fixed, target) for i, launch in enumerate(program.launches)]
     if program.symbols:  # other sizes are those of one call, whose code is worth sharing with calls of other sizes
         planned = [replace(one, sizes=_sizes(one, program.launches[i])) for i, one in enumerate(planned)]

@@ -108,10 +108,12 @@ def _mask_strides(mask: View | None) -> dict[str, Size]:
 
 
 # -- over a KV cache --------------------------------------------------------------------------------------------------
-def cached_attention(s: Scheduler, node: Node, keys: View, values: View, *, key_axes: str) -> Sequence[View]:
+def cached_attention(
+    s: Scheduler, node: Node, keys: View, values: View, *, key_axes: str, appends: bool = False
+) -> Sequence[View]:
     """Launches `cached_attention` as one kernel, which reads pools [pages, kv_heads, page, dim] in place.
 
-    `key_axes` is the order of slot and element in pages of keys; those of values are "sd".
+    `key_axes` is the order of slot and element in pages of keys; those of values are "sd". `appends`: see the kernel.
     """
     storage = node.operands[1].dtype  # type: ignore[union-attr]
     tokens = CachedTokens.of(s, node)
@@ -127,7 +129,7 @@ def cached_attention(s: Scheduler, node: Node, keys: View, values: View, *, key_
         dtype=q.dtype, head_dim=head_dim, value_dim=value_dim, group=heads // kv_heads, mask=kind, window=window,
         scale=1 / math.sqrt(head_dim) if scale is None else scale, softcap=node.attrs["softcap"] or 0.0,
         mask_dtype=None, page=page, cache_dtype=None if storage is q.dtype else storage, ring=node.attrs["ring"],
-        ragged=tokens.rows is not None, key_axes=key_axes,
+        ragged=tokens.rows is not None, key_axes=key_axes, appends=appends,
     )  # fmt: skip
     capacity = table.shape[1] * page
     words: Words = {

@@ -58,9 +58,10 @@ class AttentionGenerator:
             enough = rows > 2 * TILE and blocks >= target.processors // 2
             if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
                 return KernelPlan((Pass("groups_64" if groups else "rows_64", (blocks, 1, 1), 128, shared),))
-            early = target.capability >= 90 and kernel.cached and all(words[w] < 0 for w in _places(kernel))
-            return spread(
-                kernel, "splits_early" if early else "splits", words, target, 1, splits_shared(kernel, target)
+            early = target.capability >= 90 and kernel.appends and all(words[w] < 0 for w in _places(kernel))
+            variant = "splits_early" if early else "splits"
+            return clustered(kernel, variant, words, target) or spread(
+                kernel, variant, words, target, 1, splits_shared(kernel, target)
             )
         return spread(kernel, "scalar", words, target, slices(kernel), scalar_shared(kernel))
 
@@ -82,13 +83,15 @@ class AttentionGenerator:
             parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
         elif variant.startswith(("splits", "rest")):
             more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
-            more["EARLY"], more["PANELS"] = variant == "splits_early", False
+            more["EARLY"], more["PANELS"] = variant.startswith("splits_early"), False
+            more["CLUSTER"] = cluster_size(variant)
             more["REST"] = int(variant.removeprefix("rest_")) if variant.startswith("rest_") else 0
             parts = [
                 *common,
                 rows_code.COMBINE,
                 rows_code.LOG_SUM,
                 instructions.TENSOR,
+                instructions.CLUSTERS,
                 tensor_code.TILES,
                 tensor_code.SINGLE_PRODUCTS,
                 tensor_code.SPLITS,
@@ -106,11 +109,16 @@ class AttentionGenerator:
             instructions_and_tiles = [instructions.TENSOR, tensor_code.TILES]
             parts = [*common, rows_code.LOG_SUM, *instructions_and_tiles, *products, tensor_code.ROW_TILES]
         text = "\n".join([constants(kernel, more, tensor=on_tensor_cores(kernel)), words(kernel), *parts])
+        cluster = cluster_size(variant)
+        text = text.replace("CLUSTERED ", f"__attribute__((cluster_dims(1, {cluster}, 1))) " if cluster else "")
         return text.replace("ENTRY(", f"{name}(")
 
 
 def _places(kernel: AttentionKernel) -> tuple[str, ...]:
-    """The operands that say where keys are. If no launch writes them, blocks know early which keys they read."""
+    """The operands that say where keys are. If no launch writes them, blocks know early which keys they read.
+
+    They copy those that the program does not append before earlier launches have ended.
+    """
     return ("positions", "table", "rows") if kernel.ragged else ("positions", "table")
 
 
@@ -144,13 +152,18 @@ def _row_bytes(elements: int) -> int:
 
 def separate(kernel: AttentionKernel, target: CudaTarget) -> bool:
     """Whether `splits` has memory for keys and values at the same time."""
-    both = SPLIT * (_row_bytes(kernel.head_dim) + _row_bytes(kernel.value_dim)) + TILE * _row_bytes(SPLIT)
+    both = SPLIT * (_row_bytes(kernel.head_dim) + _row_bytes(kernel.value_dim)) + _small_tiles(kernel)
     return both + STATIC_SHARED["splits"] <= target.shared_bytes
+
+
+def _small_tiles(kernel: AttentionKernel) -> int:
+    """Bytes of weights and queries in `splits`."""
+    return TILE * (_row_bytes(SPLIT) + _row_bytes(kernel.head_dim))
 
 
 def splits_shared(kernel: AttentionKernel, target: CudaTarget) -> int:
     tiles = [SPLIT * _row_bytes(kernel.head_dim), SPLIT * _row_bytes(kernel.value_dim)]
-    return (sum(tiles) if separate(kernel, target) else max(tiles)) + TILE * _row_bytes(SPLIT)
+    return (sum(tiles) if separate(kernel, target) else max(tiles)) + _small_tiles(kernel)
 
 
 def in_groups(kernel: AttentionKernel, target: CudaTarget) -> bool:
@@ -215,14 +228,51 @@ def _resident(variant: str, shared: int, target: CudaTarget) -> int:
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
+MOST_CLUSTER = 8  # blocks of a cluster, which every GPU that has them takes
+SPLITS_OF_BLOCK = 2  # at most, if blocks of a cluster share the splits: longer caches keep more processors busy
+
+
+def cluster_size(variant: str) -> int:
+    """Blocks that share the splits of 16 rows in a cluster, as in `splits_early_c8`; 0 if there are none."""
+    head, _, size = variant.rpartition("_c")
+    return int(size) if head and size.isdigit() else 0
+
+
+def _keys(kernel: AttentionKernel, words: Mapping[str, int]) -> int:
+    """Splits that a row may see."""
+    keys = words["capacity"] if kernel.cached else words["k_len"]
+    return max(1, -(-keys // SPLIT) + kernel.ring)
+
+
+def cluster_parts(kernel: AttentionKernel, words: Mapping[str, int], size: int) -> int:
+    """Bytes of the results of the splits of a block of a cluster, which stay in its shared memory."""
+    rows = min(TILE, words["q_len"] * kernel.group)
+    return -(-_keys(kernel, words) // size) * rows * (_rounded(kernel.value_dim, 16) + 2) * 4
+
+
+def clustered(
+    kernel: AttentionKernel, variant: str, words: Mapping[str, int], target: CudaTarget
+) -> KernelPlan | None:
+    """Blocks of 16 rows whose splits are spread over a cluster, if that keeps them few for each block."""
+    most = _keys(kernel, words)
+    units = words["batch"] * words["kv_heads"] * -(-words["q_len"] * kernel.group // TILE)
+    size = min(MOST_CLUSTER, 1 << (most - 1).bit_length())
+    shared = splits_shared(kernel, target) + cluster_parts(kernel, words, size)
+    resident = target.processors * max(1, target.shared_bytes // (shared + STATIC_SHARED["splits"]))
+    if target.capability < 90 or size < 2 or most > SPLITS_OF_BLOCK * size or units * size > resident:
+        return None
+    if shared + STATIC_SHARED["splits"] > target.shared_bytes:
+        return None
+    return KernelPlan((Pass(f"{variant}_c{size}", (units, size, 1), 128, shared),))
+
+
 def spread(
     kernel: AttentionKernel, variant: str, words: Mapping[str, int], target: CudaTarget, slices: int, shared: int
 ) -> KernelPlan:
     """Blocks of 16 rows, and as many workers for each as the GPU has space for."""
     rows = words["q_len"] * kernel.group
     units = words["batch"] * words["kv_heads"] * -(-rows // TILE) * slices
-    keys = words["capacity"] if kernel.cached else words["k_len"]
-    most = max(1, -(-keys // SPLIT) + kernel.ring)
+    most = _keys(kernel, words)
     workers = min(most, max(1, target.processors * _resident(variant, shared, target) // units), 65535)
     real = 8 if kernel.dtype.size == 8 else 4
     columns = _rounded(kernel.value_dim, 16) if on_tensor_cores(kernel) else min(_rounded(kernel.value_dim, 4), 128)

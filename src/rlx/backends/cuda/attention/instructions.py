@@ -4,7 +4,6 @@ from __future__ import annotations
 
 SCALAR = r"""
 INLINE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-INLINE void fetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 INLINE void fetch_near(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
 // Counts a block whose results, ordered before by a barrier, are visible to the one that counts last.
 INLINE u32 arrive(u32* at) {
@@ -67,5 +66,28 @@ INLINE void multiply(f16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+"""
+
+CLUSTERS = r"""
+// All threads of a cluster that have not ended meet; they see what the others wrote to shared memory.
+INLINE void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Shared memory of another block of the cluster.
+INLINE float4 load_remote(u32 at, u32 block) {
+  float4 x;
+  asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %4, %5;"
+               " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at), "r"(block) : "memory");
+  return x;
+}
+INLINE float2 load_remote_pair(u32 at, u32 block) {
+  float2 x;
+  asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %2, %3;"
+               " ld.shared::cluster.v2.f32 {%0, %1}, [there]; }"
+               : "=f"(x.x), "=f"(x.y) : "r"(at), "r"(block) : "memory");
+  return x;
 }
 """

@@ -152,27 +152,16 @@ INLINE Range range_of(const Words& w, i32 batch, i32 query, i32 newest) {
   return {(i32)oldest, (i32)position};
 }
 
-// Asks for the first split of a block before earlier launches have ended, one of which may still append to it.
-template <typename W> INLINE void fetch_early(const W& w, i32 batch, i32 head, i32 query, i32 worker) {
-  if constexpr (!RING && PAGE == BLOCK) {
-    i32 row = batch;
-    if constexpr (RAGGED) row = __ldcg(w.rows + batch);
-    const i32 position = __ldcg(w.positions + batch * w.positions_batch + query);
-    const i32 low = WINDOW ? max(position + 1 - WINDOW, 0) : 0, begin = (low / SPLIT + worker) * SPLIT;
-    if (position < begin || position >= w.capacity || row < 0 || row >= w.table_rows) return;
-    constexpr int LINES = (HEAD_DIM * (int)sizeof(Stored) + 127) / 128;
-    constexpr int VALUE_LINES = (VALUE_DIM * (int)sizeof(Stored) + 127) / 128, ELEMENTS = 128 / sizeof(Stored);
-    for (i32 start = begin; start < begin + SPLIT && start <= position; start += BLOCK) {
-      const i32 page = __ldcg(w.table + row * w.table_row + start / PAGE);
-      if (page < 0 || page >= w.pages) return;
-      const Stored* keys = w.k + head * w.k_head + page * w.k_page;
-      const Stored* values = w.v + head * w.v_head + page * w.v_page;
-      for (i32 i = threadIdx.x; i < BLOCK * LINES; i += blockDim.x)
-        fetch_line(keys + i / LINES * w.k_seq + i % LINES * ELEMENTS);
-      for (i32 i = threadIdx.x; i < BLOCK * VALUE_LINES; i += blockDim.x)
-        fetch_line(values + i / VALUE_LINES * w.v_seq + i % VALUE_LINES * ELEMENTS);
-    }
+// The first position that the program appends to any row: what is before it was there when the program began. Called by
+// whole warps.
+template <typename W> INLINE i32 first_appended(const W& w) {
+  i32 first = LARGEST;
+  const i32 queries = (i32)w.q_len, count = (i32)w.batch * queries;
+  for (i32 i = threadIdx.x & 31; i < count; i += 32) {
+    const i32 position = w.positions[i / queries * w.positions_batch + i % queries];
+    first = min(first, position < 0 ? LARGEST : position);
   }
+  return __reduce_min_sync(~0u, first);
 }
 
 // Asks for the pages of a split while positions are on their way.
@@ -217,7 +206,7 @@ INLINE i64 most_splits(const Words& w) { return (w.capacity + SPLIT - 1) / SPLIT
 
 DENSE_ROWS = r"""
 INLINE i32 newest_position(const Words&, i32) { return -1; }
-template <typename W> INLINE void fetch_early(const W&, i32, i32, i32, i32) {}
+template <typename W> INLINE i32 first_appended(const W&) { return 0; }
 template <typename W> INLINE void fetch_pages(const W&, i32, i32) {}
 template <typename W> INLINE i32 table_row(const W&, i32 batch) { return batch; }
 template <typename W> INLINE bool is_shared(const W&, i32, i32, i32) { return false; }
@@ -332,7 +321,7 @@ INLINE bool arrives_last(u32* arrived, u32 blocks) {
 }
 
 // Merges the splits of `rows` rows in order; `finish(row, column, values, state)` gets four columns at a time.
-constexpr int MERGED = 32, LOADED = sizeof(Real) == 4 ? 16 : 4;  // splits at a time; with values in registers
+constexpr int MERGED = 32, LOADED = sizeof(Real) == 4 ? 8 : 4;  // splits at a time; with values in registers
 template <int THREADS, typename Finish>
 INLINE void combine(const Scratch& scratch, i32 splits, i32 rows, Finish finish) {
   __shared__ Merge factors[16][MERGED];
@@ -370,7 +359,8 @@ INLINE void combine(const Scratch& scratch, i32 splits, i32 rows, Finish finish)
         if (lane == 31) carried[r] = top;
       }
       __syncthreads();
-      for (i32 part = 0; part < MERGED; part += LOADED) {
+#pragma unroll 1
+      for (i32 part = 0; part < MERGED && begin + part < splits; part += LOADED) {
         load(next, begin + part + LOADED);
 #pragma unroll
         for (i32 i = 0; i < LOADED; i++) {

@@ -37,17 +37,24 @@ __device__ __noinline__ void gather_chunk(u32 to, const Stored* row, i32 column,
   store_chunk(to, {x[0], x[1], x[2], x[3]});
 }
 
+// Keys from `fresh` on are written by this program. They are copied by themselves (LATE), once they are there.
+enum Which { ALL, OLD, LATE };
+
 // Starts to copy keys, or the columns of a slice of values, from position `first` on; those that no row sees are zeros.
-template <bool VALUES, int COUNT, int THREADS>
+template <bool VALUES, int COUNT, int THREADS, Which WHICH = ALL>
 INLINE void load_tile(
-    const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned) {
+    const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned,
+    i32 fresh = LARGEST) {
+  const auto is_asked = [&](i32 key) { return WHICH == ALL || (key >= fresh && key <= seen.high) == (WHICH == LATE); };
+  if (WHICH == LATE && (seen.high < fresh || fresh >= first + COUNT)) return;
   constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2;
   constexpr int END = VALUES ? VALUE_DIM : HEAD_DIM;
   const Stored* base = VALUES ? source.v : source.k;
   const i64 stride = VALUES ? w.v_seq : w.k_seq;
-#pragma unroll
+#pragma unroll 1
   for (int block = 0; block < COUNT; block += BLOCK) {
     const i32 start = first + block, low = max(start, seen.low), high = min(start + BLOCK - 1, seen.high);
+    if (WHICH == LATE && (start + BLOCK <= fresh || start > seen.high)) continue;
     Place place = {0, 0};
     if (WHOLE_BLOCKS && low <= high) {
       place = place_of(w, source, start);
@@ -56,11 +63,11 @@ INLINE void load_tile(
     const bool exists = place.k >= 0;
     const Stored* rows = base + (exists ? (VALUES ? place.v : place.k) : 0);
     if (CHUNKS && WHOLE_BLOCKS && aligned) {
-#pragma unroll
-      for (int i = 0; i < BLOCK * WIDTH; i += THREADS) {
-        const i32 slot = (i + threadIdx.x) / WIDTH, chunk = (i + threadIdx.x) % WIDTH, from = column + chunk * 8;
-        if (BLOCK * WIDTH % THREADS && i + threadIdx.x >= BLOCK * WIDTH) break;
-        const bool present = exists && start + slot >= low && start + slot <= high && from < END;
+#pragma unroll 4
+      for (int i = threadIdx.x; i < BLOCK * WIDTH; i += THREADS) {
+        const i32 slot = i / WIDTH, chunk = i % WIDTH, from = column + chunk * 8, key = start + slot;
+        if (!is_asked(key)) continue;
+        const bool present = exists && key >= low && key <= high && from < END;
         const u32 to = chunk_at<VALUES>(tile, block + slot, chunk);
         copy_chunk(to, present ? rows + slot * stride + from : base, present);
       }
@@ -68,6 +75,7 @@ INLINE void load_tile(
 #pragma unroll 1
       for (int i = threadIdx.x; i < BLOCK * WIDTH; i += THREADS) {
         const i32 slot = i / WIDTH, chunk = i % WIDTH, from = column + chunk * 8;
+        if (!is_asked(start + slot)) continue;
         bool present = exists && start + slot >= low && start + slot <= high && from < END;
         const Stored* row = rows + slot * stride;
         if (!WHOLE_BLOCKS && present) {
@@ -223,11 +231,50 @@ INLINE u32 weights_of(float low, float high, float base) {  // `base` is in base
 """
 
 # A block has a tile of 16 rows and takes every workers-th split: four warps share the keys of a split for scores, and
-# the columns of values for products. A block that takes all splits merges them itself; else the last one does.
+# the columns of values for products. A block that takes all splits merges them itself. Else the last one does, from
+# scratch memory, or blocks of a cluster leave their splits in shared memory, where the first of them merges them.
 SPLITS = r"""
 constexpr int PAIRS = SLICE / 16, OWN_PAIRS = (PAIRS + 3) / 4;  // pairs of tiles of 8 columns
 constexpr int KEY_BYTES = SPLIT * HEAD_PITCH, VALUE_BYTES = SPLIT * VALUE_PITCH, WEIGHT_PITCH = (SPLIT / 8 | 1) * 16;
 constexpr int WEIGHTS_AT = SEPARATE ? KEY_BYTES + VALUE_BYTES : (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES);
+constexpr int QUERIES_AT = WEIGHTS_AT + 16 * WEIGHT_PITCH, QUERY_PAIRS = HEAD_STEPS * 8;  // pairs of a row of queries
+// In a cluster: the values of each split and row of a block, then their states.
+constexpr int PARTS_AT = QUERIES_AT + 16 * HEAD_PITCH;
+
+// Merges the splits of a cluster in order. Threads have four columns of a row, those of the first block first.
+template <typename Finish>
+INLINE void merge_cluster(
+    u32 values, u32 states, i32 splits, i32 workers, i32 worker, i32 rows, i32 pitch, Finish finish) {
+  constexpr i32 ACROSS = COLUMNS / 4, AT_ONCE = 8;
+#pragma unroll 1
+  for (i32 item = worker * 128 + threadIdx.x; item < rows * ACROSS; item += workers * 128) {
+    const i32 r = item / ACROSS, column = item % ACROSS * 4;
+    State row = {lowest(0.0f), 0};
+    Four sum = {};
+#pragma unroll 1
+    for (i32 begin = 0; begin < splits; begin += AT_ONCE) {
+      float2 state[AT_ONCE];
+      float4 value[AT_ONCE];
+#pragma unroll
+      for (i32 i = 0; i < AT_ONCE; i++) {
+        const i32 split = begin + i;
+        if (split >= splits) continue;
+        const u32 block = split % workers, at = split / workers * pitch + r;
+        state[i] = load_remote_pair(states + at * (u32)sizeof(State), block);
+        value[i] = load_remote(values + (at * COLUMNS + column) * (u32)sizeof(float), block);
+      }
+#pragma unroll
+      for (i32 i = 0; i < AT_ONCE; i++) {
+        if (begin + i >= splits) continue;
+        const Merge factor = merge(row, state[i].x, state[i].y);
+        const float x[4] = {value[i].x, value[i].y, value[i].z, value[i].w};
+#pragma unroll
+        for (i32 c = 0; c < 4; c++) sum.x[c] = fused(sum.x[c], factor.kept, x[c] * factor.added);
+      }
+    }
+    finish(r, column, sum, row);
+  }
+}
 
 INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   extern __shared__ __align__(128) u8 shared[];
@@ -235,11 +282,11 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   __shared__ Range ranges[16];
   const i32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2;
   const u32 keys = shared_address(shared), values = SEPARATE ? keys + KEY_BYTES : keys, weights = keys + WEIGHTS_AT;
+  const u32 query_tile = keys + QUERIES_AT;
   const i32 all_rows = (i32)w.q_len * GROUP, tiles = (all_rows + 15) / 16;
   const i32 tile = number % tiles, unit = number / tiles, kv_heads = (i32)w.kv_heads;
   const i32 head = unit % kv_heads, batch = unit / kv_heads;
   const i32 first_row = tile * 16, rows = min(16, all_rows - first_row);
-  if (EARLY) fetch_early(w, batch, head, (first_row + rows - 1) / GROUP, worker);
   if (!REST && !EARLY) {
     wait_for_inputs();
     start_next();
@@ -254,46 +301,52 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   const i32 first_split = seen.low / SPLIT, splits = sees_any(seen) ? seen.high / SPLIT - first_split + 1 : 0;
   const i32 workers = REST ? 1 : min((i32)gridDim.y, max(splits, 1));
   if (worker >= workers) return;
-  if (EARLY) {
-    wait_for_inputs();
-    start_next();
-  }
 
   const Source source = source_of(w, batch, head);
   const bool aligned = is_aligned(w, source), uneven = is_uneven(seen);
-  if (splits) load_tile<false, SPLIT, 128>(w, source, keys, (first_split + worker) * SPLIT, seen, 0, aligned);
-  commit_copies();
-  if (SEPARATE) {
-    if (splits) load_tile<true, SPLIT, 128>(w, source, values, (first_split + worker) * SPLIT, seen, 0, aligned);
+#pragma unroll 1
+  for (i32 i = rows * QUERY_PAIRS + threadIdx.x; i < 16 * QUERY_PAIRS; i += 128)
+    store_word(query_tile + i / QUERY_PAIRS * HEAD_PITCH + i % QUERY_PAIRS * 4, 0);
+  const i32 own_split = (first_split + worker) * SPLIT;
+  if (EARLY) {
+    const i32 fresh = first_appended(w);
+    if (splits) load_tile<false, SPLIT, 128, OLD>(w, source, keys, own_split, seen, 0, aligned, fresh);
+    if (SEPARATE && splits) load_tile<true, SPLIT, 128, OLD>(w, source, values, own_split, seen, 0, aligned, fresh);
+    wait_for_inputs();
+    start_next();
+    if (splits) load_tile<false, SPLIT, 128, LATE>(w, source, keys, own_split, seen, 0, aligned, fresh);
     commit_copies();
+    if (SEPARATE && splits) load_tile<true, SPLIT, 128, LATE>(w, source, values, own_split, seen, 0, aligned, fresh);
+  } else {
+    if (splits) load_tile<false, SPLIT, 128>(w, source, keys, own_split, seen, 0, aligned);
+    commit_copies();
+    if (SEPARATE && splits) load_tile<true, SPLIT, 128>(w, source, values, own_split, seen, 0, aligned);
   }
+  if (SEPARATE) commit_copies();
 
+#pragma unroll 1
+  for (i32 i = threadIdx.x; i < rows * QUERY_PAIRS; i += 128) {
+    const i32 r = i / QUERY_PAIRS, pair = i % QUERY_PAIRS, query = (first_row + r) / GROUP;
+    const Query* row = w.q + batch * w.q_batch + query * w.q_seq + (head * GROUP + (first_row + r) % GROUP) * w.q_head;
+    store_word(query_tile + r * HEAD_PITCH + pair * 4, query_pair<false>(row, 2 * pair));
+  }
   Row own_rows[2];
-  const Query* queries[2];
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const i32 r = line + 8 * j, query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
     own_rows[j].range = ranges[r];
     own_rows[j].mask = {};
     if (r < rows) own_rows[j].mask = mask_row(w, batch, query_head, query);
-    queries[j] = r < rows ? w.q + batch * w.q_batch + query * w.q_seq + query_head * w.q_head : nullptr;
-  }
-  u32 a[HEAD_STEPS][4];
-  const bool pairs = HEAD_DIM % 2 == 0 && ((u64)queries[0] | (u64)queries[1]) % (2 * sizeof(Query)) == 0;
-  if (pairs) {
-#pragma unroll
-    for (int step = 0; step < HEAD_STEPS; step++) load_query<true>(a[step], queries[0], queries[1], step);
-  } else {
-#pragma unroll
-    for (int step = 0; step < HEAD_STEPS; step++) load_query(a[step], queries[0], queries[1], step);
   }
   const auto loaded = [&](u32(&x)[4], int step) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = a[step][i];
+    load_matrices(x, query_tile + (lane & 15) * HEAD_PITCH + step * 32 + (lane >> 4) * 16);
   };
 
   const i32 scratch_rows = min(16, all_rows);
   const Scratch scratch = scratch_of(w, count, number, most_splits(w), scratch_rows);
+  const i32 own_most = CLUSTER ? (i32)(most_splits(w) + CLUSTER - 1) / CLUSTER : 0;
+  float* part_values = (float*)(shared + PARTS_AT);
+  State* part_states = (State*)(part_values + own_most * scratch_rows * COLUMNS);
   const bool merges = workers == 1;
   float out[OWN_PAIRS][2][4] = {};
   State state[2] = {{lowest(0.0f), 0}, {lowest(0.0f), 0}};
@@ -391,8 +444,10 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
             value = fused(value, factors.kept, part[i][e >> 1][2 * j + (e & 1)] * factors.added);
           }
       } else if (r < rows) {
-        if (warp == 0 && (lane & 3) == 0) scratch.states[split * scratch_rows + r] = {split_top[j], sums[2 * j]};
-        float* to = scratch.values + (i64)(split * scratch_rows + r) * COLUMNS;
+        const i32 at = (CLUSTER ? split / workers : split) * scratch_rows + r;
+        State* states = CLUSTER ? part_states : scratch.states;
+        if (warp == 0 && (lane & 3) == 0) states[at] = {split_top[j], sums[2 * j]};
+        float* to = (CLUSTER ? part_values : scratch.values) + (i64)at * COLUMNS;
 #pragma unroll
         for (int i = 0; i < OWN_PAIRS; i++)
 #pragma unroll
@@ -423,8 +478,7 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
     }
     return;
   }
-  if (!arrives_last(scratch.arrived, workers)) return;
-  combine<128>(scratch, splits, scratch_rows, [&](i32 r, i32 column, const Four& sum, State total) {
+  const auto finish = [&](i32 r, i32 column, const Four& sum, State total) {
     const i32 query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
     if (r >= rows) return;
     if (column == 0) store_log_sum(w, batch, query_head, query, total);
@@ -432,10 +486,19 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
     const float factor = inverse(total.total);
     for (i32 c = 0; c < 4; c++)
       if (column + c < VALUE_DIM) store(to + column + c, sum.x[c] * factor);
-  });
+  };
+  if constexpr (CLUSTER > 0) {
+    meet_cluster();
+    merge_cluster(shared_address(part_values), shared_address(part_states), splits, workers, worker, rows, scratch_rows,
+                  finish);
+    meet_cluster();  // nobody ends before its splits have been read
+  } else {
+    if (!arrives_last(scratch.arrived, workers)) return;
+    combine<128>(scratch, splits, scratch_rows, finish);
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
   if constexpr (REST) {
     wait_for_inputs();
     start_next();

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rlx.backends.cuda.forms.attention import kernel_takes
 from rlx.dtypes import BOOL, I64
-from rlx.ir.graph import Node
+from rlx.ir.graph import Node, Value
 from rlx.lir.forms import attention_launch
 from rlx.lir.forms.kv_cache import Append, AppendOperands, pools
 from rlx.lir.forms.kv_cache import cached_attention as portable_cached_attention
@@ -111,4 +111,16 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
     keys, values = pools(s, node)
     if not kernel_takes(node) or keys.strides[3] != 1 or values.strides[3] != 1:
         return portable_cached_attention(s, node)
-    return attention_launch.cached_attention(s, node, keys, values, key_axes="sd")
+    appends = all(_appends(operand, node) for operand in node.operands[1:3])
+    return attention_launch.cached_attention(s, node, keys, values, key_axes="sd", appends=appends)
+
+
+def _appends(pool: Value | None, attention: Node) -> bool:
+    """Whether a pool is a state to which the program appends just the tokens that attend to it."""
+    assert pool is not None
+    append = pool.node
+    if append.op != "kv_append":
+        return False
+    places = attention.operands[3:]  # positions, the table and rows
+    state = append.operands[0]
+    return append.operands[2:] == places and state is not None and state.node.op == "state"

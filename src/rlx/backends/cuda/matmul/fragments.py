@@ -5,8 +5,8 @@ from __future__ import annotations
 FRAGMENTS = r"""
 template <class S> INLINE T rounded(S x) { T y; store(&y, widen(x)); return y; }
 template <> INLINE T rounded<T>(T x) { return x; }
-// Two numbers along k, rounded; those from `left` on are zero.
-template <class S> INLINE u32 two(const S* at, i64 along, i64 left) {
+// Two numbers along k, rounded; those from `left` on are zero. Rare, so it is not part of the code that runs once.
+template <class S> __device__ __noinline__ u32 two(const S* at, i64 along, i64 left) {
   const u32 low = left > 0 ? rounded(at[0]).bits : 0, high = left > 1 ? rounded(at[along]).bits : 0;
   return low | high << 16;
 }

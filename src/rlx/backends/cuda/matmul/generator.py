@@ -1,9 +1,9 @@
 """Plans launches of matmul kernels and writes their CUDA C.
 
-Names of variants: `rows16x8_e` (16 rows of the weights per warp, 8 copies on their way per lane), `tile128x64_as` and,
-on Hopper, `groups128x128_a` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as` prepares an operand.
-Letters say: a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e, weights are read early,
-before earlier launches have ended; d, blocks have twice the usual threads; k, n, the axis along which weights are
+Names of variants: `rows16x8x256_e` (16 rows of the weights per warp, 8 copies on their way per lane, 256 threads),
+`tile128x64_as` and, on Hopper, `groups128x128_a` run on tensor cores, `fmarows1_k` and `fma128_n` do not, `narrowa_as`
+prepares an operand. Letters say: a, b, the operand is in scratch memory; w, A is read in f32; s, blocks split k; e,
+weights are read early, before earlier launches have ended; o, all at once; k, n, the axis along which weights are
 contiguous.
 """
 
@@ -73,8 +73,7 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
     name, _, letters = variant.partition("_")
     a, b, wide, split, early = (letter in letters for letter in "abwse")
     if name.startswith("rows"):
-        height, _, loads = name.removeprefix("rows").partition("x")
-        return rows.source(kernel, variant, rows=int(height), loads=int(loads), early=early, double="d" in letters)
+        return rows.source(kernel, variant, **_rows_settings(variant))
     if name.startswith("tile"):
         tile = TILES[name.removeprefix("tile")]
         return tiles.tile_source(
@@ -98,13 +97,14 @@ def source_with_prologue(
     kernel: MatmulKernel, variant: str, target: CudaTarget, name: str, struct: str, fetches: str, compute: str
 ) -> str:
     """CUDA C of a `rows` variant that computes its only row of A itself (`prologues.py`)."""
-    sizes, _, letters = variant.removeprefix("rows").partition("_")
-    height, _, loads = sizes.partition("x")
     prologue = rows.Prologue(name, struct, fetches, compute)
-    early, double = "e" in letters, "d" in letters
-    return rows.source(
-        kernel, variant, rows=int(height), loads=int(loads), early=early, double=double, prologue=prologue
-    )
+    return rows.source(kernel, variant, **_rows_settings(variant), prologue=prologue)
+
+
+def _rows_settings(variant: str) -> dict[str, int]:
+    sizes, _, letters = variant.removeprefix("rows").partition("_")
+    height, loads, threads = map(int, sizes.split("x"))
+    return {"rows": height, "loads": loads, "threads": threads, "early": "e" in letters, "once": "o" in letters}
 
 
 def _matmul(kernel: Kernel) -> MatmulKernel:
@@ -124,12 +124,16 @@ def _are_early(kernel: MatmulKernel, words: Mapping[str, int]) -> bool:
 # -- tensor cores -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class RowsChoice:
-    """Rows of the weights per warp, teams of warps per block, copies on their way per lane, blocks per processor."""
+    """Rows of the weights per warp, teams of warps per block, copies on their way per lane, blocks per processor.
+
+    `once`: these copies are all that a lane makes.
+    """
 
     height: int
     teams: int
     loads: int = rows.LOADS
     resident: int = 1
+    once: bool = False
 
 
 def plan_rows(
@@ -144,21 +148,26 @@ def plan_rows(
     pairs = m * batch if grouped else batch
 
     def shared_bytes(choice: RowsChoice) -> int:
-        return rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
+        taken = rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
+        # One block per processor: with two, those of the next launch gather where there is room, and stay behind.
+        return max(taken, target.shared_bytes // 2 + 2048) if choice.once else taken
 
+    early = _are_early(kernel, words)
+    choice = choice or (_once(n, k, kernel.weights, target) if early and pairs == 1 and k % 32 == 0 else None)
     choice = choice or choose_rows(n * pairs, k, kernel.weights, target)
     while shared_bytes(choice) > target.shared_bytes and choice.teams > 1:  # long rows of A leave less room
-        choice = replace(choice, teams=choice.teams // 2)
+        choice = replace(choice, teams=choice.teams // 2, once=False)
     while shared_bytes(choice) > target.shared_bytes and choice.loads > rows.LOADS // 2:
-        choice = replace(choice, loads=choice.loads // 2)
+        choice = replace(choice, loads=choice.loads // 2, once=False)
     if shared_bytes(choice) > target.shared_bytes:
         return None
     count = -(-n // (choice.height // kernel.weights * choice.teams))
     blocks = min(count, max(1, -(-target.processors * choice.resident // pairs)))
     threads = 32 * chunks * choice.teams
-    letters = "e" * _are_early(kernel, words) + "d" * (threads > rows.THREADS)
+    letters = "e" * early + "o" * choice.once
     grid = (blocks * batch, m if grouped else 1, 1)
-    return KernelPlan((Pass(f"rows{choice.height}x{choice.loads}_{letters}", grid, threads, shared_bytes(choice)),))
+    variant = f"rows{choice.height}x{choice.loads}x{threads}_{letters}"
+    return KernelPlan((Pass(variant, grid, threads, shared_bytes(choice)),))
 
 
 def choose_rows(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice:
@@ -170,6 +179,33 @@ def choose_rows(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice:
     tiles = -(-n * weights // 16)
     teams = 2 if 2 * chunks > CHUNKS else max(1, min(CHUNKS, 2 * CHUNKS // chunks, tiles // target.processors))
     return RowsChoice(16, teams)
+
+
+MOST_AT_ONCE = 100 << 10  # bytes of weights of a block
+MOST_TEAMS_AT_ONCE = 3
+
+
+def _once(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice | None:
+    """One block per processor, which asks for all its weights at once; None if they are too many.
+
+    The choice with the least weights for the busiest processor, then the fewest rounds.
+    """
+    steps, chunks, best = -(-chunk_size(k) // 32), chunk_count(k), None
+    for height in (16, 8):
+        if height == 8 and weights == 2:
+            continue
+        for teams in range(1, MOST_TEAMS_AT_ONCE + 1):
+            tiles = -(-n * weights // height)
+            blocks = min(-(-tiles // teams), target.processors)
+            rounds = -(-tiles // (blocks * teams))
+            loads = steps * rounds * (height // 8)
+            size = 32 * chunks * teams * loads * 16
+            if size > MOST_AT_ONCE or 32 * chunks * teams > rows.RESIDENT_THREADS:
+                continue
+            cost = (size, rounds, teams)  # the busiest processor
+            if best is None or cost < best[0]:
+                best = cost, RowsChoice(height, teams, loads, once=True)
+    return best[1] if best is not None else None
 
 
 def plan_tiles(

@@ -17,7 +17,7 @@ from rlx.lir.kernels import MatmulKernel
 
 ALL = "\n  const Words& w = all.product;"
 LOADS = 16  # copies of 16 bytes on their way per lane
-THREADS = 256  # of a block, at most; twice as many in `double` variants
+RESIDENT_THREADS = 768  # of a processor, for which registers are enough
 
 KERNEL = r"""
 constexpr int STEPS = LOADS / ROWS;         // of 32 k, whose copies are on their way
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   const u32 own_copies = copies + place_of(r, c), own_matrices = copies + place_of(lane & 7, lane >> 3);
   const u32 next_copy = 16 * blockDim.x;
   const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
-  const int begin = part * chunk, depth = (int)least(chunk, k - begin), steps = (depth + 31) / 32;
+  const int begin = part * chunk, depth = k % chunk ? (int)least(chunk, k - begin) : chunk, steps = (depth + 31) / 32;
   const int tiles = (u32)(w.n + TILE - 1) / TILE, stride = blocks * teams;
   int tile = blockIdx.x % blocks * teams + team;
   i64 group_offset = b0 * w.b_batch0 + b1 * w.b_batch1;
@@ -94,6 +94,7 @@ FETCHES  if (EARLY) fill();
   if (GROUPED) group_offset = group_of(w, first_row) * w.b_batch0;
   if (!EARLY) fill();
 ROWS_OF_A
+  if (ONCE) await<0>();
   __syncthreads();
 
   // Sums of rows that are not there are never read.
@@ -119,14 +120,18 @@ ROWS_OF_A
     if (direct) {
 #pragma unroll 4
       for (int s = 0; s < steps; s++) {
-        await<STEPS - 1>();
-        __syncwarp();
+        if (!ONCE) {
+          await<STEPS - 1>();
+          __syncwarp();
+        }
         uint4 f[ROWS];
 #pragma unroll
         for (int g = 0; g < ROWS; g++) f[g] = read_matrices(own_matrices + (slot * ROWS + g) * next_copy);
         step(sums, f, fragment(s));
-        __syncwarp();
-        copy_next(slot);
+        if (!ONCE) {
+          __syncwarp();
+          copy_next(slot);
+        }
         slot = slot + 1 == STEPS ? 0 : slot + 1;
       }
     } else {
@@ -225,17 +230,17 @@ class Prologue:
 
 
 def source(
-    kernel: MatmulKernel, variant: str, *, rows: int, loads: int, early: bool, double: bool = False,
+    kernel: MatmulKernel, variant: str, *, rows: int, loads: int, threads: int, early: bool, once: bool,
     prologue: Prologue | None = None,
 ) -> str:  # fmt: skip
     """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended.
 
-    `double`: blocks have up to twice the usual threads.
+    `once`: all weights of a block are on their way at the same time.
     """
     constants = f"""
 constexpr int ROWS = {rows // 8}, LOADS = {loads}, AT_ONCE = 2;
-constexpr int THREADS = {THREADS * (1 + double)}, BLOCKS = {1 if double else 3};
-constexpr bool EARLY = {flag(early)};
+constexpr int THREADS = {threads}, BLOCKS = {max(1, RESIDENT_THREADS // threads)};
+constexpr bool EARLY = {flag(early)}, ONCE = {flag(once)};
 """
     if prologue is None:
         name, parameters, fetches, code = entry(kernel, variant), "const __grid_constant__ Words w", "", COPY
