@@ -179,6 +179,7 @@ KERNELS = {
     "bf16": a_kernel(F32, 32, 4, cache=BF16),
     "f16, a window, odd sizes": a_kernel(F16, 20, 3, "sliding", 70, cache=F16, value_dim=33),
     "pages of 16": a_kernel(F32, 16, cache=BF16, page=16),
+    "two panels": a_kernel(F32, 80, 2, "sliding", 70, cache=BF16, value_dim=128),
     "f32": a_kernel(F32, 16, 2, cache=F32),
     "q8_0": a_kernel(F32, 32, 2, cache=Q8, value_dim=64),
     "f64": a_kernel(F64, 8, cache=F64, value_dim=200),
@@ -207,7 +208,7 @@ def test_a_row_of_many_splits_has_the_bits_of_splits_in_order(gpu: EmulatedGpu) 
 
 @NEEDS_COMPILER
 def test_a_ring_wraps_around(gpu: EmulatedGpu) -> None:
-    kernel = a_kernel(F32, 32, 2, "sliding", 100, cache=BF16, ring=True)
+    kernel = a_kernel(F32, 64, 2, "sliding", 100, cache=BF16, ring=True)
     case = Cached(kernel, (tuple(range(400, 420)), tuple(range(150, 170))), blocks=2)
     results = [case.run(variant, workers, gpu) for variant, workers in variants(kernel)[1:]]
     np.testing.assert_allclose(results[0].astype(float), case.expected(), rtol=0, atol=TOLERANCE[BF16])
@@ -217,7 +218,7 @@ def test_a_ring_wraps_around(gpu: EmulatedGpu) -> None:
 @NEEDS_COMPILER
 def test_ragged_tokens_of_a_sequence_share_its_keys(gpu: EmulatedGpu) -> None:
     """Sequences with several tokens in a tile are tiled, the others are not; bits are those of tokens by themselves."""
-    kernel = a_kernel(F32, 32, 4, cache=BF16, ragged=True)
+    kernel = a_kernel(F32, 64, 4, cache=BF16, ragged=True)
     rows = [3] * 20 + [0] + [2] * 2 + [1] * 30 + [0] + [3] * 5 + [2] + [1] * 12 + [0] * 3
     begin = {0: 130, 1: 0, 2: 70, 3: 100}
     positions = np.array([begin[row] + rows[:i].count(row) for i, row in enumerate(rows)])

@@ -161,8 +161,8 @@ def splits_shared(kernel: AttentionKernel, target: CudaTarget) -> int:
 
 
 def in_groups(kernel: AttentionKernel, target: CudaTarget) -> bool:
-    """Whether the four warps of a block of 64 rows multiply together, which takes queries from registers."""
-    return target.multiplies_in_groups and kernel.head_dim <= 128
+    """Whether four warps multiply together: queries come from registers, values from whole panels of 64 columns."""
+    return target.multiplies_in_groups and kernel.head_dim <= 128 and slice_width(kernel) % 64 == 0
 
 
 def _group_instructions(kernel: AttentionKernel) -> str:

@@ -13,24 +13,25 @@ from rlx.lir.loops import Apply, Choose, Const, Expr, Let, Ref
 
 CHUNKS = 8  # k is cut into at most this many
 FINISH_TILE = r"""
-// The epilogue of rows whose sums are in shared memory, for one warp: every `step`th row from `first` on. Neighbours
-// take neighbouring columns.
+// The epilogue of rows whose sums are in shared memory, for one warp: every `step`th row from `first` on, or several
+// next to each other if they are narrower than a warp. Neighbours take neighbouring columns.
 template <int HEIGHT, int WIDTH, int AT_ONCE, int SECOND, class Slot>
 INLINE void finish_rows(const Words& w, i64 b0, i64 b1, i64 row0, i64 column0, i64 rows, i64 columns, i64 group,
     int first, int step, Slot slot) {
-  constexpr int ACROSS = (WIDTH + 31) / 32;
-  const int lane = threadIdx.x & 31;
+  constexpr int ACROSS = (WIDTH + 31) / 32, DOWN = WIDTH < 32 ? 32 / WIDTH : 1;
+  const int lane = threadIdx.x & 31, down = DOWN > 1 ? lane / WIDTH : 0, across = DOWN > 1 ? lane % WIDTH : lane;
 #pragma unroll 1
-  for (int m = first; m < HEIGHT; m += AT_ONCE * step) {
+  for (int turn = first; turn < HEIGHT / DOWN; turn += AT_ONCE * step) {
     Reads reads[AT_ONCE][ACROSS];
     bool own[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const i64 row = row0 + m + i * step;
-      own[i] = m + i * step < HEIGHT && m + i * step < rows && (!GROUPED || group_of(w, row) == group);
+      const int m = (turn + i * step) * DOWN + down;
+      const i64 row = row0 + m;
+      own[i] = m < HEIGHT && m < rows && (!GROUPED || group_of(w, row) == group);
 #pragma unroll
       for (int j = 0; j < ACROSS; j++) {
-        const int column = lane + 32 * j;
+        const int column = across + 32 * j;
         if (own[i] && column < WIDTH && column < columns) reads[i][j] = read_at(w, b0, b1, row, column0 + column);
       }
     }
@@ -38,11 +39,11 @@ INLINE void finish_rows(const Words& w, i64 b0, i64 b1, i64 row0, i64 column0, i
     for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
       for (int j = 0; j < ACROSS; j++) {
-        const int column = lane + 32 * j;
+        const int m = (turn + i * step) * DOWN + down, column = across + 32 * j;
         if (!own[i] || column >= WIDTH || column >= columns) continue;
-        const Acc* sum = slot(m + i * step, column);
+        const Acc* sum = slot(m, column);
         const Acc second = WEIGHTS == 2 ? sum[SECOND] : (Acc)0;
-        finish(w, b0, b1, row0 + m + i * step, column0 + column, sum[0], second, reads[i][j]);
+        finish(w, b0, b1, row0 + m, column0 + column, sum[0], second, reads[i][j]);
       }
   }
 }

@@ -91,6 +91,11 @@ template <int N> INLINE void await_products() {
 INLINE u64 matrix_at(u32 at, u32 across = 16) {
   return (u64)((at & 0x3ffff) >> 4) | (u64)(across >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
+// The same number, of which the compiler does not know that: it computes addresses again and keeps none in registers.
+INLINE i64 unknown(i64 x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 template <int N> INLINE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
 template <int N> INLINE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
 """

@@ -26,6 +26,7 @@ from rlx.fast_dataclass import dataclass
 from rlx.lir.kernels import MatmulKernel
 
 DEPTH = 64  # k per stage: rows of 128 bytes, which the instructions read swizzled
+PIECE = 32  # columns whose sums a warp passes to the epilogue at once, through shared memory
 ALIGNMENT = 1024  # of a stage
 BARRIERS = 16  # bytes of a stage's two
 DECLARED = 128  # bytes of shared memory that a kernel declares itself
@@ -41,7 +42,6 @@ class GroupTile:
     registers: int  # per thread that multiplies
     copying_registers: int  # per thread that copies
     blocks: int = 1  # per processor
-    piece: int = 64  # columns that a warp passes to the epilogue at once
 
     @property
     def rows(self) -> int:
@@ -65,7 +65,7 @@ class GroupTile:
 
     @property
     def _fixed_bytes(self) -> int:
-        return ALIGNMENT + 4 * self.groups * 16 * (self.piece + 8) * 4
+        return ALIGNMENT + 4 * self.groups * 16 * (PIECE + 8) * 4
 
     @property
     def _stage_bytes(self) -> int:
@@ -78,7 +78,7 @@ GROUP_TILES = {
         GroupTile(192, 2, 224, 56),
         GroupTile(128, 2, 224, 56),
         GroupTile(128, 3, 152, 56),
-        GroupTile(128, 1, 168, 88, blocks=2, piece=32),
+        GroupTile(128, 1, 168, 88, blocks=2),
         GroupTile(64, 2, 224, 56),
     )
 }
@@ -249,8 +249,8 @@ INLINE void multiply_stages(const Words& w, u32 stages, Barriers barriers, float
       auto sum_at = [&](int m, int column) {
         return sheet + m * PITCH + (WEIGHTS == 2 ? (column >> 3) * 16 + (column & 7) : column);
       };
-      finish_rows<16, PIECE / WEIGHTS, 8, 8>(
-          w, at.b0, at.b1, row0, column0, w.m - row0, w.n - column0, 0, 0, 1, sum_at);
+      finish_rows<16, PIECE / WEIGHTS, 16 / WEIGHTS, 8>(
+          w, at.b0, at.b1, unknown(row0), column0, w.m - row0, w.n - column0, 0, 0, 1, sum_at);
     }
   }
 }
@@ -292,7 +292,7 @@ def source(
     """CUDA C; `a` and `b`: the operand is in scratch memory; `split`: blocks share a tile; `early`: as for rows."""
     constants = f"""
 constexpr int BN = {tile.columns}, BM = {tile.rows}, STAGES = {tile.stages_in(shared_bytes)}, DEPTH = {DEPTH};
-constexpr int THREADS = {tile.threads}, BLOCKS = {tile.blocks}, PIECE = {tile.piece};
+constexpr int THREADS = {tile.threads}, BLOCKS = {tile.blocks}, PIECE = {PIECE};
 constexpr int COPIERS = 128, ADDERS = {tile.threads - 128}, FIRST_ADDER = 128;
 constexpr int COPYING_REGISTERS = {tile.copying_registers}, REGISTERS = {tile.registers}, ALIGNMENT = {ALIGNMENT};
 constexpr bool EARLY = {flag(early)};
