@@ -329,8 +329,8 @@ inline uint4 read_matrices(u32 at) {
 inline void write16(u32 at, uint4 v) { *(uint4*)aligned(shared_memory + at) = v; }
 inline float half_of(u32 pair, int j, bf16*) { return widen(bf16{(u16)(pair >> 16 * j)}); }
 inline float half_of(u32 pair, int j, f16*) { return widen(f16{(u16)(pair >> 16 * j)}); }
-// Adds products one after the other in f32, slot by slot. A GPU rounds otherwise, but kernels that put the same products
-// into the same slots give equal bits here too.
+// Adds the 16 products of a step in f64, where their order makes no difference, as on a GPU. A GPU rounds otherwise, but
+// kernels that put the same products into the same steps give equal bits here too.
 template <class T> inline void mma_of(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   static u32 held[32][32][6];
   u32 (&warp)[32][6] = held[threadIdx.x / 32];
@@ -338,13 +338,16 @@ template <class T> inline void mma_of(float (&sum)[4], u32 a0, u32 a1, u32 a2, u
   const u32 own[6] = {a0, a1, a2, a3, b0, b1};
   memcpy(warp[lane], own, sizeof(own));
   __syncwarp();
-  for (int e = 0; e < 4; e++)
+  for (int e = 0; e < 4; e++) {
+    double total = sum[e];
     for (int slot = 0; slot < 16; slot++) {
       const int holder = slot / 2 % 4, upper = slot / 8;
       const float x = half_of(warp[r * 4 + holder][2 * upper + (e >> 1)], slot & 1, (T*)0);
       const float y = half_of(warp[(2 * c + (e & 1)) * 4 + holder][4 + upper], slot & 1, (T*)0);
-      sum[e] += x * y;
+      total += x * y;
     }
+    sum[e] = (float)total;
+  }
   __syncwarp();
 }
 template <class T> inline u32 pair_of(float a, float b) {
@@ -388,8 +391,8 @@ template <class T, int N> inline void multiply_group(float (&sums)[N], u64 a, u6
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   for (int i = 0; i < N; i++) {
     const int row = 16 * warp + lane / 4 + 8 * (i >> 1 & 1), column = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
-    float sum = keep ? sums[i] : 0;
-    for (int k = 0; k < 16; k++) sum += at(a, row, k) * at(b, column, k);
-    sums[i] = sum;
+    double total = keep ? sums[i] : 0;
+    for (int k = 0; k < 16; k++) total += at(a, row, k) * at(b, column, k);
+    sums[i] = (float)total;
   }
 }
