@@ -24,15 +24,13 @@ from rlx.types import product
 ABOVE = 1 + 2.0**-20  # times a weight, plus 1, it is above the weights of all lower logits, however they round
 HEAVIEST = 2.0**WEIGHT_BITS
 LEAST_KEY = -(2**31)  # below what `order` makes of any f32
-LIGHT = -21.0  # powers of two below it make weights of which 256 are below 2^31
-SILENT = -44.0  # powers of two below it make weights that round to 0
 FLAT = 4096  # times the heaviest: with more mass than that, many tokens are in a nucleus
 GUESSES = 12  # halvings of the range of keys by a guess
 CELL_BLOCKS = 4
 CELL = CELL_BLOCKS * BLOCK  # weights whose sum f64 still holds exactly
 CHUNK = GROUP * BLOCK  # weights that are added up in f32 for an estimate
 STREAMS = 4  # weights of a chunk that are computed at once
-PART = 32  # weights of a block that are passed over at once where none is of interest
+PART = 16  # weights of a block that are passed over at once where none is of interest
 MARGIN = 2**16  # keys: about as far a guess by samples is from the truth
 ATTEMPTS = 4  # at an estimate that is near enough
 FAR = 512  # tokens: an estimate that far off is made again
@@ -103,34 +101,31 @@ class _Sampler(LogitsKernel):
 
         self.least_key = self.bisect("logit", self.limited, block_key, above, logits_reach)
 
-    def weigh(self, temperature: Expr, filtered: Expr) -> None:
-        """Weights of tokens that are left: sums of blocks and, where `filtered` or top-k ask for them, each weight."""
+    def weigh(self, temperature: Expr, filtered: Expr, least_weight: Expr) -> None:
+        """Weights of the tokens that are left, and sums of blocks; groups of less than `least_weight` stay unknown."""
         body, g = self.body, Index("g")
         self.scale = body.let("scale", number(LOG2_E, F32) / temperature.max(COLDEST))
         self.mass = body.var("mass", 0, I64)
-        everything = body.let("everything", (self.drawn & ~self.limited).cast(I64))
-        self.summed_only = body.let("summed_only", everything * (~filtered).cast(I64))
         with body.loop("g", self.listed) as block:
             highest = block.let("listed_top", Reduce("max", "q", BLOCK, self.weights[g * BLOCK + Q]))
             block.store(self.tops, g, highest)
             self._fill(block, g, self.weights, self.least_key)
-            self._sum_block(block, g, self.weights[g * BLOCK + Q])
-        with body.loop("g", body.let("blocks_summed", self.summed_only * self.blocks)) as block:
-            self.read(block, "sum", g, lambda inner, rows: self._sum_block(inner, g, self._power(rows[g * BLOCK + Q])))
-        chunks = (self.blocks + (GROUP - 1)).quot(GROUP)
-        with body.loop("c", body.let("chunks_filled", (everything - self.summed_only) * chunks)) as chunk:
-            self._fill_chunk(chunk)
+            self._sum_block(block, g)
+        everything = body.let("everything", (self.drawn & ~self.limited).cast(I64))
         self.used = body.let("used", self.listed + everything * self.blocks)
+        self._bound(filtered)
+        chunks = (self.blocks + (GROUP - 1)).quot(GROUP)
+        with body.loop("c", body.let("chunks_filled", everything * chunks)) as chunk:
+            self._fill_chunk(chunk, least_weight)
 
-    def _fill_chunk(self, body: Body) -> None:
-        """Weights and sums of a group of blocks: in one loop where all are heavy and none is a copy, as a rule."""
+    def _fill_chunk(self, body: Body, least_weight: Expr) -> None:
+        """Weights and sums of a group of blocks: in one loop where the group is whole and none is a copy, as a rule."""
         c, g = Index("c"), Index("g")
         first = body.let("first_of_chunk", c * GROUP)
-        count = body.let("chunk_blocks", (self.blocks - first).min(GROUP))
+        reaches = ~(least_weight > 0.0) | (self.peaks[c] >= least_weight)
+        count = body.let("chunk_blocks", reaches.select((self.blocks - first).min(GROUP), 0))
         copies = body.let("chunk_copies", Reduce("sum", "g", count, self.copied[first + g]))
-        lowest = body.let("chunk_low", Reduce("min", "g", count, self.tops[first + g]))
-        heavy = ((lowest - self.top) * self.scale >= LIGHT) & copies.eq(0) & count.eq(GROUP)
-        uniform = body.let("chunk_uniform", heavy.cast(I64))
+        uniform = body.let("chunk_uniform", (copies.eq(0) & count.eq(GROUP)).cast(I64))
         with body.loop("uniform_once", uniform) as plain:
             with plain.loop("q", CHUNK // STREAMS, vector=True) as each:
                 places = [c * CHUNK + (Q + i * (CHUNK // STREAMS)) for i in range(STREAMS)]
@@ -138,22 +133,15 @@ class _Sampler(LogitsKernel):
                 for place, weight in zip(places, exp2_each(powers, each.let, WEIGHT_BITS), strict=True):
                     each.store(self.weights, place, weight + ROUNDER - ROUNDER)
             with plain.loop("g", GROUP) as block:
-                weight = self.weights[(first + g) * BLOCK + Q]
-                total = block.let("plain_mass", Reduce("sum", "q", BLOCK, weight.cast(F64)).cast(I64))
-                self._store_sum(block, first + g, total)
-                block.assign(self.mass, self.mass + total)
+                self._sum_block(block, first + g)
         with body.loop("g", body.let("chunk_mixed", (1 - uniform) * count)) as block:
             here = block.let("chunk_block", first + g)
             self.read(block, "fill", here, lambda inner, rows: self._fill(inner, here, rows))
-            self._sum_block(block, here, self.weights[here * BLOCK + Q])
-
-    def _power(self, logit: Expr) -> Expr:
-        """A weight before it is rounded."""
-        return exp2((logit - self.top) * self.scale, WEIGHT_BITS)
+            self._sum_block(block, here)
 
     def weight(self, logit: Expr) -> Expr:
         """An integer in f32, see `sampling.token_weights`."""
-        return self._power(logit) + ROUNDER - ROUNDER
+        return exp2((logit - self.top) * self.scale, WEIGHT_BITS) + ROUNDER - ROUNDER
 
     def _fill(self, body: Body, block: Expr, rows: Rows, least_key: Ref | None = None) -> None:
         """Writes the weights of a block; logits below the least key weigh nothing."""
@@ -165,15 +153,9 @@ class _Sampler(LogitsKernel):
                 weight = (value.order() >= least_key.cast(I32)).select(weight, 0.0)
             each.store(self.weights, place, weight)
 
-    def _sum_block(self, body: Body, block: Expr, weight: Expr) -> None:
-        """The sum of weights, rounded or not, of a block: in i32 where its highest logit says that they are light."""
-        power = body.let("block_power", (self.tops[block] - self.top) * self.scale)
-        total = body.var("block_mass", 0, I64)
-        with body.when("light", (power >= SILENT) & (power < LIGHT)) as light:
-            light.assign(total, light.let("light_mass", Reduce("sum", "q", BLOCK, weight.nearest())).cast(I64))
-        with body.when("heavy", power >= LIGHT) as heavy:
-            rounded = weight + ROUNDER - ROUNDER
-            heavy.assign(total, heavy.let("heavy_mass", Reduce("sum", "q", BLOCK, rounded.cast(F64))).cast(I64))
+    def _sum_block(self, body: Body, block: Expr) -> None:
+        weight = self.weights[block * BLOCK + Q]
+        total = body.let("block_mass", Reduce("sum", "q", BLOCK, weight.cast(F64)).nearest())
         self._store_sum(body, block, total)
         body.assign(self.mass, self.mass + total)
 
@@ -185,7 +167,7 @@ class _Sampler(LogitsKernel):
     def _sum(self, block: Expr) -> Expr:
         return (self.sums[block + self.blocks].cast(I64) << WORD) + self.sums[block].cast(I64)
 
-    def bound(self, filtered: Expr) -> None:
+    def _bound(self, filtered: Expr) -> None:
         """Upper bounds of the weights of each block, and of each group of blocks, for filters."""
         body, g = self.body, Index("g")
         self.bounded = body.let("bounded", filtered.select(self.used, Const(0, I64)))
@@ -255,7 +237,7 @@ class _Sampler(LogitsKernel):
             with inner.loop("g", count) as block:
                 weight = self.near[Index("g") * BLOCK + Q]
                 part = Reduce("sum", "q", BLOCK, (weight >= least).select(weight, 0.0).cast(F64))
-                block.assign(total, total + block.let("near_part", part).cast(I64))
+                block.assign(total, total + block.let("near_part", part).nearest())
             return total
 
         narrow("near", gathered, Const(True, BOOL), halfway, of_gathered)
@@ -302,14 +284,20 @@ class _Sampler(LogitsKernel):
                     block.store(self.sums, word, Const(0, I32))
             with attempt.loop("c", self.cells) as cell:
                 width, weight = cell.let("cell_width", self._cell_width(c)), self.weights[c * CELL + Q]
-                heavy = Reduce("sum", "q", width, (weight >= least).select(weight, 0.0).cast(F64))
-                cell_mass = cell.let("cell_mass", heavy.cast(I64))
+                heavy = (weight >= least).select(weight, 0.0).cast(F64)
+                cell_weight = cell.let("cell_weight", Reduce("sum", "q", width, heavy))
+                cell.store(self.nearest, c, self._heaviest_below(cell, weight, least, width))
+                cell_mass = cell.let("cell_mass", cell_weight.nearest())
                 self._store_sum(cell, c * CELL_BLOCKS, cell_mass)
                 cell.assign(total, total + cell_mass)
-                cell.store(self.nearest, c, Reduce("max", "q", width, (weight < least).select(weight, 0.0)))
             attempt.assign(missing, (wanted - total).cast(F64) / unit)
             attempt.assign(is_open, ((missing <= 0.0) | (missing > FAR)).cast(I64))
         return total
+
+    def _heaviest_below(self, body: Body, weight: Expr, limit: Expr, width: Ref) -> Expr:
+        """Of `width` weights, the heaviest below a limit; by their bits, which sort alike and are never NaN."""
+        below = (weight < limit).select(weight, 0.0).bits()
+        return body.let("heaviest_below", Reduce("max", "q", width, below)).bits()
 
     def _cell_width(self, cell: Expr) -> Expr:
         """The last cell may be shorter."""
@@ -338,7 +326,7 @@ class _Sampler(LogitsKernel):
             step.assign(taken, ties.min((wanted - total + unit - 1).quot(unit)))  # of equals, those with lower ids
             step.assign(total, total + taken * unit)
             self._store_sum(step, at * CELL_BLOCKS, step.let("walk_sum", self._sum(at * CELL_BLOCKS) + taken * unit))
-            step.store(self.nearest, at, Reduce("max", "q", width, (weight < least).select(weight, 0.0)))
+            step.store(self.nearest, at, self._heaviest_below(step, weight, least, width))
         seen = body.var("walk_seen", 0, I64)
         with body.loop("q", body.let("last_width", (total >= wanted).select(self._cell_width(at), 0))) as each:
             place = each.let("walk_place", at * CELL + Q)
@@ -415,7 +403,7 @@ class _Sampler(LogitsKernel):
         with self._reaching(body, name, least) as (block, here):
             weight = self.weights[here * BLOCK + Q]
             part = Reduce("sum", "q", BLOCK, (weight >= least).select(weight, 0.0).cast(F64))
-            block.assign(total, total + block.let(f"{name}_part", part).cast(I64))
+            block.assign(total, total + block.let(f"{name}_part", part).nearest())
         return total
 
     def _find_tie(self, body: Body, keep: Ref) -> None:
@@ -435,14 +423,15 @@ class _Sampler(LogitsKernel):
             each.assign(self.last, ((before >= keep) & self.last.eq(self.room)).select(place, self.last))
 
     # -- the pick ------------------------------------------------------------------------------------------------------
-    def draw(self, uniform: Expr, min_p: Expr) -> Ref:
+    def draw(self, uniform: Expr, least_weight: Expr) -> Ref:
         """The token where the running sum of the weights that are left passes `uniform` of their total."""
         body, g = self.body, Index("g")
-        floor = body.let("floor", self.least.max(min_p * HEAVIEST))
+        floor = body.let("floor", self.least.max(least_weight))
 
-        def selected(place: Expr) -> Expr:
-            weight = self.weights[place]
-            return ((weight >= floor) & ((weight > self.least) | (place <= self.last))).select(weight, 0.0)
+        def selected(block: Expr) -> Expr:
+            weight = self.weights[block * BLOCK + Q]
+            counts = Q.cast(I32) <= (self.last - block * BLOCK).cast(I32)
+            return ((weight >= floor) & ((weight > self.least) | counts)).select(weight, 0.0)
 
         total = body.var("total", self.mass, I64)
         settled = body.let("sums_settled", self.settled.ne(0) & (floor <= self.least))
@@ -452,18 +441,16 @@ class _Sampler(LogitsKernel):
             with filtered.loop("g", self.bounded) as block:
                 part = block.var("kept_part", 0, I64)
                 with block.when("kept_open", self.tops[g] >= floor) as inside:
-                    inside.assign(part, Reduce("sum", "q", BLOCK, selected(g * BLOCK + Q).cast(F64)).cast(I64))
+                    inside.assign(part, Reduce("sum", "q", BLOCK, selected(g).cast(F64)).nearest())
                 self._store_sum(block, g, part)
                 block.assign(total, total + part)
         passed = body.let("passed", (uniform * total.cast(F64)).cast(I64).min(total - 1))
         at, before = self._passes("block", "g", self.used, passed, self._sum(g))
         at = body.let("drawn_block", at.min(self.used - 1).max(0))
-        with body.when("refilled", self.summed_only > 0) as block:
-            self.read(block, "refill", at, lambda inner, rows: self._fill(inner, at, rows))
         rest = body.let("rest", passed - before)
         end = (at + settled.select(CELL_BLOCKS, Const(1, I64))).min(self.used) * BLOCK
         width = body.let("drawn_width", end - at * BLOCK)
-        within, _ = self._passes("token", "q", width, rest, selected(at * BLOCK + Q).cast(I64))
+        within, _ = self._passes("token", "q", width, rest, selected(at).cast(I64))
         slot = body.let("slot", at * BLOCK + within.min(width - 1).max(0))
         return body.let("picked", self.limited.choose(self.ids[slot].cast(I64), slot))
 
@@ -498,10 +485,10 @@ class _Sampler(LogitsKernel):
         nucleus = body.let("nucleus", self.drawn & (top_p < 1.0))
         filtered = body.let("filtered", nucleus | self.drawn & (min_p > 0.0))
         self.take_highest(top_k)
-        self.weigh(temperature, filtered)
-        self.bound(filtered)
+        floor = body.let("floor_of_min_p", min_p * HEAVIEST)
+        self.weigh(temperature, filtered, nucleus.select(0.0, floor))  # a nucleus depends on the weights of all tokens
         self.take_nucleus(nucleus, top_p)
-        picked = self.draw(uniform, min_p)
+        picked = self.draw(uniform, floor)
         chosen = self.drawn.select(picked, self.first)
         token = body.let("token", self.alive.select(chosen, NO_TOKEN))
         logit = self.alive.choose(self.raw[token], math.nan) - self.raw_top

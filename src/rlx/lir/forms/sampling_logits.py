@@ -15,18 +15,19 @@ from rlx.lir.forms.row_kernels import Body, Rows
 from rlx.lir.loops import Arg, Const, Expr, Index, Reduce, Ref, Stmt, fma, number
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, map_elements
 from rlx.lir.views import View
-from rlx.sampling import EXP2, LOG2_E, LOWEST
+from rlx.sampling import EXP2, LOG2_E, LOWEST, ROUNDER
 from rlx.types import TensorType
 
 BLOCK = 256  # weights whose sum f64 holds exactly: 2^8 times 2^42 is below 2^53
 GROUP = 16  # blocks
 NEAR = 4096  # weights that are gathered once so few may be the last of a nucleus
+EXPONENT_SHIFT = 23  # bits of f32 below its exponent
 PARTS = 3  # f32 numbers whose sum is any f64 of a probability
 Q = Index("q")
 
 
 def exp2(power: Expr, exponent_offset: int = 0, *, fused: bool = False) -> Expr:
-    """2^(power + offset), as `sampling.token_weights` computes it: powers below `LOWEST` count as that, NaN stays.
+    """2^(power + offset) for powers up to 0, as `sampling.token_weights` computes it; below `LOWEST`, as for that.
 
     With `fused`, by fused multiply-adds: faster and as accurate, but with other last bits.
     """
@@ -39,21 +40,24 @@ def exp2_each(
     """`exp2` of several powers, each step of all of them before the next step; `bind` names a step's value.
 
     A power is one long chain of operations. Of chains one after another, a processor's window holds few, and it waits.
+    `ROUNDER` plus a power has the nearest integer in its lowest bits, ready to be shifted to where exponents are; the
+    offset is in the coefficients, whose products and sums have the same digits at any exponent.
     """
 
     def step(name: str, values: Iterable[Expr]) -> list[Expr]:
         return [bind(f"{name}_{i}", value) for i, value in enumerate(values)]
 
     power = step("power", ((p < LOWEST).select(LOWEST, p) for p in powers))
-    exponent = step("exponent", (p.nearest() for p in power))
-    fraction = step("fraction", (p - e.cast(F32) for p, e in zip(power, exponent, strict=True)))
-    mantissa: list[Expr] = [number(EXP2[0], F32)] * len(powers)
-    for degree, coefficient in enumerate(EXP2[1:], 1):
-        term = number(coefficient, F32)
+    rounded = step("rounded", (p + ROUNDER for p in power))
+    exponent = step("exponent", (r - ROUNDER for r in rounded))
+    fraction = step("fraction", (p - e for p, e in zip(power, exponent, strict=True)))
+    first, *others = (number(coefficient * 2.0**exponent_offset, F32) for coefficient in EXP2)
+    mantissa: list[Expr] = [first] * len(powers)
+    for degree, term in enumerate(others, 1):
         pairs = zip(mantissa, fraction, strict=True)
         mantissa = step(f"mantissa{degree}", (fma(m, x, term) if fused else m * x + term for m, x in pairs))
-    scales = ((e + (127 + exponent_offset) << 23).bits() for e in exponent)
-    return step("exp2", (m * scale for m, scale in zip(mantissa, scales, strict=True)))
+    shifts = ((r.bits() << EXPONENT_SHIFT) for r in rounded)
+    return step("exp2", ((m.bits() + shift).bits() for m, shift in zip(mantissa, shifts, strict=True)))
 
 
 class LogitsKernel:
