@@ -20,22 +20,24 @@ from rlx.types import TensorType
 
 BLOCK = 256  # weights whose sum f64 holds exactly: 2^8 times 2^42 is below 2^53
 GROUP = 16  # blocks
-NEAR = 4096  # weights that are gathered once so few may be the last of a nucleus
+CHUNK = GROUP * BLOCK
+NEAR = 1024  # weights that are gathered once so few may be the last of a nucleus
 EXPONENT_SHIFT = 23  # bits of f32 below its exponent
 PARTS = 3  # f32 numbers whose sum is any f64 of a probability
+FUSED_EXP2 = (0.00132647273, 0.00967151299, 0.0555073358, 0.240222424, 0.693147004, 1.0)  # as `EXP2`, within 2^-22.6
 Q = Index("q")
 
 
-def exp2(power: Expr, exponent_offset: int = 0, *, fused: bool = False) -> Expr:
+def exp2(power: Expr, exponent_offset: int = 0, fused: Sequence[float] = ()) -> Expr:
     """2^(power + offset) for powers up to 0, as `sampling.token_weights` computes it; below `LOWEST`, as for that.
 
-    With `fused`, by fused multiply-adds: faster and as accurate, but with other last bits.
+    With coefficients for `fused` multiply-adds, faster, but with other last bits.
     """
-    return exp2_each([power], lambda name, value: value, exponent_offset, fused=fused)[0]
+    return exp2_each([power], lambda name, value: value, exponent_offset, fused)[0]
 
 
 def exp2_each(
-    powers: Sequence[Expr], bind: Callable[[str, Expr], Expr], exponent_offset: int = 0, *, fused: bool = False
+    powers: Sequence[Expr], bind: Callable[[str, Expr], Expr], exponent_offset: int = 0, fused: Sequence[float] = ()
 ) -> list[Expr]:
     """`exp2` of several powers, each step of all of them before the next step; `bind` names a step's value.
 
@@ -51,7 +53,7 @@ def exp2_each(
     rounded = step("rounded", (p + ROUNDER for p in power))
     exponent = step("exponent", (r - ROUNDER for r in rounded))
     fraction = step("fraction", (p - e for p, e in zip(power, exponent, strict=True)))
-    first, *others = (number(coefficient * 2.0**exponent_offset, F32) for coefficient in EXP2)
+    first, *others = (number(coefficient * 2.0**exponent_offset, F32) for coefficient in fused or EXP2)
     mantissa: list[Expr] = [first] * len(powers)
     for degree, term in enumerate(others, 1):
         pairs = zip(mantissa, fraction, strict=True)
@@ -274,7 +276,7 @@ class LogitsKernel:
     def add_exponentials(self, needed: Expr) -> None:
         """If needed, the highest of the logits as they came, and the sum of exp(logit - highest).
 
-        In f32 within a block, in f64 beyond.
+        In f32 within a group of blocks, in f64 beyond.
         """
         body, g = self.body, Index("g")
         self.raw_top, self.raw_total = body.var("raw_top", -math.inf, F32), body.var("raw_total", 0.0, F64)
@@ -287,14 +289,19 @@ class LogitsKernel:
                 highest = Reduce("max", "q", BLOCK, inside.choose(self.raw[place], -math.inf))
                 copied.assign(self.raw_top, self.raw_top.max(copied.let("raw_highest", highest)))
             base = sums.let("raw_base", self.raw_top.eq(-math.inf).select(0.0, self.raw_top))
-            with sums.loop("g", self.full_blocks) as block:
-                part = Reduce("sum", "q", BLOCK, exp2((self.raw[place] - base) * LOG2_E, fused=True))
-                block.assign(self.raw_total, self.raw_total + block.let("exponentials", part).cast(F64))
+            chunks = sums.let("full_chunks", self.full_blocks.quot(GROUP))
+            for name, count, start, width in (
+                ("chunk", chunks, Index("c") * CHUNK, CHUNK),
+                ("block", self.full_blocks - chunks * GROUP, chunks * CHUNK + Index("c") * BLOCK, BLOCK),
+            ):
+                with sums.loop("c", sums.let(f"summed_{name}s", count)) as each:
+                    part = Reduce("sum", "q", width, exp2((self.raw[start + Q] - base) * LOG2_E, fused=FUSED_EXP2))
+                    each.assign(self.raw_total, self.raw_total + each.let(f"of_{name}", part).cast(F64))
             with sums.loop("last", self.part_blocks) as block:
                 place = self.full_blocks * BLOCK + Q
                 inside = place < self.vocab
                 power = (inside.choose(self.raw[place], -math.inf) - base) * LOG2_E
-                part = Reduce("sum", "q", BLOCK, inside.select(exp2(power, fused=True), 0.0))
+                part = Reduce("sum", "q", BLOCK, inside.select(exp2(power, fused=FUSED_EXP2), 0.0))
                 block.assign(self.raw_total, self.raw_total + block.let("last_exponentials", part).cast(F64))
 
     def find_highest(self) -> None:
