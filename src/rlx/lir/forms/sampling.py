@@ -322,7 +322,7 @@ class _Sampler(LogitsKernel):
                 heavy = (weight >= least).select(weight, 0.0).cast(F64)
                 cell_weight = cell.let("cell_weight", Reduce("sum", "q", width, heavy))
                 cell.store(self.nearest, c, self._heaviest_below(cell, weight, least, width))
-                cell_mass = cell.let("cell_mass", cell_weight.nearest())
+                cell_mass = cell.let("cell_mass", cell_weight.cast(I64))
                 self._store_sum(cell, c * CELL_BLOCKS, cell_mass)
                 cell.assign(total, total + cell_mass)
             attempt.assign(missing, (wanted - total).cast(F64) / unit)
