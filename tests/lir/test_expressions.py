@@ -57,6 +57,7 @@ def test_results_have_the_type_that_they_should() -> None:
     assert X.order().dtype is I32
     assert Ref("d", F64).nearest().dtype is I64
     assert I.bits().dtype is F32
+    assert X.bits().dtype is I32
     assert (J.eq(N)).select(I, 3).dtype is I32
 
 

@@ -433,3 +433,37 @@ def test_vmap_is_more_rows() -> None:
     wanted = rlx.compile(graph(400)).run(inputs)
     np.testing.assert_array_equal(tokens.reshape(-1), wanted[0])
     np.testing.assert_array_equal(scores.reshape(-1), wanted[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_that_light_tokens_decide(device: str) -> None:
+    """Sums of light blocks are estimated first: draws that depend on their last bits are those of the reference."""
+    rng, vocab, rows = np.random.default_rng(5), 40_000 if device == "cpu" else 3000, 16 if device == "cpu" else 4
+    f, reference = rlx.compile(graph(vocab), device), rlx.compile(graph(vocab), "reference")
+    for octaves in (14.5, 14.0, 13.5):  # about as light as a block must be for an estimate
+        powers = -octaves - rng.random(vocab) / 4
+        powers[rng.integers(0, vocab, 20)] = -np.arange(20)
+        powers[vocab // 2] = 0.0
+        logits = (powers * math.log(2)).astype(np.float32)
+        weights = token_weights(logits, logits.max(), 1.0).astype(np.int64)
+        # Where a heavy token begins or ends, to the bit, and anywhere.
+        places = np.flatnonzero(weights > 2**35)[: rows // 2]
+        edges = np.cumsum(weights)[places] / weights.sum()
+        uniform = np.concatenate([np.nextafter(edges, rng.choice([0.0, 1.0], len(edges))), rng.random(rows)])[:rows]
+        shares = np.cumsum(np.sort(weights)[::-1])[:rows] / weights.sum()
+        for top_p in (1.0, shares, np.nextafter(shares, 1.0), 0.5, 0.999):
+            inputs = {"logits": np.tile(logits, (rows, 1)), "uniform": uniform}
+            arrays = settings(rows, top_p=top_p)
+            tokens, _ = run(f, inputs, arrays)
+            np.testing.assert_array_equal(tokens, run(reference, inputs, arrays)[0])
+
+
+def test_draws_from_nearly_equal_tokens() -> None:
+    """Each cell of blocks of such a row weighs more than 2^51."""
+    rng, rows, vocab = np.random.default_rng(6), 64, 8192
+    f, reference = rlx.compile(graph(vocab)), rlx.compile(graph(vocab), "reference")
+    logits = rng.standard_normal((rows, vocab), np.float32) * np.float32(0.05)
+    for top_p in (0.6, 0.8, 0.9, 0.95, 0.99):
+        inputs = {"logits": logits, "uniform": rng.random(rows)}
+        arrays = settings(rows, top_p=np.full(rows, top_p) - rng.random(rows) / 100)
+        np.testing.assert_array_equal(run(f, inputs, arrays)[0], run(reference, inputs, arrays)[0])

@@ -203,8 +203,8 @@ class Formula:
         return binary("pow", self, other)
 
     def bits(self) -> Expr:
-        """Reinterpret the bits of an i32 as f32."""
-        return unary("bits", self, F32)
+        """Reinterpret the bits of an i32 as f32, or those of an f32 as i32."""
+        return unary("bits", self, I32 if self.dtype is F32 else F32)
 
     def order(self) -> Expr:
         """A signed integer of the same width that sorts in the same order; -0.0 equals 0.0, NaN is above everything."""
@@ -349,7 +349,7 @@ SCALAR_OPS = {
     "select": 3, "cast": 1, "order": 1, "bits": 1, "nearest": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
 }  # fmt: skip
 # order: a signed integer of x's width that sorts in the same order; -0.0 equals 0.0, NaN is above everything.
-# bits: reinterprets an i32 as f32.
+# bits: reinterprets an i32 as f32, and an f32 as i32.
 # nearest: the i32 (i64 for f64) nearest to x, ties to even, for |x| below 2^22 (2^51); unspecified for larger |x|.
 # shl, shr: integer shifts; shr is arithmetic (sign-extending).
 # quot, rem: quotient and remainder of non-negative indices.

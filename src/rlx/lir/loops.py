@@ -243,7 +243,7 @@ def result_type(op: str, args: Sequence[Expr]) -> DType:
         case "eq" | "ne" | "lt" | "le" | "gt" | "ge":
             return BOOL
         case "bits":
-            return F32
+            return I32 if args[0].dtype is F32 else F32
         case "order" | "nearest":
             return I64 if args[0].dtype.size == 8 else I32
         case "select":

@@ -36,6 +36,11 @@ def _order(x: Any) -> Any:
     return np.where(np.isnan(plain), largest, np.where(bits < 0, bits ^ largest, bits))
 
 
+def _bits(x: Any) -> Any:
+    x = np.asarray(x)
+    return x.view(np.int32 if x.dtype == np.float32 else np.float32)
+
+
 def _nearest(x: Any) -> Any:
     return np.rint(x).astype(np.int64 if np.asarray(x).itemsize == 8 else np.int32)
 
@@ -56,7 +61,7 @@ MEANINGS: Mapping[str, Callable[..., Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": np.logical_not,
     "shl": operator.lshift, "shr": operator.rshift, "select": np.where,
-    "order": _order, "bits": lambda x: np.asarray(x).view(np.float32), "nearest": _nearest,
+    "order": _order, "bits": _bits, "nearest": _nearest,
     "dot_u8": _dot_bytes, "dot_u7": _dot_bytes,
 }  # fmt: skip
 COMBINE: Mapping[str, Callable[..., Any]] = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}

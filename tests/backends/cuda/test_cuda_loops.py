@@ -282,8 +282,8 @@ def test_functions_of_floats_and_bits(gpu: EmulatedGpu) -> None:
     a, b = table.array(words), table.array(signed)
     squares = Lookup(Table.of("squares", (0, 1, 4, 9)), table.array(np.array([3, 0, 2, 1] * 2)))
     zero = Const(0.0, F32)
-    order, nearest, same, dot, looked, gelu, top, least, pow_, sqrt = table.computed(
-        gpu, (x.order(), I32), (x.nearest(), I32), (bits.bits(), F32),
+    order, nearest, same, back, dot, looked, gelu, top, least, pow_, sqrt = table.computed(
+        gpu, (x.order(), I32), (x.nearest(), I32), (bits.bits(), F32), (x.bits(), I32),
         (Apply("dot_u8", (Const(10, I32), a, b), I32), I32), (squares, I32), (Apply("gelu", (x,), F32), F32),
         (x.max(zero), F32), (zero.min(x), F32), (Apply("pow", (abs(x), Const(0.5, F32)), F32), F32),
         (abs(x).sqrt(), F32),
@@ -291,6 +291,7 @@ def test_functions_of_floats_and_bits(gpu: EmulatedGpu) -> None:
     assert (np.diff(order) >= 0).all() and order[3] == order[4] == 0
     assert nearest[1:6].tolist() == [-6, -2, 0, 0, 2] and looked.tolist() == [9, 0, 4, 1] * 2
     np.testing.assert_array_equal(same, values)
+    np.testing.assert_array_equal(back, values.view(np.int32))
     assert dot.tolist() == [10 - 255 + 2 + 6 - 12, 10 + 5] * 4
     wanted = [0.5 * float(v) * math.erfc(-float(v) / math.sqrt(2)) for v in values[1:6]]
     np.testing.assert_allclose(gelu[1:6], wanted, rtol=1e-6)

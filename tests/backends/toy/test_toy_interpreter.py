@@ -178,6 +178,7 @@ def test_functions_of_bits() -> None:
     assert (np.diff(keys) >= 0).all() and keys[2] == keys[3] == 0
     assert computed(element(0, F32).nearest(), I32, x[1:5]).tolist() == [-2, 0, 0, 2]
     assert computed(element(0, I32).bits(), F32, x.view(np.int32))[:6].tolist() == x[:6].tolist()
+    assert computed(element(0, F32).bits(), I32, x).tolist() == x.view(np.int32).tolist()
     words = np.array([[255, 1, 2, 3], [1, 0, 0, 0]], np.uint8).view(np.int32)[:, 0]
     signed = np.array([[-1, 2, 3, -4], [5, 6, 7, 8]], np.int8).view(np.int32)[:, 0]
     for op in ("dot_u8", "dot_u7"):

@@ -3,6 +3,10 @@
 Thresholds (the k-th highest logit, the least weight of a nucleus) are found by bisection over the bits of floats. A
 probe skips blocks whose maximum is below the threshold, so it costs little where few tokens count. Weights and their
 sums are those of `rlx/sampling.py` to the bit: integers, which f64 adds exactly within a block and i64 beyond.
+
+Most blocks of a row have light tokens only, and few draws depend on the last bits of their sums. So these sums are
+estimated first, with bounds, and a token counts as drawn if it is the same for any sums within them. Otherwise the
+weights of light blocks are computed too, and the token is drawn again.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from contextlib import contextmanager
 from rlx.dtypes import BOOL, F32, F64, I32, I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.row_kernels import Body, Rows
-from rlx.lir.forms.sampling_logits import BLOCK, GROUP, NEAR, LogitsKernel, Q, exp2, exp2_each
+from rlx.lir.forms.sampling_logits import BLOCK, CHUNK, GROUP, NEAR, LogitsKernel, Q, exp2, exp2_each
 from rlx.lir.loops import Const, Expr, For, Index, Operand, Reduce, Ref, number
 from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
@@ -23,21 +27,22 @@ from rlx.types import product
 
 ABOVE = 1 + 2.0**-20  # times a weight, plus 1, it is above the weights of all lower logits, however they round
 HEAVIEST = 2.0**WEIGHT_BITS
+LIGHT = 2.0 ** (WEIGHT_BITS - 14)  # tokens that are lighter decide few draws
+ROUGH_EXP2 = (0.00957010314, 0.0559178628, 0.240247443, 0.693121791, 0.999999285)  # as `EXP2`, within 2^-18.5
+ROUGH_ERROR = 2.0**-17  # of sums of such weights
 LEAST_KEY = -(2**31)  # below what `order` makes of any f32
-LIGHT = -21.0  # powers of two below it make weights of which 256 are below 2^31
-SILENT = -44.0  # powers of two below it make weights that round to 0
 FLAT = 4096  # times the heaviest: with more mass than that, many tokens are in a nucleus
 GUESSES = 12  # halvings of the range of keys by a guess
 CELL_BLOCKS = 4
 CELL = CELL_BLOCKS * BLOCK  # weights whose sum f64 still holds exactly
-CHUNK = GROUP * BLOCK  # weights that are added up in f32 for an estimate
 STREAMS = 4  # weights of a chunk that are computed at once
-PART = 32  # weights of a block that are passed over at once where none is of interest
+PART = 16  # weights of a block that are passed over at once where none is of interest
 MARGIN = 2**16  # keys: about as far a guess by samples is from the truth
 ATTEMPTS = 4  # at an estimate that is near enough
 FAR = 512  # tokens: an estimate that far off is made again
 WALK = 1024  # most steps from an estimate to the least weight of a nucleus
 OCTAVE = 2**23  # keys from a weight to its double
+AIMED = 16  # steps that may be better than halving
 MOST_OCTAVES = 8  # 2^8 octaves are more than f32 has
 STEPS = 48  # more than the steps toward a guess and the halvings of a range of 2^32 keys
 WORD = 31  # bits of the lower of two i32 that hold a sum
@@ -103,115 +108,120 @@ class _Sampler(LogitsKernel):
 
         self.least_key = self.bisect("logit", self.limited, block_key, above, logits_reach)
 
-    def weigh(self, temperature: Expr, filtered: Expr) -> None:
-        """Weights of tokens that are left: sums of blocks and, where `filtered` or top-k ask for them, each weight."""
+    def weigh_listed(self) -> None:
+        """Weights and sums of the tokens that top-k leaves."""
         body, g = self.body, Index("g")
-        self.scale = body.let("scale", number(LOG2_E, F32) / temperature.max(COLDEST))
-        self.mass = body.var("mass", 0, I64)
-        everything = body.let("everything", (self.drawn & ~self.limited).cast(I64))
-        self.summed_only = body.let("summed_only", everything * (~filtered).cast(I64))
         with body.loop("g", self.listed) as block:
             highest = block.let("listed_top", Reduce("max", "q", BLOCK, self.weights[g * BLOCK + Q]))
             block.store(self.tops, g, highest)
             self._fill(block, g, self.weights, self.least_key)
-            self._sum_block(block, g, self.weights[g * BLOCK + Q])
-        with body.loop("g", body.let("blocks_summed", self.summed_only * self.blocks)) as block:
-            self.read(block, "sum", g, lambda inner, rows: self._sum_block(inner, g, self._power(rows[g * BLOCK + Q])))
-        chunks = (self.blocks + (GROUP - 1)).quot(GROUP)
-        with body.loop("c", body.let("chunks_filled", (everything - self.summed_only) * chunks)) as chunk:
-            self._fill_chunk(chunk)
-        self.used = body.let("used", self.listed + everything * self.blocks)
+            self._sum_block(block, g)
 
-    def _fill_chunk(self, body: Body) -> None:
-        """Weights and sums of a group of blocks: in one loop where all are heavy and none is a copy, as a rule."""
-        c, g = Index("c"), Index("g")
-        first = body.let("first_of_chunk", c * GROUP)
-        count = body.let("chunk_blocks", (self.blocks - first).min(GROUP))
-        copies = body.let("chunk_copies", Reduce("sum", "g", count, self.copied[first + g]))
-        lowest = body.let("chunk_low", Reduce("min", "g", count, self.tops[first + g]))
-        heavy = ((lowest - self.top) * self.scale >= LIGHT) & copies.eq(0) & count.eq(GROUP)
-        uniform = body.let("chunk_uniform", heavy.cast(I64))
-        with body.loop("uniform_once", uniform) as plain:
-            with plain.loop("q", CHUNK // STREAMS, vector=True) as each:
-                places = [c * CHUNK + (Q + i * (CHUNK // STREAMS)) for i in range(STREAMS)]
-                powers = [(self.raw[place] - self.top) * self.scale for place in places]
-                for place, weight in zip(places, exp2_each(powers, each.let, WEIGHT_BITS), strict=True):
-                    each.store(self.weights, place, weight + ROUNDER - ROUNDER)
-            with plain.loop("g", GROUP) as block:
-                weight = self.weights[(first + g) * BLOCK + Q]
-                total = block.let("plain_mass", Reduce("sum", "q", BLOCK, weight.cast(F64)).cast(I64))
-                self._store_sum(block, first + g, total)
-                block.assign(self.mass, self.mass + total)
-        with body.loop("g", body.let("chunk_mixed", (1 - uniform) * count)) as block:
-            here = block.let("chunk_block", first + g)
-            self.read(block, "fill", here, lambda inner, rows: self._fill(inner, here, rows))
-            self._sum_block(block, here, self.weights[here * BLOCK + Q])
+    def weigh(self, attempt: Expr, nucleus: Expr, floor: Ref) -> None:
+        """Sums of all blocks, where top-k left all tokens, and the weights of blocks that may matter.
 
-    def _power(self, logit: Expr) -> Expr:
-        """A weight before it is rounded."""
-        return exp2((logit - self.top) * self.scale, WEIGHT_BITS)
+        With min-p and without a nucleus, blocks below its floor do not matter. Otherwise the first attempt computes
+        about what light blocks weigh, so the sum of all weights is at least `mass` and at most `spread` more. The
+        second attempt computes the weights of these blocks too.
+        """
+        body, g = self.body, Index("g")
+        by_floor = body.let("by_floor", (floor > 0.0) & ~nucleus)
+        limit = body.let("light_limit", by_floor.select(floor, Const(LIGHT, F32)))
+        estimates = body.let("estimates", attempt.eq(0) & ~by_floor)
+        with body.loop("g", body.let("weighed_blocks", self.everything * self.blocks)) as block:
+            light = block.let("is_light", self._is_light(g, limit))
+            with block.when("is_rough", light & estimates) as rough:
+                power = (self.raw[g * BLOCK + Q] - self.top) * self.scale
+                weight = exp2(power, WEIGHT_BITS, fused=ROUGH_EXP2)
+                rough.store(self.nearest, g, rough.let("about", Reduce("sum", "q", BLOCK, weight)))
+            with block.when("is_exact", light.ne(attempt.eq(0))) as exact:
+                self.read(exact, "fill", g, lambda inner, rows: self._fill(inner, g, rows))
+                self._sum_block(exact, g)
+        estimated = body.let("estimated_blocks", (estimates & self.everything.ne(0)).select(self.blocks, 0))
+        was_rough, about = self._is_light(g, limit), self.nearest[g].cast(F64)
+        error = about * ROUGH_ERROR + BLOCK
+        least = was_rough.select((about - error).max(0.0).cast(I64), 0)
+        with body.loop("g", estimated, vector=True) as block:
+            low, high = self._words(least)
+            block.store(self.sums, g, was_rough.select(low, self.sums[g]))
+            block.store(self.sums, g + self.blocks, was_rough.select(high, self.sums[g + self.blocks]))
+        light_mass = body.let("light_mass", Reduce("sum", "g", estimated, least))
+        most = was_rough.select((about + error).cast(I64) + 1, 0)
+        self.spread = body.let("spread", Reduce("sum", "g", estimated, most) - light_mass)
+        self.mass = body.let("mass", self.known_mass + light_mass)
+
+    def _is_light(self, block: Expr, limit: Expr) -> Expr:
+        return (self.tops[block] < limit) & self.copied[block].eq(0)
 
     def weight(self, logit: Expr) -> Expr:
         """An integer in f32, see `sampling.token_weights`."""
-        return self._power(logit) + ROUNDER - ROUNDER
+        return exp2((logit - self.top) * self.scale, WEIGHT_BITS) + ROUNDER - ROUNDER
 
     def _fill(self, body: Body, block: Expr, rows: Rows, least_key: Ref | None = None) -> None:
         """Writes the weights of a block; logits below the least key weigh nothing."""
-        place = block * BLOCK + Q
-        with body.loop("q", BLOCK, vector=True) as each:
-            value = each.let("weighed", rows[place])
-            weight = self.weight(value)
-            if least_key is not None:
-                weight = (value.order() >= least_key.cast(I32)).select(weight, 0.0)
-            each.store(self.weights, place, weight)
+        with body.loop("q", BLOCK // STREAMS, vector=True) as each:
+            places = [block * BLOCK + (Q + i * (BLOCK // STREAMS)) for i in range(STREAMS)]
+            values = [each.let(f"weighed_{i}", rows[place]) for i, place in enumerate(places)]
+            powers = [(value - self.top) * self.scale for value in values]
+            for place, value, power in zip(places, values, exp2_each(powers, each.let, WEIGHT_BITS), strict=True):
+                weight = power + ROUNDER - ROUNDER
+                if least_key is not None:
+                    weight = (value.order() >= least_key.cast(I32)).select(weight, 0.0)
+                each.store(self.weights, place, weight)
 
-    def _sum_block(self, body: Body, block: Expr, weight: Expr) -> None:
-        """The sum of weights, rounded or not, of a block: in i32 where its highest logit says that they are light."""
-        power = body.let("block_power", (self.tops[block] - self.top) * self.scale)
-        total = body.var("block_mass", 0, I64)
-        with body.when("light", (power >= SILENT) & (power < LIGHT)) as light:
-            light.assign(total, light.let("light_mass", Reduce("sum", "q", BLOCK, weight.nearest())).cast(I64))
-        with body.when("heavy", power >= LIGHT) as heavy:
-            rounded = weight + ROUNDER - ROUNDER
-            heavy.assign(total, heavy.let("heavy_mass", Reduce("sum", "q", BLOCK, rounded.cast(F64))).cast(I64))
+    def _sum_block(self, body: Body, block: Expr) -> None:
+        weight = self.weights[block * BLOCK + Q]
+        total = body.let("block_mass", Reduce("sum", "q", BLOCK, weight.cast(F64)).nearest())
         self._store_sum(body, block, total)
-        body.assign(self.mass, self.mass + total)
+        body.assign(self.known_mass, self.known_mass + total)
 
     def _store_sum(self, body: Body, block: Expr, total: Ref) -> None:
-        """In two i32: parameters of 64 bits would halve the lanes of the kernel."""
-        body.store(self.sums, block, (total & 2**WORD - 1).cast(I32))
-        body.store(self.sums, block + self.blocks, (total >> WORD).cast(I32))
+        low, high = self._words(total)
+        body.store(self.sums, block, low)
+        body.store(self.sums, block + self.blocks, high)
+
+    def _words(self, total: Expr) -> tuple[Expr, Expr]:
+        """A sum in two i32: parameters of 64 bits would halve the lanes of the kernel."""
+        return (total & 2**WORD - 1).cast(I32), (total >> WORD).cast(I32)
 
     def _sum(self, block: Expr) -> Expr:
         return (self.sums[block + self.blocks].cast(I64) << WORD) + self.sums[block].cast(I64)
 
-    def bound(self, filtered: Expr) -> None:
-        """Upper bounds of the weights of each block, and of each group of blocks, for filters."""
+    def bound(self) -> None:
+        """Upper bounds of the weights of each block, and of each group of blocks."""
         body, g = self.body, Index("g")
-        self.bounded = body.let("bounded", filtered.select(self.used, Const(0, I64)))
-        with body.loop("g", self.bounded, vector=True) as block:
+        with body.loop("g", self.used, vector=True) as block:
             block.store(self.tops, g, self.weight(self.tops[g]) * ABOVE + 1.0)
-        self.groups = body.let("groups", (self.bounded + (GROUP - 1)).quot(GROUP))
+        self.groups = body.let("groups", (self.used + (GROUP - 1)).quot(GROUP))
         with body.loop("c", self.groups) as group:
             block_number = Index("c") * GROUP + g
             top = (block_number < self.used).choose(self.tops[block_number], 0.0)
             group.store(self.peaks, Index("c"), Reduce("max", "g", GROUP, top))
 
-    def take_nucleus(self, nucleus: Expr, top_p: Expr) -> None:
+    def take_nucleus(self, nucleus: Expr, top_p: Expr) -> Expr:
         """The least weight of the fewest tokens that weigh top_p, and the last place where that weight still counts.
+
+        Returns whether they are certain: the same for any sum of all weights that is possible, and no token of a light
+        block among them.
 
         Where many tokens count, as in nearly uniform rows, a walk from an estimate finds it. Elsewhere, and where that
         fails, probes of whole rows narrow the range of keys until few weights are left; these are gathered and probed.
         """
         body = self.body
-        share = body.let("share", top_p * self.mass.cast(F64))
-        below = body.let("share_below", share.cast(I64))
-        wanted = body.let("wanted", (below + (below.cast(F64) < share).cast(I64)).min(self.mass).max(1))
+
+        def share_of(name: str, mass: Expr) -> Ref:
+            share = body.let(f"share_of_{name}", top_p * mass.cast(F64))
+            below = body.let(f"below_{name}", share.cast(I64))
+            return body.let(name, (below + (below.cast(F64) < share).cast(I64)).min(mass).max(1))
+
+        wanted, most_wanted = share_of("wanted", self.mass), share_of("most_wanted", self.mass + self.spread)
         # All weights below this one together weigh less than what may be missing; a little less, for rounding.
         spare = (self.mass - wanted).cast(F64) / (self.used * BLOCK).max(1).cast(F64) * 0.999
-        start = body.let("nucleus_start", spare.max(0.0).cast(F32).order().cast(I64))
+        # Below `heavy`, not all weights are known.
+        heavy = self.spread.eq(0).select(Const(0.0, F32), Const(LIGHT, F32))
+        start = body.let("nucleus_start", spare.max(0.0).cast(F32).max(heavy).order().cast(I64))
         end = body.let("nucleus_end", number(HEAVIEST, F32).order().cast(I64) + 1)
-        flat = body.let("flat", nucleus & (self.mass > int(HEAVIEST) * FLAT))
+        flat = body.let("flat", nucleus & self.spread.eq(0) & (self.mass > int(HEAVIEST) * FLAT))
         guess = self._guess(flat, nucleus, wanted, start, end)
         # Weights from `low` on weigh `reached`, enough; those from `high` on weigh `above`, too little.
         low, high = body.var("nucleus_low", start, I64), body.var("nucleus_high", end, I64)
@@ -243,7 +253,12 @@ class _Sampler(LogitsKernel):
         halfway, step = low + high >> 1, Index("row_step")
         searching = flat.select(step < 2, low.eq(start))
         first = flat.select(guess + (step * 4 - 2) * MARGIN, guess - (OCTAVE << step.min(MOST_OCTAVES)))
-        around = searching.select(first, halfway)
+        # As if weights lay evenly between the keys: slightly below that key, then above, so that both ends come near.
+        part = (wanted - above).cast(F64) / (reached - above).max(1).cast(F64)
+        aim = high - ((high - low).cast(F64) * part).cast(I64)
+        aside = high - low >> 4
+        near = (step < AIMED).select((step & 1).eq(0).select(aim - aside, aim + aside), halfway)
+        around = searching.select(first, near)
         many = (reached - above).cast(F64) > low.cast(I32).bits().cast(F64) * NEAR  # else at most NEAR are in between
         narrow("row", nucleus, many, around, lambda inner, least: self._mass(inner, "probe", least))
         gathered = body.let("gathered", nucleus & (high - low > 1))
@@ -255,15 +270,17 @@ class _Sampler(LogitsKernel):
             with inner.loop("g", count) as block:
                 weight = self.near[Index("g") * BLOCK + Q]
                 part = Reduce("sum", "q", BLOCK, (weight >= least).select(weight, 0.0).cast(F64))
-                block.assign(total, total + block.let("near_part", part).cast(I64))
+                block.assign(total, total + block.let("near_part", part).nearest())
             return total
 
         narrow("near", gathered, Const(True, BOOL), halfway, of_gathered)
         self.least = body.let("least", nucleus.select(low.cast(I32).bits(), Const(0.0, F32)))
         each = body.let("tie_weight", self.least.cast(I64).max(1))
         keep = body.let("keep", (wanted - above + each - 1).quot(each))  # of equals, those with lower ids
+        most_kept = body.let("most_kept", (most_wanted - above + each - 1).quot(each))
         with body.when("cut", nucleus & (keep * each < reached - above)) as cut:
             self._find_tie(cut, keep)
+        return ~nucleus | self.spread.eq(0) | ((low > start) & (most_wanted <= reached) & keep.eq(most_kept))
 
     def _estimate(self, body: Body, guess: Ref, wanted: Ref) -> Ref:
         """The sum of the weights from a key on that is slightly above that of the least weight, as a rule.
@@ -302,14 +319,20 @@ class _Sampler(LogitsKernel):
                     block.store(self.sums, word, Const(0, I32))
             with attempt.loop("c", self.cells) as cell:
                 width, weight = cell.let("cell_width", self._cell_width(c)), self.weights[c * CELL + Q]
-                heavy = Reduce("sum", "q", width, (weight >= least).select(weight, 0.0).cast(F64))
-                cell_mass = cell.let("cell_mass", heavy.cast(I64))
+                heavy = (weight >= least).select(weight, 0.0).cast(F64)
+                cell_weight = cell.let("cell_weight", Reduce("sum", "q", width, heavy))
+                cell.store(self.nearest, c, self._heaviest_below(cell, weight, least, width))
+                cell_mass = cell.let("cell_mass", cell_weight.cast(I64))
                 self._store_sum(cell, c * CELL_BLOCKS, cell_mass)
                 cell.assign(total, total + cell_mass)
-                cell.store(self.nearest, c, Reduce("max", "q", width, (weight < least).select(weight, 0.0)))
             attempt.assign(missing, (wanted - total).cast(F64) / unit)
             attempt.assign(is_open, ((missing <= 0.0) | (missing > FAR)).cast(I64))
         return total
+
+    def _heaviest_below(self, body: Body, weight: Expr, limit: Expr, width: Ref) -> Expr:
+        """Of `width` weights, the heaviest below a limit; by their bits, which sort alike and are never NaN."""
+        below = (weight < limit).select(weight, 0.0).bits()
+        return body.let("heaviest_below", Reduce("max", "q", width, below)).bits()
 
     def _cell_width(self, cell: Expr) -> Expr:
         """The last cell may be shorter."""
@@ -338,7 +361,7 @@ class _Sampler(LogitsKernel):
             step.assign(taken, ties.min((wanted - total + unit - 1).quot(unit)))  # of equals, those with lower ids
             step.assign(total, total + taken * unit)
             self._store_sum(step, at * CELL_BLOCKS, step.let("walk_sum", self._sum(at * CELL_BLOCKS) + taken * unit))
-            step.store(self.nearest, at, Reduce("max", "q", width, (weight < least).select(weight, 0.0)))
+            step.store(self.nearest, at, self._heaviest_below(step, weight, least, width))
         seen = body.var("walk_seen", 0, I64)
         with body.loop("q", body.let("last_width", (total >= wanted).select(self._cell_width(at), 0))) as each:
             place = each.let("walk_place", at * CELL + Q)
@@ -415,7 +438,7 @@ class _Sampler(LogitsKernel):
         with self._reaching(body, name, least) as (block, here):
             weight = self.weights[here * BLOCK + Q]
             part = Reduce("sum", "q", BLOCK, (weight >= least).select(weight, 0.0).cast(F64))
-            block.assign(total, total + block.let(f"{name}_part", part).cast(I64))
+            block.assign(total, total + block.let(f"{name}_part", part).nearest())
         return total
 
     def _find_tie(self, body: Body, keep: Ref) -> None:
@@ -435,37 +458,48 @@ class _Sampler(LogitsKernel):
             each.assign(self.last, ((before >= keep) & self.last.eq(self.room)).select(place, self.last))
 
     # -- the pick ------------------------------------------------------------------------------------------------------
-    def draw(self, uniform: Expr, min_p: Expr) -> Ref:
-        """The token where the running sum of the weights that are left passes `uniform` of their total."""
-        body, g = self.body, Index("g")
-        floor = body.let("floor", self.least.max(min_p * HEAVIEST))
+    def draw(self, uniform: Expr, floor_of_min_p: Ref, filtered: Expr, is_certain: Expr) -> tuple[Ref, Expr]:
+        """The token where the running sum of the weights that are left passes `uniform` of their total.
 
-        def selected(place: Expr) -> Expr:
-            weight = self.weights[place]
-            return ((weight >= floor) & ((weight > self.least) | (place <= self.last))).select(weight, 0.0)
+        And whether that is certain, if the filters are: the same for any sums that are possible.
+        """
+        body, g = self.body, Index("g")
+        floor = body.let("floor", self.least.max(floor_of_min_p))
+
+        def selected(block: Expr) -> Expr:
+            weight = self.weights[block * BLOCK + Q]
+            counts = Q.cast(I32) <= (self.last - block * BLOCK).cast(I32)
+            return ((weight >= floor) & ((weight > self.least) | counts)).select(weight, 0.0)
 
         total = body.var("total", self.mass, I64)
         settled = body.let("sums_settled", self.settled.ne(0) & (floor <= self.least))
         body.assign(total, settled.select(self.settled_mass, total))
-        with body.when("fewer", (self.bounded > 0) & ~settled) as filtered:
-            filtered.assign(total, Const(0, I64))
-            with filtered.loop("g", self.bounded) as block:
+        with body.when("fewer", filtered & ~settled & is_certain) as fewer:
+            fewer.assign(total, Const(0, I64))
+            with fewer.loop("g", self.used) as block:
                 part = block.var("kept_part", 0, I64)
                 with block.when("kept_open", self.tops[g] >= floor) as inside:
-                    inside.assign(part, Reduce("sum", "q", BLOCK, selected(g * BLOCK + Q).cast(F64)).cast(I64))
+                    inside.assign(part, Reduce("sum", "q", BLOCK, selected(g).cast(F64)).nearest())
                 self._store_sum(block, g, part)
                 block.assign(total, total + part)
-        passed = body.let("passed", (uniform * total.cast(F64)).cast(I64).min(total - 1))
+        spread = body.let("drawn_spread", filtered.select(0, self.spread))
+
+        def share_of(mass: Expr) -> Expr:
+            return (uniform * mass.cast(F64)).cast(I64).min(mass - 1)
+
+        passed = body.let("passed", share_of(total))
+        later = body.let("passed_later", share_of(total + spread) - passed)
         at, before = self._passes("block", "g", self.used, passed, self._sum(g))
         at = body.let("drawn_block", at.min(self.used - 1).max(0))
-        with body.when("refilled", self.summed_only > 0) as block:
-            self.read(block, "refill", at, lambda inner, rows: self._fill(inner, at, rows))
+        unknown = body.let("drawn_unknown", (spread > 0) & self._is_light(at, Const(LIGHT, F32)))
         rest = body.let("rest", passed - before)
         end = (at + settled.select(CELL_BLOCKS, Const(1, I64))).min(self.used) * BLOCK
-        width = body.let("drawn_width", end - at * BLOCK)
-        within, _ = self._passes("token", "q", width, rest, selected(at * BLOCK + Q).cast(I64))
+        width = body.let("drawn_width", unknown.select(0, end - at * BLOCK))
+        within, lighter = self._passes("token", "q", width, rest, selected(at).cast(I64))
         slot = body.let("slot", at * BLOCK + within.min(width - 1).max(0))
-        return body.let("picked", self.limited.choose(self.ids[slot].cast(I64), slot))
+        weight = unknown.select(0.0, self.weights[slot]).cast(I64)
+        certain = spread.eq(0) | ((rest - spread >= lighter) & (rest + later < lighter + weight))
+        return body.let("picked", self.limited.choose(self.ids[slot].cast(I64), slot)), certain
 
     def _passes(self, name: str, index: str, extent: int | Ref, limit: Ref, term: Expr) -> tuple[Ref, Ref]:
         """Where a running sum first is above a limit, and the sum before that."""
@@ -498,10 +532,22 @@ class _Sampler(LogitsKernel):
         nucleus = body.let("nucleus", self.drawn & (top_p < 1.0))
         filtered = body.let("filtered", nucleus | self.drawn & (min_p > 0.0))
         self.take_highest(top_k)
-        self.weigh(temperature, filtered)
-        self.bound(filtered)
-        self.take_nucleus(nucleus, top_p)
-        picked = self.draw(uniform, min_p)
+        floor = body.let("floor_of_min_p", min_p * HEAVIEST)
+        self.scale = body.let("scale", number(LOG2_E, F32) / temperature.max(COLDEST))
+        self.everything = body.let("everything", (self.drawn & ~self.limited).cast(I64))
+        self.used = body.let("used", self.listed + self.everything * self.blocks)
+        self.known_mass = body.var("known_mass", 0, I64)
+        self.weigh_listed()
+        self.bound()
+        picked, is_open = body.var("picked_token", 0, I64), body.var("is_open", 1, I64)
+        with body.loop("attempt", 2) as each, each.when("attempted", is_open > 0) as attempt:
+            self.body = attempt
+            self.weigh(Index("attempt"), nucleus, floor)
+            is_certain = attempt.let("is_certain", self.take_nucleus(nucleus, top_p))
+            token, is_drawn = self.draw(uniform, floor, filtered, is_certain)
+            attempt.assign(picked, token)
+            attempt.assign(is_open, (~(is_certain & is_drawn)).cast(I64))
+        self.body = body
         chosen = self.drawn.select(picked, self.first)
         token = body.let("token", self.alive.select(chosen, NO_TOKEN))
         logit = self.alive.choose(self.raw[token], math.nan) - self.raw_top

@@ -15,45 +15,51 @@ from rlx.lir.forms.row_kernels import Body, Rows
 from rlx.lir.loops import Arg, Const, Expr, Index, Reduce, Ref, Stmt, fma, number
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, map_elements
 from rlx.lir.views import View
-from rlx.sampling import EXP2, LOG2_E, LOWEST
+from rlx.sampling import EXP2, LOG2_E, LOWEST, ROUNDER
 from rlx.types import TensorType
 
 BLOCK = 256  # weights whose sum f64 holds exactly: 2^8 times 2^42 is below 2^53
 GROUP = 16  # blocks
-NEAR = 4096  # weights that are gathered once so few may be the last of a nucleus
+CHUNK = GROUP * BLOCK
+NEAR = 1024  # weights that are gathered once so few may be the last of a nucleus
+EXPONENT_SHIFT = 23  # bits of f32 below its exponent
 PARTS = 3  # f32 numbers whose sum is any f64 of a probability
+FUSED_EXP2 = (0.00132647273, 0.00967151299, 0.0555073358, 0.240222424, 0.693147004, 1.0)  # as `EXP2`, within 2^-22.6
 Q = Index("q")
 
 
-def exp2(power: Expr, exponent_offset: int = 0, *, fused: bool = False) -> Expr:
-    """2^(power + offset), as `sampling.token_weights` computes it: powers below `LOWEST` count as that, NaN stays.
+def exp2(power: Expr, exponent_offset: int = 0, fused: Sequence[float] = ()) -> Expr:
+    """2^(power + offset) for powers up to 0, as `sampling.token_weights` computes it; below `LOWEST`, as for that.
 
-    With `fused`, by fused multiply-adds: faster and as accurate, but with other last bits.
+    With coefficients for `fused` multiply-adds, faster, but with other last bits.
     """
-    return exp2_each([power], lambda name, value: value, exponent_offset, fused=fused)[0]
+    return exp2_each([power], lambda name, value: value, exponent_offset, fused)[0]
 
 
 def exp2_each(
-    powers: Sequence[Expr], bind: Callable[[str, Expr], Expr], exponent_offset: int = 0, *, fused: bool = False
+    powers: Sequence[Expr], bind: Callable[[str, Expr], Expr], exponent_offset: int = 0, fused: Sequence[float] = ()
 ) -> list[Expr]:
     """`exp2` of several powers, each step of all of them before the next step; `bind` names a step's value.
 
     A power is one long chain of operations. Of chains one after another, a processor's window holds few, and it waits.
+    `ROUNDER` plus a power has the nearest integer in its lowest bits, ready to be shifted to where exponents are; the
+    offset is in the coefficients, whose products and sums have the same digits at any exponent.
     """
 
     def step(name: str, values: Iterable[Expr]) -> list[Expr]:
         return [bind(f"{name}_{i}", value) for i, value in enumerate(values)]
 
     power = step("power", ((p < LOWEST).select(LOWEST, p) for p in powers))
-    exponent = step("exponent", (p.nearest() for p in power))
-    fraction = step("fraction", (p - e.cast(F32) for p, e in zip(power, exponent, strict=True)))
-    mantissa: list[Expr] = [number(EXP2[0], F32)] * len(powers)
-    for degree, coefficient in enumerate(EXP2[1:], 1):
-        term = number(coefficient, F32)
+    rounded = step("rounded", (p + ROUNDER for p in power))
+    exponent = step("exponent", (r - ROUNDER for r in rounded))
+    fraction = step("fraction", (p - e for p, e in zip(power, exponent, strict=True)))
+    first, *others = (number(coefficient * 2.0**exponent_offset, F32) for coefficient in fused or EXP2)
+    mantissa: list[Expr] = [first] * len(powers)
+    for degree, term in enumerate(others, 1):
         pairs = zip(mantissa, fraction, strict=True)
         mantissa = step(f"mantissa{degree}", (fma(m, x, term) if fused else m * x + term for m, x in pairs))
-    scales = ((e + (127 + exponent_offset) << 23).bits() for e in exponent)
-    return step("exp2", (m * scale for m, scale in zip(mantissa, scales, strict=True)))
+    shifts = ((r.bits() << EXPONENT_SHIFT) for r in rounded)
+    return step("exp2", ((m.bits() + shift).bits() for m, shift in zip(mantissa, shifts, strict=True)))
 
 
 class LogitsKernel:
@@ -270,7 +276,7 @@ class LogitsKernel:
     def add_exponentials(self, needed: Expr) -> None:
         """If needed, the highest of the logits as they came, and the sum of exp(logit - highest).
 
-        In f32 within a block, in f64 beyond.
+        In f32 within a group of blocks, in f64 beyond.
         """
         body, g = self.body, Index("g")
         self.raw_top, self.raw_total = body.var("raw_top", -math.inf, F32), body.var("raw_total", 0.0, F64)
@@ -283,14 +289,19 @@ class LogitsKernel:
                 highest = Reduce("max", "q", BLOCK, inside.choose(self.raw[place], -math.inf))
                 copied.assign(self.raw_top, self.raw_top.max(copied.let("raw_highest", highest)))
             base = sums.let("raw_base", self.raw_top.eq(-math.inf).select(0.0, self.raw_top))
-            with sums.loop("g", self.full_blocks) as block:
-                part = Reduce("sum", "q", BLOCK, exp2((self.raw[place] - base) * LOG2_E, fused=True))
-                block.assign(self.raw_total, self.raw_total + block.let("exponentials", part).cast(F64))
+            chunks = sums.let("full_chunks", self.full_blocks.quot(GROUP))
+            for name, count, start, width in (
+                ("chunk", chunks, Index("c") * CHUNK, CHUNK),
+                ("block", self.full_blocks - chunks * GROUP, chunks * CHUNK + Index("c") * BLOCK, BLOCK),
+            ):
+                with sums.loop("c", sums.let(f"summed_{name}s", count)) as each:
+                    part = Reduce("sum", "q", width, exp2((self.raw[start + Q] - base) * LOG2_E, fused=FUSED_EXP2))
+                    each.assign(self.raw_total, self.raw_total + each.let(f"of_{name}", part).cast(F64))
             with sums.loop("last", self.part_blocks) as block:
                 place = self.full_blocks * BLOCK + Q
                 inside = place < self.vocab
                 power = (inside.choose(self.raw[place], -math.inf) - base) * LOG2_E
-                part = Reduce("sum", "q", BLOCK, inside.select(exp2(power, fused=True), 0.0))
+                part = Reduce("sum", "q", BLOCK, inside.select(exp2(power, fused=FUSED_EXP2), 0.0))
                 block.assign(self.raw_total, self.raw_total + block.let("last_exponentials", part).cast(F64))
 
     def find_highest(self) -> None:

@@ -43,7 +43,7 @@ class Scalars:
             case "nearest":
                 return conversions.nearest(self.b, args[0], self.target)
             case "bits":
-                return self.b.convert("bitcast", args[0], vector(lanes_of(args[0].type), "float"))
+                return self.b.convert("bitcast", args[0], vector(lanes_of(args[0].type), REGISTER[dtype.name]))
             case "dot_u8" | "dot_u7":
                 return dot(self.b, args[0], args[1], args[2], self.target, small=op == "dot_u7")
             case _:

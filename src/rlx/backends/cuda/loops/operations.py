@@ -83,7 +83,7 @@ def apply(op: str, args: list[str], kind: DType, dtype: DType) -> str:
         case "not" if kind is BOOL:
             return f"(!{args[0]})"
         case "bits":
-            return f"__uint_as_float((u32){args[0]})"
+            return f"(i32)__float_as_uint({args[0]})" if kind is F32 else f"__uint_as_float((u32){args[0]})"
         case "dot_u8" | "dot_u7":
             return f"dot_bytes({', '.join(args)})"
         case _ if op in COMPARISONS:
