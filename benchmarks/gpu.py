@@ -4,7 +4,8 @@
 
 Writes each model as a Hugging Face folder (numbers repeat from layer to layer; all are read), loads it on the GPU, and
 times decode steps after a filled KV cache: as the GPU runs them (graph replays between two events) and as a caller sees
-them (`Decoder.decode`). The floor is the bytes of weights and cache over the best read speed of the run.
+them, who reads each token while the next step runs, as `generate` does. The floor is the bytes of weights and cache over
+the best read speed of the run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import rlx
 from rlx.backends.cuda.executable import CudaExecutable
 from rlx.backends.cuda.gpu import Gpu, gpu
 from rlx.engine.decoder import Decoder
+from rlx.engine.sampler import BatchSampling
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {  # hidden, intermediate, heads, layers, tied; all have 8 key heads of 128 and 151,936 tokens
@@ -176,11 +178,15 @@ def fill(decoder: Decoder, positions: int) -> float:
 def decode_times(decoder: Decoder, device: Gpu, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of decode steps: on the GPU (graph replays), and as a caller sees them."""
     tokens = [7] * decoder.cache.batch
-    wall = []
+    sampling = BatchSampling().draw([None] * len(tokens))
+    step, wall = decoder.start_step(tokens, 0, sampling), []
     for _ in range(steps + 4):
         start = time.perf_counter()
-        decoder.decode(tokens)
+        following = decoder.start_step(tokens, 0, sampling, step)
+        step.picks()
+        step = following
         wall.append(time.perf_counter() - start)
+    step.picks()
     executable = decoder.compiled.executable
     assert isinstance(executable, CudaExecutable)
     return seconds_of(device, executable.latest.replay, steps), wall[4:]

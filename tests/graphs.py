@@ -36,9 +36,7 @@ REDUCTIONS = ["sum", "prod", "mean", "max", "min"]
 
 def examples(count: int = 100) -> settings:
     """How often a property is tried; a busy machine may take as long as it needs."""
-    return settings(
-        max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-    )
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
 def random_bits(draw: Draw, d: DType, shape: tuple[int, ...]) -> Array:

@@ -380,6 +380,8 @@ class CompiledGraph:
 
         The system maps 64 KB of a file, or a huge page, per row: a long prompt would bring a whole table into memory.
         """
+        if not self.allocator.is_host:  # weights are copies in memory of the device
+            return
         weights = self.executable.weights  # matmuls read derived copies, so small types left here are tables
         for name, type_ in self.param_types.items():
             stored_small = type_.dtype.is_packed or type_.dtype is not type_.dtype.wide

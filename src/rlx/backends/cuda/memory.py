@@ -46,7 +46,9 @@ class CudaArray(DeviceArray):
         super().__init__(shape, dtype)
         self.gpu, self._memory, self._offset, self._host = device, memory, offset, host
         self.device = f"cuda:{device.index}"
-        self.strides = _contiguous(shape, dtype.itemsize) if strides is None else strides  # in bytes
+        whole = _contiguous(shape, dtype.itemsize)
+        self.strides = whole if strides is None else strides  # in bytes
+        self.is_contiguous = strides is None or 0 in shape or _same_steps(shape, strides, whole)
 
     @property
     def memory(self) -> Memory | Borrowed:
@@ -74,11 +76,6 @@ class CudaArray(DeviceArray):
     def host(self) -> Array | None:
         """The contents, as long as they are only on the host."""
         return self._host
-
-    @property
-    def is_contiguous(self) -> bool:
-        sizes = zip(self.shape, self.strides, _contiguous(self.shape, self.dtype.itemsize), strict=True)
-        return 0 in self.shape or all(n == 1 or have == want for n, have, want in sizes)
 
     def numpy(self) -> Array:
         if self._host is not None:
@@ -126,6 +123,10 @@ def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
     return tuple(reversed(strides)) if shape else ()
+
+
+def _same_steps(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, others, strict=True))
 
 
 class CudaAllocator(Allocator):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypedDict
 
 from rlx.backends.cuda.kernel_plan import KernelPlan, Pass, entry
 from rlx.backends.cuda.matmul import rows, simt, tiles, warpgroups
@@ -101,7 +102,15 @@ def source_with_prologue(
     return rows.source(kernel, variant, **_rows_settings(variant), prologue=prologue)
 
 
-def _rows_settings(variant: str) -> dict[str, int]:
+class _RowsSettings(TypedDict):
+    rows: int
+    loads: int
+    threads: int
+    early: bool
+    once: bool
+
+
+def _rows_settings(variant: str) -> _RowsSettings:
     sizes, _, letters = variant.removeprefix("rows").partition("_")
     height, loads, threads = map(int, sizes.split("x"))
     return {"rows": height, "loads": loads, "threads": threads, "early": "e" in letters, "once": "o" in letters}

@@ -27,8 +27,8 @@ constexpr int SUMS = (ROWS + 1) / 2;        // mma accumulators
 // Columns from the start of a tile to row 0 of group `group`.
 INLINE int column_of(int group) { return 8 * (WEIGHTS == 2 ? group >> 1 : group); }
 
-// Lanes 0 and 1 of a row have the first 16 of 32 k, lanes 2 and 3 the others. Gives each lane four of the first (x, y) and
-// four of the others (z, w): those of `first_of`, and 16 further.
+// Lanes 0 and 1 of a row have the first 16 of 32 k, lanes 2 and 3 the others. Gives each lane four of the first (x, y)
+// and four of the others (z, w): those of `first_of`, and 16 further.
 INLINE int first_of(int c) { return 8 * (c & 1) + 4 * (c >> 1); }
 INLINE uint4 exchanged(uint4 f) {
   const bool upper = threadIdx.x & 2;
