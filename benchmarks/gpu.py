@@ -4,8 +4,8 @@
 
 Writes each model as a Hugging Face folder (numbers repeat from layer to layer; all are read), loads it on the GPU, and
 times decode steps after a filled KV cache: as the GPU runs them (graph replays between two events) and as a caller sees
-them, who reads each token while the next step runs, as `generate` does. The floor is the bytes of weights and cache over
-the best read speed of the run.
+them, who reads each token while the next step runs, as `generate` does. The floor is the bytes of weights and cache
+over the best read speed of the run.
 """
 
 from __future__ import annotations
