@@ -78,7 +78,8 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
         tile = TILES[name.removeprefix("tile")]
         return tiles.tile_source(
             kernel, variant, tile,
-            shared_bytes=target.shared_bytes, a=a, b=b, wide=wide, split=split, early=early,
+            shared_bytes=target.shared_bytes, in_order=not target.multiplies_in_groups,
+            a=a, b=b, wide=wide, split=split, early=early,
         )  # fmt: skip
     if name.startswith("groups"):
         group_tile = GROUP_TILES[name.removeprefix("groups")]
