@@ -316,8 +316,8 @@ inline void copy16(u32 to, const void* from, int bytes) {
 inline void commit() {}
 template <int N> inline void await() {}
 struct float2 { float x, y; };
-inline float2 read8(u32 at) { return *(const float2*)(shared_memory + at); }
 struct uint2 { u32 x, y; };
+inline uint2 read8(u32 at) { return *(const uint2*)(shared_memory + at); }
 inline uint4 read16(u32 at) { return *(const uint4*)aligned(shared_memory + at); }
 inline uint4 read_matrices(u32 at) {
   const u32 lane = threadIdx.x % 32;
@@ -329,9 +329,9 @@ inline uint4 read_matrices(u32 at) {
 inline void write16(u32 at, uint4 v) { *(uint4*)aligned(shared_memory + at) = v; }
 inline float half_of(u32 pair, int j, bf16*) { return widen(bf16{(u16)(pair >> 16 * j)}); }
 inline float half_of(u32 pair, int j, f16*) { return widen(f16{(u16)(pair >> 16 * j)}); }
-// Adds the 16 products of a step in f64, where their order makes no difference, as on a GPU. A GPU rounds otherwise, but
-// kernels that put the same products into the same steps give equal bits here too.
-template <class T> inline void mma_of(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// Adds products in f64, where order does not matter, or one after the other in f32, slot by slot. A GPU rounds otherwise,
+// but kernels that put the same products into the same steps, or slots, give equal bits here too.
+template <class T, bool IN_ORDER> inline void mma_of(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   static u32 held[32][32][6];
   u32 (&warp)[32][6] = held[threadIdx.x / 32];
   const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
@@ -339,14 +339,15 @@ template <class T> inline void mma_of(float (&sum)[4], u32 a0, u32 a1, u32 a2, u
   memcpy(warp[lane], own, sizeof(own));
   __syncwarp();
   for (int e = 0; e < 4; e++) {
-    double total = sum[e];
+    double exact = sum[e];
     for (int slot = 0; slot < 16; slot++) {
       const int holder = slot / 2 % 4, upper = slot / 8;
       const float x = half_of(warp[r * 4 + holder][2 * upper + (e >> 1)], slot & 1, (T*)0);
       const float y = half_of(warp[(2 * c + (e & 1)) * 4 + holder][4 + upper], slot & 1, (T*)0);
-      total += x * y;
+      exact += (double)x * y;
+      sum[e] += x * y;
     }
-    sum[e] = (float)total;
+    if (!IN_ORDER) sum[e] = (float)exact;
   }
   __syncwarp();
 }
@@ -391,8 +392,8 @@ template <class T, int N> inline void multiply_group(float (&sums)[N], u64 a, u6
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   for (int i = 0; i < N; i++) {
     const int row = 16 * warp + lane / 4 + 8 * (i >> 1 & 1), column = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
-    double total = keep ? sums[i] : 0;
-    for (int k = 0; k < 16; k++) total += at(a, row, k) * at(b, column, k);
-    sums[i] = (float)total;
+    double sum = keep ? sums[i] : 0;
+    for (int k = 0; k < 16; k++) sum += (double)at(a, row, k) * at(b, column, k);
+    sums[i] = (float)sum;
   }
 }

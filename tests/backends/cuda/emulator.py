@@ -48,7 +48,7 @@ _ENTRY = re.compile(
 _MEETS = re.compile(r"__sync|team_barrier|reduce_|__shfl|mma|wait_for_phase")
 _DYNAMIC = "extern __shared__ __align__(128) u8 shared[];"
 _MMA = """INLINE void mma(float (&s)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  mma_of<T>(s, a0, a1, a2, a3, b0, b1);
+  mma_of<T, IN_ORDER_OF_STEPS>(s, a0, a1, a2, a3, b0, b1);
 }
 INLINE u32 pair(float a, float b) { return pair_of<T>(a, b); }
 """
@@ -156,12 +156,17 @@ class EmulatedGpu(Gpu):
         return self.functions.get(name)
 
     def build(self, source: str, arch: str) -> bytes:
-        """Compiles a translation unit to a shared library; the result is its path."""
+        """Compiles a translation unit to a shared library; the result is its path.
+
+        Only on Hopper are steps of tensor cores exact, so that the order of their products does not matter.
+        """
+        ordered = "false" if arch == TARGET.arch else "true"
         kernels = source.removeprefix(PRELUDE).replace(_DYNAMIC, "u8* shared = shared_memory;")
         for text in (instructions(F32), attention_instructions.SCALAR, attention_instructions.TENSOR, WARPGROUPS):
             kernels = kernels.replace(text, "")
+        mma = _MMA.replace("IN_ORDER_OF_STEPS", ordered)
         for kind in (BF16, F16):
-            kernels = kernels.replace(instructions(kind).removeprefix(instructions(F32)), _MMA)
+            kernels = kernels.replace(instructions(kind).removeprefix(instructions(F32)), mma)
             for columns in {tile.columns for tile in GROUP_TILES.values()}:
                 kernels = kernels.replace(multiply_group(kind, columns), _MULTIPLY)
             for columns, (name, transposed) in itertools.product(range(16, 129, 16), _OF_REGISTERS):

@@ -27,7 +27,7 @@ from rlx.backends.cuda.matmul.warpgroups import GROUP_TILES, GroupTile
 from rlx.backends.cuda.modules import source
 from rlx.backends.cuda.nvrtc import compile_source
 from rlx.backends.cuda.prelude import PRELUDE
-from rlx.backends.cuda.targets import BY_NAME, SM_86, SM_90, SM_100, CudaTarget
+from rlx.backends.cuda.targets import BY_NAME, SM_80, SM_86, SM_90, SM_100, CudaTarget
 from rlx.dtypes import BF16, F16, F32, F64, DType
 from rlx.lir.kernels import OUT_OF_RANGE, Epilogue, EpilogueOperand, MatmulKernel
 from rlx.lir.loops import Let, Ref
@@ -146,13 +146,15 @@ def planned(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTarget) 
     return MatmulGenerator().plan(kernel, words, target)
 
 
-def compiled(folder: Path, kernel: MatmulKernel, *uses: tuple[Product, PlanOf]) -> EmulatedGpu:
+def compiled(
+    folder: Path, kernel: MatmulKernel, *uses: tuple[Product, PlanOf], target: CudaTarget = TARGET
+) -> EmulatedGpu:
     """A GPU with all variants that these uses need."""
     gpu = EmulatedGpu(folder)
     plans = [plan for product, of in uses if (plan := of(kernel, product.sizes(), SM_90)) is not None]
     variants = dict.fromkeys(one.variant for plan in plans for one in plan.passes)
-    text = PRELUDE + "".join(source(kernel, variant, TARGET) for variant in variants)
-    gpu.load(gpu.build(text, ""), {entry(kernel, variant): 0 for variant in variants})
+    text = PRELUDE + "".join(source(kernel, variant, target) for variant in variants)
+    gpu.load(gpu.build(text, target.arch), {entry(kernel, variant): 0 for variant in variants})
     return gpu
 
 
@@ -186,6 +188,18 @@ def test_every_variant_gives_the_same_bits(tmp_path: Path) -> None:
     product.shift = 1  # without aligned loads
     assert product.run(gpu, tiles[0]).tobytes() == result.tobytes()
     assert product.first(5).run(gpu, rows_of(8)).tobytes() == result[:, :5].tobytes()
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_the_order_within_a_step_is_the_same_where_it_matters(dtype: DType, tmp_path: Path) -> None:
+    product = Product.random(kernel_of(dtype, BF16 if dtype is F32 else None), 20, 70, 300)
+    tiles = [tile_of("64x32"), tile_of("128x128")]  # stages of 64 and 32 k
+    uses = [*((product, tile) for tile in tiles), (product.first(3), rows_of(16))]
+    gpu = compiled(tmp_path, product.kernel, *uses, target=SM_80)
+    result = product.run(gpu, tiles[0])
+    assert product.run(gpu, tiles[1]).tobytes() == result.tobytes()
+    assert product.first(3).run(gpu, rows_of(16)).tobytes() == result[:, :3].tobytes()
 
 
 @emulated
@@ -348,4 +362,4 @@ def test_kernels_keep_their_registers(target: CudaTarget) -> None:
 @pytest.mark.parametrize("tile", GROUP_TILES.values(), ids=GROUP_TILES)
 def test_groups_take_no_more_registers_than_their_block_has(tile: GroupTile) -> None:
     given = 65_536 // (tile.threads * tile.blocks) // 8 * 8 * tile.threads  # at the start, as the compiler allots them
-    assert 128 * tile.copying_registers + 128 * tile.groups * tile.registers <= given  # for more, threads wait for ever
+    assert 128 * (tile.copying_registers + tile.groups * tile.registers) <= given  # more would be waited for for ever

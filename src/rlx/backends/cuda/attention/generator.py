@@ -1,7 +1,7 @@
 """CUDA C of `AttentionKernel`: which kernels run a launch, with which grid, and their source.
 
 Tensor cores take keys and values of 16 bits: `rows_64` has many rows per block and walks their keys, as has `groups_64`
-on Hopper (`rows_128` and `rows_64_shared`, with queries in shared memory, are alternatives that plans do not take);
+on Hopper (`rows_128`, `groups_128` and `rows_64_shared`, with queries in shared memory, are not taken by plans);
 `splits` has few rows and spreads the keys over blocks. Other types have `scalar`, which does both. All variants of a
 kernel give the same bits.
 """

@@ -41,6 +41,7 @@ GROUP_RATE = {  # the same for groups of warps
 GROUP_READ_RATE = 80e9
 TILE_END = 1.5e-6  # the epilogue of a tile, in which a block multiplies nothing
 START = 2e-6  # filling the stages, the epilogue
+GROUP_ROWS = 128  # rows of A from which groups of warps are considered: with 32, tiles were as fast
 NARROWING = 2e-6  # a pass that prepares A
 LAST_BLOCK = 1.5e-6  # until the last block of a tile that others share may add
 
@@ -79,7 +80,8 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
         tile = TILES[name.removeprefix("tile")]
         return tiles.tile_source(
             kernel, variant, tile,
-            shared_bytes=target.shared_bytes, a=a, b=b, wide=wide, split=split, early=early,
+            shared_bytes=target.shared_bytes, in_order=not target.multiplies_in_groups,
+            a=a, b=b, wide=wide, split=split, early=early,
         )  # fmt: skip
     if name.startswith("groups"):
         group_tile = GROUP_TILES[name.removeprefix("groups")]
@@ -267,7 +269,7 @@ def tile_choices(kernel: MatmulKernel, words: Mapping[str, int], target: CudaTar
     chunks = chunk_count(words["k"])
     choices = []
     candidates: list[Tile | GroupTile] = [*TILES.values()]
-    if target.multiplies_in_groups and not kernel.grouped:
+    if target.multiplies_in_groups and not kernel.grouped and words["m"] >= GROUP_ROWS:
         candidates += GROUP_TILES.values()
     for tile in candidates:
         if tile.stages_in(target.shared_bytes) < 3 or tile.shared(target.shared_bytes) > target.shared_bytes:

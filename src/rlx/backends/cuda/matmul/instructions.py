@@ -34,9 +34,9 @@ INLINE void copy16(u32 to, const void* from, int bytes) {
 }
 INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> INLINE void await() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-INLINE float2 read8(u32 at) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
+INLINE uint2 read8(u32 at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
   return v;
 }
 INLINE uint4 read16(u32 at) {

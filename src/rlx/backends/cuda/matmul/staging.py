@@ -7,9 +7,11 @@ from rlx.backends.cuda.matmul.common import flag
 COUNTERS = 1 << 16  # bytes of scratch for counters of tiles, if blocks split k
 
 COPYING = r"""
-// The place of 16 bytes in rows of a stage: reading eight rows of 16-bit numbers, or four of f32, meets all banks.
+// The place of 16 bytes in rows of a stage: what lanes read at a time meets all banks.
 template <class S> INLINE u32 place_of(int row, int piece) {
-  const int moved = sizeof(S) == 4 ? piece ^ (row & 3) << 1 : DEPTH == 64 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3);
+  int moved = DEPTH == 64 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3);
+  if (IN_ORDER) moved = DEPTH == 64 ? piece ^ (row & 3) << 1 : piece ^ (row & 2);
+  if (sizeof(S) == 4) moved = piece ^ (row & 1) << 2;
   return row * DEPTH * (int)sizeof(S) + (moved << 4);
 }
 // 16 bytes of a row that are not aligned; numbers from `left` on are zero.

@@ -1,8 +1,8 @@
 """Many rows of A times 16-bit weights in tiles: weights and A stream through shared memory into mma fragments.
 
 Weights are the 16-row operand of mma and rows of A its 8 columns, 16 consecutive k per step as in `rows`, so each
-element of the result has the same bits in every variant. A row of shared memory is 128 or 64 bytes, in an order in
-which the rows of a matrix that a warp reads meet all banks.
+element of the result has the same bits in every variant. Where the order of k within a step matters, or might, it is
+that of `rows`. A row of shared memory is 128 or 64 bytes, in an order in which what a warp reads meets all banks.
 
 Blocks may split the chunks of k: every chunk sum goes to scratch memory as the registers of a thread, and the last
 block of a tile adds them in order. For grouped rows a block multiplies its rows by each matrix that one of them wants.
@@ -100,20 +100,23 @@ INLINE void add(float4 earlier, float (&sum)[4]) {
   sum[2] = earlier.z + sum[2];
   sum[3] = earlier.w + sum[3];
 }
-// A lane's fragments of eight rows and 32 k, for two mma steps.
+// A lane's fragments of eight rows and 32 k, for two mma steps. IN_ORDER: k is where `rows` has it in a step, which
+// A in f32 always is.
 INLINE uint4 fragment_of(const T*, u32 rows, int row, int half) {
-  const int lane = threadIdx.x & 31;
-  return read_matrices(rows + place_of<T>(row + (lane & 7), half * 4 + (lane >> 3)));
+  const int lane = threadIdx.x & 31, r = lane >> 2, c = lane & 3;
+  if (!IN_ORDER) return read_matrices(rows + place_of<T>(row + (lane & 7), half * 4 + (lane >> 3)));
+  const uint2 first = read8(rows + place_of<T>(row + r, half * 4 + (c & 1)) + 8 * (c >> 1));
+  const uint2 second = read8(rows + place_of<T>(row + r, half * 4 + (c & 1) + 2) + 8 * (c >> 1));
+  return make_uint4(first.x, first.y, second.x, second.y);
 }
 INLINE uint4 fragment_of(const float*, u32 rows, int row, int half) {
-  const int r = threadIdx.x >> 2 & 7, c = threadIdx.x & 3;
-  u32 v[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float2 two = read8(rows + place_of<float>(row + r, half * 8 + 2 * i + (c >> 1)) + 8 * (c & 1));
-    v[i] = pair(two.x, two.y);
-  }
-  return make_uint4(v[0], v[1], v[2], v[3]);
+  const int r = threadIdx.x >> 2 & 7, c = threadIdx.x & 3, piece = half * 8 + 2 * (c & 1) + (c >> 1);
+  const uint4 first = read16(rows + place_of<float>(row + r, piece));
+  const uint4 second = read16(rows + place_of<float>(row + r, piece + 4));
+  return make_uint4(pair(__uint_as_float(first.x), __uint_as_float(first.y)),
+                    pair(__uint_as_float(first.z), __uint_as_float(first.w)),
+                    pair(__uint_as_float(second.x), __uint_as_float(second.y)),
+                    pair(__uint_as_float(second.z), __uint_as_float(second.w)));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Words w) {
@@ -367,16 +370,19 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ W
 
 def tile_source(
     kernel: MatmulKernel, variant: str, tile: Tile, *,
-    shared_bytes: int, a: bool, b: bool, wide: bool, split: bool, early: bool,
+    shared_bytes: int, in_order: bool, a: bool, b: bool, wide: bool, split: bool, early: bool,
 ) -> str:  # fmt: skip
-    """CUDA C; `a` and `b`: the operand is in scratch memory; `wide`: A is read in f32; `split`: blocks share a tile."""
+    """CUDA C; `a` and `b`: the operand is in scratch memory; `wide`: A is read in f32; `split`: blocks share a tile.
+
+    `in_order`: the bits of an mma step may depend on the order of k in it.
+    """
     stages = tile.stages_in(shared_bytes, wide=wide)
     blocks = 1 if tile.threads > 128 else 2
     constants = f"""
 constexpr int BN = {tile.columns}, BM = {tile.rows}, WARPS_N = {tile.warps[0]}, WARPS_M = {tile.warps[1]};
 constexpr int STAGES = {stages}, BLOCKS = {blocks}, DEPTH = {tile.depth};
 constexpr int COPIERS = {tile.threads}, ADDERS = {tile.threads}, FIRST_ADDER = 0;
-constexpr bool EARLY = {flag(early)}, ASIDE = {flag(tile.aside)};
+constexpr bool EARLY = {flag(early)}, ASIDE = {flag(tile.aside)}, IN_ORDER = {flag(in_order or wide)};
 typedef {"A" if wide else "T"} Left;
 """
     splitting = SPLITTING if split else WITHOUT_SPLITTING

@@ -295,7 +295,7 @@ constexpr int BN = {tile.columns}, BM = {tile.rows}, STAGES = {tile.stages_in(sh
 constexpr int THREADS = {tile.threads}, BLOCKS = {tile.blocks}, PIECE = {PIECE};
 constexpr int COPIERS = 128, ADDERS = {tile.threads - 128}, FIRST_ADDER = 128;
 constexpr int COPYING_REGISTERS = {tile.copying_registers}, REGISTERS = {tile.registers}, ALIGNMENT = {ALIGNMENT};
-constexpr bool EARLY = {flag(early)};
+constexpr bool EARLY = {flag(early)}, IN_ORDER = false;
 typedef T Left;
 """
     head = preamble(kernel) + WARPGROUPS + multiply_group(multiplied(kernel), tile.columns) + FRAGMENTS
