@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from rlx.lir.views import View
 
 REUSED_BYTES = 1 << 16  # outputs up to this size may be reused by the next run
-MAX_SIZE_PLANS = 256  # size plans cached per executable
+MAX_SIZE_PLANS = 64  # cached per executable; one of a decoder has 60 KB, and takes less than 0.1 ms
 FEW_ROWS = 8  # of a matmul that is bound by reading weights, not by arithmetic
 # Rows that each thread takes through the complete program before the next ones, so that activations stay in its cache.
 # Fewer rows would read weights too often. Measured on encoders of width 384: 1.02 to 1.12 times as fast.

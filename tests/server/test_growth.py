@@ -1,0 +1,53 @@
+"""A server keeps nothing of requests that have ended."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from limits import LONGEST_S
+
+from rlx.server.serve import running
+
+pytestmark = pytest.mark.serve
+ROUND = 60  # requests of each kind
+CACHE = 1 << 20  # bytes: full after the first round
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+
+
+def ask(client: httpx.Client, rng: random.Random) -> None:
+    """A request of each kind: whole, streamed, refused, with a schema, and a stream that is left early."""
+    words = " ".join(rng.choices(("sun", "rain", "snow"), k=rng.randrange(1, 30)))
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": words}], "max_tokens": rng.randrange(1, 6)}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert client.post("/v1/chat/completions", json=body | {"response_format": SCHEMA}).status_code == 200
+    assert client.post("/v1/chat/completions", json=body | {"max_tokens": -1}).status_code == 400
+    assert client.post("/v1/chat/completions", json=body | {"stream": True}).status_code == 200
+    with client.stream("POST", "/v1/completions", json={"prompt": words, "max_tokens": 50, "stream": True}) as response:
+        next(response.iter_lines())
+
+
+def tracked() -> Counter[str]:
+    gc.collect()
+    return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+
+
+def test_requests_that_have_ended_leave_no_objects(loaders: Any) -> None:
+    """One object per request would be `ROUND` of a type; caches that are full, and idle threads, change by less."""
+    rng = random.Random(5)
+    with (
+        running({"tiny": loaders["tiny"]}, cache_bytes=CACHE) as server,
+        httpx.Client(base_url=server.address, timeout=LONGEST_S) as client,
+    ):
+        for _ in range(2 * ROUND):
+            ask(client, rng)
+        before = tracked()
+        for _ in range(ROUND):
+            ask(client, rng)
+        more = {name: count - before[name] for name, count in tracked().items() if count - before[name] >= ROUND // 2}
+    assert not more, json.dumps(more)
