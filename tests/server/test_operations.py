@@ -672,16 +672,43 @@ def test_pieces_that_arrive_after_the_engine_has_finished_are_not_lost() -> None
     receive = generation._receiver(generation.rows[0])
 
     async def texts() -> list[str]:
-        result = []
-        receive(engine_thread.Piece("a"))
-        async for batch in generation.pieces():
-            result += [piece for _, piece in batch]
+        result: list[str] = []
+
+        def write(batch: Any) -> None:
+            result.extend(piece for _, piece in batch)
             if len(result) == 1:
-                receive(engine_thread.Piece("b"))
-                receive(engine_thread.Piece(""))
+                asyncio.get_running_loop().call_soon(receive, engine_thread.Piece("b"))
+                asyncio.get_running_loop().call_soon(receive, engine_thread.Piece(""))
+
+        receive(engine_thread.Piece("a"))
+        await generation.follow(write)
         return result
 
-    assert asyncio.run(texts()) == ["a", "b"]
+    assert asyncio.run(texts()) == ["a", "b", ""]
+
+
+def test_a_client_that_reads_slowly_gets_the_text_that_came_meanwhile_at_once() -> None:
+    ticket: Any = SimpleNamespace(done=True, error=None, sequence=SimpleNamespace(finish_reason="stop"))
+    generation = Generation(None, None)  # type: ignore[arg-type]
+    generation.rows = [Row(0, ticket)]
+    receive = generation._receiver(generation.rows[0])
+    connection: Any = SimpleNamespace(is_paused=False)
+
+    async def texts() -> list[str]:
+        result: list[str] = []
+        task = asyncio.ensure_future(generation.follow(lambda batch: result.extend(p for _, p in batch), connection))
+        await asyncio.sleep(0)
+        receive(engine_thread.Piece("a"))
+        connection.is_paused = True
+        for text in ("b", "c", ""):
+            receive(engine_thread.Piece(text))
+        assert result == ["a"] and not task.done()
+        connection.is_paused = False
+        connection.on_writable()
+        await task
+        return result
+
+    assert asyncio.run(texts()) == ["a", "bc"]
 
 
 def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -694,15 +721,13 @@ def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None
     async def receive() -> Any:
         raise AssertionError("nothing is received")
 
-    async def items() -> AsyncIterator[list[str]]:
-        yield ["a"]
-        while sent.count(b": ping\n\n") < 2:
-            await asyncio.sleep(0.001)
-        yield ["b", "c"]
-
     async def stream() -> None:
         scope = dict.fromkeys(("rlx.id", "rlx.client", "rlx.namespace"), "") | {"rlx.record": {}}
-        await Exchange(scope, receive, send).events(items())
+        async with Exchange(scope, receive, send).events() as send_events:
+            await send_events(["a"])
+            while sent.count(b": ping\n\n") < 2:
+                await asyncio.sleep(0.001)
+            await send_events(["b", "c"])
         count = len(sent)
         await asyncio.sleep(0.05)
         assert len(sent) == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -10,6 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 30.0  # seconds for a request's line and headers
 READ_S = 30.0  # seconds in which a client must read some of what waits for it
+CONNECTION = "rlx.connection"  # in the state of a request's scope
 SPARE_FILES = 64  # descriptors that are left for everything but connections
 
 
@@ -21,8 +23,10 @@ class Connection(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
+    on_writable: Callable[[], None] = staticmethod(lambda: None)  # called when `is_paused` ends
 
     def connection_made(self, transport: Any) -> None:
+        self.app_state = {**self.app_state, CONNECTION: self}  # the scope of each request has a copy
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             transport.abort()
@@ -39,7 +43,18 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
         self._stop_read_timer()
+        self.app_state = {}
         super().connection_lost(exc)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client reads too slowly to write more now."""
+        return bool(self.flow.write_paused)
+
+    def write_part(self, data: bytes) -> None:
+        """Write part of the body of an answer that has begun: what ASGI's `send` does, without awaiting."""
+        if self.cycle is not None and not self.cycle.disconnected:
+            self.transport.write(self.conn.send(h11.Data(data=data)))  # type: ignore[arg-type]
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP, unless an answer has begun. A request that they belong to is over.
@@ -62,6 +77,7 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         self._stop_read_timer()
         super().resume_writing()
+        self.on_writable()
 
     def _stop_read_timer(self) -> None:
         if self._read_timer is not None:

@@ -249,17 +249,23 @@ class EngineThread:
         return self.loaded.is_set() and self._thread.is_alive() and not (stuck or broken or self._stopping)
 
     def submit(
-        self, served: Served, requests: Sequence[Request], receivers: Sequence[Callable[[Piece], None]]
-    ) -> list[Ticket]:
+        self, served: Served, requests: Sequence[Request], receivers: Sequence[Callable[[Piece], None]], *,
+        streams: bool,
+    ) -> list[Ticket]:  # fmt: skip
         """Run all of the requests, or raise; from any thread.
 
-        Their pieces are delivered to the receivers on the event loop, an empty one at the end.
+        Their pieces are delivered to the receivers on the event loop: one at the end that has no text, and before it
+        all others, if it `streams`.
         """
         assert served.scheduler is not None
 
         def on_piece(deliver: Callable[[Piece], None]) -> OnPiece:
-            # log-probabilities are taken here: the sequence is ahead of what the event loop has seen of it
-            return lambda ticket, text: self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
+            def post(ticket: Ticket, text: str) -> None:
+                if streams or not text:
+                    # log-probabilities are taken here: the sequence is ahead of what the event loop has seen of it
+                    self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
+
+            return post
 
         try:
             tickets = served.scheduler.submit_all(requests, [on_piece(deliver) for deliver in receivers])
