@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -696,7 +696,8 @@ def test_a_client_that_reads_slowly_gets_the_text_that_came_meanwhile_at_once() 
 
     async def texts() -> list[str]:
         result: list[str] = []
-        task = asyncio.ensure_future(generation.follow(lambda batch: result.extend(p for _, p in batch), connection))
+        follow = generation.follow(lambda batch: result.extend(piece for _, piece in batch), connection)
+        task = asyncio.create_task(follow)
         await asyncio.sleep(0)
         receive(engine_thread.Piece("a"))
         connection.is_paused = True
