@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import random
 from collections import Counter
 from typing import Any
@@ -37,8 +38,10 @@ def tracked() -> Counter[str]:
     return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
 
 
-def test_requests_that_have_ended_leave_no_objects(loaders: Any) -> None:
+def test_requests_that_have_ended_leave_no_objects(loaders: Any, request: pytest.FixtureRequest) -> None:
     """One object per request would be `ROUND` of a type; caches that are full, and idle threads, change by less."""
+    logging.disable()  # pytest keeps all records
+    request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     rng = random.Random(5)
     with (
         running({"tiny": loaders["tiny"]}, cache_bytes=CACHE) as server,

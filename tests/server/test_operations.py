@@ -408,6 +408,7 @@ def test_embeddings_wait_by_tokens_and_take_turns(monkeypatch: pytest.MonkeyPatc
         return np.array([[row[0]] for row in rows], np.float32)
 
     monkeypatch.setattr(engine_thread, "MAX_EMBEDDING_TOKENS", 40_000)
+    monkeypatch.setattr(engine_thread, "EMBED_TOKENS", 32 * 512)
     queue = engine_thread.EmbeddingQueue(SimpleNamespace(embed_tokens=embed_tokens))  # type: ignore[arg-type]
     done: list[str] = []
 
@@ -457,8 +458,13 @@ def test_a_reader_that_never_reads_is_cut_off(loaders: Any, monkeypatch: pytest.
         assert until(lambda: not server.server_state.connections)
 
 
-def test_a_request_has_a_deadline(http: Any) -> None:
-    answer = http.post("/v1/chat/completions", json=LONG | {"timeout": 0.05}).json()
+def test_a_request_has_a_deadline(loaders: Any) -> None:
+    import httpx2 as httpx
+
+    with running({"tiny": loaders["tiny"]}) as server:
+        slow_down(server)
+        url = f"{server.address}/v1/chat/completions"
+        answer = httpx.post(url, json=LONG | {"timeout": 0.05}, timeout=LONGEST_S).json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] < 900
 

@@ -30,7 +30,7 @@ from rlx.free_memory import available
 from rlx.server.api_errors import stopping
 
 LOG = logging.getLogger("rlx.server")
-EMBED_TOKENS = 16384  # per call, so that decode steps of other models wait no longer
+EMBED_TOKENS = 2048  # per call: while it runs, answers of the call before are written, and other models wait
 MAX_EMBEDDINGS = 512  # requests that wait, and
 MAX_EMBEDDING_TOKENS = 1 << 22  # their tokens; one request may have more
 MAX_CACHE = 8 << 30  # bytes of keys and values, unless a setting says otherwise, and
