@@ -788,3 +788,14 @@ def test_the_date_in_a_prompt_is_the_clients(tmp_path: Path) -> None:
         for change, prompt in (({}, "no date: hi"), ({"date_string": "18 Nov 2026"}, "18 Nov 2026: hi")):
             answer = httpx.post(f"{server.address}/apply-template", json=body | {"chat_template_kwargs": change})
             assert answer.json() == {"prompt": prompt}
+
+
+def test_a_conversation_may_end_with_two_answers(http: Any) -> None:
+    """As OpenAI's API and vLLM take it: programs of several agents send it. It cannot be gone on with."""
+    messages = [{"role": role, "content": "hi"} for role in ("user", "assistant", "assistant")]
+    assert http.post("/v1/chat/completions", json=BODY | {"messages": messages}).status_code == 200
+    for body in ({"messages": messages}, {"messages": messages[1:]}):
+        refused = http.post("/v1/chat/completions", json=BODY | body | {"continue_final_message": True})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
+    last = BODY | {"messages": messages[:2], "continue_final_message": True}
+    assert http.post("/v1/chat/completions", json=last).status_code == 200

@@ -57,8 +57,6 @@ class ChatRequest:
         if not isinstance(messages, list) or not messages:
             raise fields.wrong("messages", "a list of messages")
         fields.objects("messages", MESSAGE)
-        if [m.get("role") for m in messages[-2:] if isinstance(m, dict)] == ["assistant", "assistant"]:
-            raise invalid("messages: the last two are answers; join them, or end with a question", "messages")
         common = read_common(fields, state.settings)
         wanted = fields.flag("logprobs")
         top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
@@ -75,6 +73,9 @@ class ChatRequest:
         _, mode = choose_tools(tools, choice)
         parallel = fields.flag("parallel_tool_calls", True)
         variables = _template_variables(fields)
+        roles = [message.get("role") for message in messages[-2:] if isinstance(message, dict)]
+        if variables["continue_final_message"] and roles == ["assistant", "assistant"]:
+            raise invalid("continue_final_message: the last two messages are answers; join them", "messages")
         fields.refuse(UNSUPPORTED, lambda value: value in (["text"], [], "none", {}))
         if common.structure is not None and mode == "required":
             reason = f"tool_choice requires a call, and the {common.structure.kind} excludes one"
