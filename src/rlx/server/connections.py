@@ -15,6 +15,26 @@ CONNECTION = "rlx.connection"  # in the state of a request's scope
 SPARE_FILES = 64  # descriptors that are left for everything but connections
 
 
+class HeadJoiner:
+    """A transport that writes the head of an answer with its body, if this has a length.
+
+    It is one system call instead of two, after each of which the event loop may have to wait for the GIL.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport, self._head = transport, b""
+
+    def write(self, data: bytes) -> None:
+        if data.startswith(b"HTTP/1.1 ") and b"\r\ncontent-length: " in data:
+            self._head += data
+        elif self._head or data:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(H11Protocol):
     """uvicorn's protocol, which cuts off clients that send no whole head or read nothing in time, and one too many.
 
@@ -28,6 +48,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         self.app_state = {**self.app_state, CONNECTION: self}  # the scope of each request has a copy
         super().connection_made(transport)
+        self.transport = HeadJoiner(transport)  # type: ignore[assignment]
         if len(self.connections) > most_connections():
             transport.abort()
         else:
