@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # reports are imported on demand
     from rlx.runtime.plan import CompiledPlan
 
 _NOTHING = contextlib.nullcontext()
-KNOWN_SHAPES = 512  # cached combinations of input shapes
+KNOWN_SHAPES = 256  # cached combinations of input shapes: a decoder has 2 KB of each, and checks it in under 1 ms
 
 
 @dataclass(frozen=True)
