@@ -608,7 +608,7 @@ def test_wakes_that_nobody_waits_for_are_not_kept(alone: Callable[[str], Alone])
     for _ in range(20):
         scheduler.submit(Request([5], 1)).cancel()
     assert scheduler._wakes.qsize() == 1
-    assert scheduler.wait(0) and scheduler._wakes.qsize() == 0
+    assert scheduler.wait(LONGEST_S) and scheduler._wakes.qsize() == 0
     finish(scheduler)
 
 

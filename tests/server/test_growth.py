@@ -54,5 +54,5 @@ def test_requests_that_have_ended_leave_no_objects(loaders: Any, request: pytest
             counts.append(tracked())
     _, first, second, third = counts
     more = {name: (second[name] - first[name], third[name] - second[name]) for name in third}
-    kept = {name: grown for name, grown in more.items() if min(grown) >= ROUND}
-    assert not kept, json.dumps(kept)
+    leaks = {name: grown for name, grown in more.items() if min(grown) >= ROUND}
+    assert not leaks, json.dumps(leaks)

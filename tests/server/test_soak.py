@@ -60,7 +60,7 @@ def test_growth_is_the_slope_of_the_readings(soak: Any) -> None:
     """7.2 MB per hour with noise: the line finds it within a few standard errors, by time and by requests."""
     rng = random.Random(5)
     readings = [soak.Reading(t, int(9e8 + 2000 * t + rng.gauss(0, 1e6)), 0, 4 * t) for t in range(600, 1800)]
-    found = soak.growth(readings, "resident")
-    assert abs(found["mb_per_hour"] - 7.2) < 4 * found["standard_error"] < 2.0
-    assert found["kb_per_1000_requests"] == pytest.approx(found["mb_per_hour"] / 3.6 / 4 * 1000, rel=0.01)
+    slope = soak.growth(readings, "resident")
+    assert abs(slope["mb_per_hour"] - 7.2) < 4 * slope["standard_error"] < 2.0
+    assert slope["kb_per_1000_requests"] == pytest.approx(slope["mb_per_hour"] / 3.6 / 4 * 1000, rel=0.01)
     assert soak.growth(readings, "anonymous")["mb_per_hour"] == 0
