@@ -13,7 +13,10 @@ import httpx2 as httpx
 import pytest
 from limits import LONGEST_S
 
+from rlx.server.connections import Connection
 from rlx.server.serve import running
+
+from .test_operations import until
 
 pytestmark = pytest.mark.serve
 ROUND = 60  # requests of each kind
@@ -56,3 +59,17 @@ def test_requests_that_have_ended_leave_no_objects(loaders: Any, request: pytest
     more = {name: (second[name] - first[name], third[name] - second[name]) for name in third}
     leaks = {name: grown for name, grown in more.items() if min(grown) >= ROUND}
     assert not leaks, json.dumps(leaks)
+
+
+def test_connections_that_are_closed_are_freed_without_a_collection(server: Any) -> None:
+    """Collections are rare in a process with few new objects, and each connection has kilobytes."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            assert httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=LONGEST_S).status_code == 200
+        assert until(lambda: not server.server_state.connections)
+        assert until(lambda: sum(isinstance(each, Connection) for each in gc.get_objects()) <= 2)
+    finally:
+        gc.enable()

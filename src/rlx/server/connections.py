@@ -64,8 +64,8 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
         self._stop_read_timer()
-        self.app_state = {}
         super().connection_lost(exc)
+        self.app_state, self.scope, self.cycle = {}, None, None  # type: ignore[assignment]  # they refer to this object
 
     @property
     def is_paused(self) -> bool:
