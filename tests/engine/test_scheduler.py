@@ -602,6 +602,16 @@ def test_waiting_ends_with_work_or_time(alone: Callable[[str], Alone]) -> None:
     assert not scheduler.busy and not scheduler.step()
 
 
+def test_wakes_that_nobody_waits_for_are_not_kept(alone: Callable[[str], Alone]) -> None:
+    """A server steps its schedulers without waiting for them."""
+    scheduler = Scheduler(alone("llama").model, rows=1)
+    for _ in range(20):
+        scheduler.submit(Request([5], 1)).cancel()
+    assert scheduler._wakes.qsize() == 1
+    assert scheduler.wait(LONGEST_S) and scheduler._wakes.qsize() == 0
+    finish(scheduler)
+
+
 def test_models_take_turns(alone: Callable[[str], Alone]) -> None:
     parts = [alone("llama"), alone("mamba")]
     schedulers = [Scheduler(of.model, rows=2) for of in parts]

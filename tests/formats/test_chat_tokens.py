@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -118,6 +119,16 @@ def test_the_text_of_a_control_token_stays_text(name: str, text: str) -> None:
     if CASES[name][0] == "llama-spm":  # a space after each special token, as in llama.cpp
         shown, decoded = shown.replace(" ", ""), decoded.replace(" ", "")
     assert decoded == shown
+
+
+def test_conversations_fill_no_cache_of_patterns() -> None:
+    """Codes are random: a pattern per conversation would evict all others from the cache of `re`."""
+    tokenizer, template = case("smollm2")
+    template.encode(tokenizer, user(ATTACKS[0]))
+    before = set(re._cache)  # type: ignore[attr-defined]
+    for _ in range(20):
+        template.encode(tokenizer, user(ATTACKS[0]))
+    assert set(re._cache) == before  # type: ignore[attr-defined]
 
 
 def test_the_text_between_is_encoded_as_text() -> None:

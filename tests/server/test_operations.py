@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -408,6 +408,7 @@ def test_embeddings_wait_by_tokens_and_take_turns(monkeypatch: pytest.MonkeyPatc
         return np.array([[row[0]] for row in rows], np.float32)
 
     monkeypatch.setattr(engine_thread, "MAX_EMBEDDING_TOKENS", 40_000)
+    monkeypatch.setattr(engine_thread, "EMBED_TOKENS", 32 * 512)
     queue = engine_thread.EmbeddingQueue(SimpleNamespace(embed_tokens=embed_tokens))  # type: ignore[arg-type]
     done: list[str] = []
 
@@ -457,8 +458,13 @@ def test_a_reader_that_never_reads_is_cut_off(loaders: Any, monkeypatch: pytest.
         assert until(lambda: not server.server_state.connections)
 
 
-def test_a_request_has_a_deadline(http: Any) -> None:
-    answer = http.post("/v1/chat/completions", json=LONG | {"timeout": 0.05}).json()
+def test_a_request_has_a_deadline(loaders: Any) -> None:
+    import httpx2 as httpx
+
+    with running({"tiny": loaders["tiny"]}) as server:
+        slow_down(server)
+        url = f"{server.address}/v1/chat/completions"
+        answer = httpx.post(url, json=LONG | {"timeout": 0.05}, timeout=LONGEST_S).json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] < 900
 
@@ -672,16 +678,44 @@ def test_pieces_that_arrive_after_the_engine_has_finished_are_not_lost() -> None
     receive = generation._receiver(generation.rows[0])
 
     async def texts() -> list[str]:
-        result = []
-        receive(engine_thread.Piece("a"))
-        async for batch in generation.pieces():
-            result += [piece for _, piece in batch]
+        result: list[str] = []
+
+        def write(batch: Any) -> None:
+            result.extend(piece for _, piece in batch)
             if len(result) == 1:
-                receive(engine_thread.Piece("b"))
-                receive(engine_thread.Piece(""))
+                asyncio.get_running_loop().call_soon(receive, engine_thread.Piece("b"))
+                asyncio.get_running_loop().call_soon(receive, engine_thread.Piece(""))
+
+        receive(engine_thread.Piece("a"))
+        await generation.follow(write)
         return result
 
-    assert asyncio.run(texts()) == ["a", "b"]
+    assert asyncio.run(texts()) == ["a", "b", ""]
+
+
+def test_a_client_that_reads_slowly_gets_the_text_that_came_meanwhile_at_once() -> None:
+    ticket: Any = SimpleNamespace(done=True, error=None, sequence=SimpleNamespace(finish_reason="stop"))
+    generation = Generation(None, None)  # type: ignore[arg-type]
+    generation.rows = [Row(0, ticket)]
+    receive = generation._receiver(generation.rows[0])
+    connection: Any = SimpleNamespace(is_paused=False)
+
+    async def texts() -> list[str]:
+        result: list[str] = []
+        follow = generation.follow(lambda batch: result.extend(piece for _, piece in batch), connection)
+        task = asyncio.create_task(follow)
+        await asyncio.sleep(0)
+        receive(engine_thread.Piece("a"))
+        connection.is_paused = True
+        for text in ("b", "c", ""):
+            receive(engine_thread.Piece(text))
+        assert result == ["a"] and not task.done()
+        connection.is_paused = False
+        connection.on_writable()
+        await task
+        return result
+
+    assert asyncio.run(texts()) == ["a", "bc"]
 
 
 def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -694,15 +728,13 @@ def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None
     async def receive() -> Any:
         raise AssertionError("nothing is received")
 
-    async def items() -> AsyncIterator[list[str]]:
-        yield ["a"]
-        while sent.count(b": ping\n\n") < 2:
-            await asyncio.sleep(0.001)
-        yield ["b", "c"]
-
     async def stream() -> None:
         scope = dict.fromkeys(("rlx.id", "rlx.client", "rlx.namespace"), "") | {"rlx.record": {}}
-        await Exchange(scope, receive, send).events(items())
+        async with Exchange(scope, receive, send).events() as send_events:
+            await send_events(["a"])
+            while sent.count(b": ping\n\n") < 2:
+                await asyncio.sleep(0.001)
+            await send_events(["b", "c"])
         count = len(sent)
         await asyncio.sleep(0.05)
         assert len(sent) == count
@@ -756,3 +788,14 @@ def test_the_date_in_a_prompt_is_the_clients(tmp_path: Path) -> None:
         for change, prompt in (({}, "no date: hi"), ({"date_string": "18 Nov 2026"}, "18 Nov 2026: hi")):
             answer = httpx.post(f"{server.address}/apply-template", json=body | {"chat_template_kwargs": change})
             assert answer.json() == {"prompt": prompt}
+
+
+def test_a_conversation_may_end_with_two_answers(http: Any) -> None:
+    """As OpenAI's API and vLLM take it: programs of several agents send it. It cannot be gone on with."""
+    messages = [{"role": role, "content": "hi"} for role in ("user", "assistant", "assistant")]
+    assert http.post("/v1/chat/completions", json=BODY | {"messages": messages}).status_code == 200
+    for body in ({"messages": messages}, {"messages": messages[1:]}):
+        refused = http.post("/v1/chat/completions", json=BODY | body | {"continue_final_message": True})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
+    last = BODY | {"messages": messages[:2], "continue_final_message": True}
+    assert http.post("/v1/chat/completions", json=last).status_code == 200

@@ -200,8 +200,9 @@ class Scheduler:
         )
 
     def wake(self) -> None:
-        """Make `wait` return."""
-        self._wakes.put(None)
+        """Make `wait` return. One entry is enough: `wait` looks for work after it has taken it."""
+        if self._wakes.empty():
+            self._wakes.put(None)
 
     def statistics(self) -> Statistics:
         used, limit = self.pool.used_bytes, self.pool.limit

@@ -8,7 +8,6 @@ tool or variable stays plain text.
 from __future__ import annotations
 
 import math
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -162,8 +161,6 @@ class _Hidden:
         per_symbol = math.log2(len(self._symbols))
         self._index_length = math.ceil(_INDEX_BITS / per_symbol)
         self._mark = "".join(secrets.choice(self._symbols) for _ in range(math.ceil(_MARK_BITS / per_symbol)))
-        digits = f"[{re.escape(self._symbols)}]{{{self._index_length}}}"
-        self._coded = re.compile(f"{re.escape(self._mark)}({digits})")
 
     def hide(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -206,7 +203,14 @@ class _Hidden:
         return [part for part in (*parts, self._reveal(prompt[at:])) if part != ""]
 
     def _reveal(self, text: str) -> str:
-        return self._coded.sub(lambda code: self._text_of(code[1]), text)
+        """A text with its codes replaced. Not by a pattern: each would be a new one, and fill the cache of `re`."""
+        first, *rest = text.split(self._mark)
+        revealed = [first]
+        for after in rest:
+            digits = after[: self._index_length]
+            is_code = len(digits) == self._index_length and all(digit in self._symbols for digit in digits)
+            revealed += [self._text_of(digits), after[self._index_length :]] if is_code else [self._mark, after]
+        return "".join(revealed)
 
     def _text_of(self, digits: str) -> str:
         index = 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
-
 from rlx.server import operations, page, tokens
 from rlx.server.api_errors import ApiError
 from rlx.server.chat_completions import chat_completions, input_tokens
@@ -24,7 +21,7 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/ready", operations.ready),
     ("GET", "/metrics", operations.metrics),
     ("GET", "/v1/models", operations.models),
-    ("GET", "/v1/models/{name:path}", operations.model),
+    ("GET", "/v1/models/{name}", operations.model),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/chat/completions/input_tokens", input_tokens),
     ("POST", "/v1/completions", completions),
@@ -35,35 +32,37 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
 ]
 
 
-class _Handler:
-    """An endpoint as an ASGI application."""
+class Routes:
+    """Finds the endpoint of a path: equal to one that is listed, or with a name at its end."""
 
-    def __init__(self, endpoint: Endpoint, path: str, state: State) -> None:
-        self._endpoint, self._path, self._state = endpoint, path, state
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._exact: dict[str, tuple[str, str, Endpoint]] = {}
+        self._named: list[tuple[str, tuple[str, str, Endpoint]]] = []  # with what comes before the name
+        for method, path, endpoint in ROUTES:
+            for form in {path, path.removeprefix("/v1")}:
+                before, brace, _ = form.partition("{")
+                if brace:
+                    self._named.append((before, (method, path, endpoint)))
+                else:
+                    self._exact[form] = method, path, endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["rlx.endpoint"] = self._path
-        await self._endpoint(Exchange(scope, receive, send), self._state)
-
-
-async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ApiError(404, "there is no such path", code="unknown_path")
+        asked = scope["path"]
+        route, name = self._exact.get(asked), ""
+        for before, named in self._named if route is None else ():
+            if asked.startswith(before):
+                route, name = named, asked.removeprefix(before)
+        if route is None:
+            raise ApiError(404, "there is no such path", code="unknown_path")
+        method, path, endpoint = route
+        methods = ("GET", "HEAD") if method == "GET" else (method,)
+        if scope["method"] not in methods:
+            raise ApiError(405, "the path takes another method", headers={"allow": ", ".join(methods)})
+        scope["rlx.endpoint"], scope["rlx.name"] = path, name
+        await endpoint(Exchange(scope, receive, send), self._state)
 
 
 def application(state: State) -> Guard:
     """The application for a server's state."""
-    routes = []
-    for method, path, endpoint in ROUTES:
-        handler = _Handler(endpoint, path, state)
-        routes += [Route(form, handler, methods=[method]) for form in {path, path.removeprefix("/v1")}]
-    router = Router(routes, redirect_slashes=False, default=_unknown)
-
-    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = state  # so that the router raises what it refuses, and the guard answers in JSON
-        try:
-            await router(scope, receive, send)
-        except HTTPException as error:
-            message = "the path takes another method" if error.status_code == 405 else "refused"
-            raise ApiError(error.status_code, message, headers=error.headers) from error
-
-    return Guard(routed, state.settings, state.metrics)
+    return Guard(Routes(state), state.settings, state.metrics)

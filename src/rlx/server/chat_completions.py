@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlx.server.api_errors import invalid, naming
 from rlx.server.engine_thread import Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
-from rlx.server.generation import Generation, Row
+from rlx.server.generation import Batch, Generation, Row
 from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
 from rlx.server.state import Reservation, State
 
@@ -57,8 +57,6 @@ class ChatRequest:
         if not isinstance(messages, list) or not messages:
             raise fields.wrong("messages", "a list of messages")
         fields.objects("messages", MESSAGE)
-        if [m.get("role") for m in messages[-2:] if isinstance(m, dict)] == ["assistant", "assistant"]:
-            raise invalid("messages: the last two are answers; join them, or end with a question", "messages")
         common = read_common(fields, state.settings)
         wanted = fields.flag("logprobs")
         top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
@@ -75,6 +73,9 @@ class ChatRequest:
         _, mode = choose_tools(tools, choice)
         parallel = fields.flag("parallel_tool_calls", True)
         variables = _template_variables(fields)
+        roles = [message.get("role") for message in messages[-2:] if isinstance(message, dict)]
+        if variables["continue_final_message"] and roles == ["assistant", "assistant"]:
+            raise invalid("continue_final_message: the last two messages are answers; join them", "messages")
         fields.refuse(UNSUPPORTED, lambda value: value in (["text"], [], "none", {}))
         if common.structure is not None and mode == "required":
             reason = f"tool_choice requires a call, and the {common.structure.kind} excludes one"
@@ -251,7 +252,7 @@ async def _answer(
     exchange: Exchange, request: ChatRequest, prepared: _Prepared, served: Served, generation: Generation,
     reservation: Reservation,
 ) -> None:  # fmt: skip
-    await generation.start(prepared.requests)
+    await generation.start(prepared.requests, streams=request.common.stream)
     reservation.release()
     head = {
         "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()),
@@ -259,14 +260,13 @@ async def _answer(
     }  # fmt: skip
     choices = [_Choice(prepared) for _ in prepared.requests]
     if request.common.stream:
-        await exchange.events(_chunks(head, request, choices, generation))
+        await _stream(exchange, head, request, choices, generation)
         exchange.record |= {"finish": choices[0].finish_reason(generation.rows[0]), **_tokens(generation)}
         return
-    async for batch in generation.pieces():
-        for row, piece in batch:
-            choices[row.index].deltas(piece, row.finished)
+    await generation.finish()
     listed = []
     for row, choice in zip(generation.rows, choices, strict=True):
+        choice.deltas(row.sequence.text, True)
         entries = row.take_logprobs() if request.logprobs else None
         listed.append(
             {"index": row.index, "message": choice.message(), "logprobs": _logprobs(entries, request.logprobs - 1),
@@ -278,10 +278,10 @@ async def _answer(
     )
 
 
-async def _chunks(
-    head: dict[str, Any], request: ChatRequest, choices: Sequence[_Choice], generation: Generation
-) -> AsyncIterator[list[dict[str, Any]]]:
-    """Chunks of a streamed answer, in OpenAI's order: the role, deltas, the reason of the end, usage."""
+async def _stream(
+    exchange: Exchange, head: dict[str, Any], request: ChatRequest, choices: Sequence[_Choice], generation: Generation
+) -> None:
+    """A streamed answer in chunks, in OpenAI's order: the role, deltas, the reason of the end, usage."""
     head = head | {"object": "chat.completion.chunk"}
     usage = {"usage": None} if request.common.include_usage else {}
 
@@ -289,8 +289,7 @@ async def _chunks(
         choice = {"index": index, "delta": delta, "logprobs": entries, "finish_reason": finish}
         return head | {"choices": [choice]} | usage
 
-    yield [chunk(i, {"role": "assistant", "content": None}) for i in range(len(choices))]
-    async for batch in generation.pieces():
+    def write(batch: Batch) -> None:
         chunks = []
         for row, piece in batch:
             choice = choices[row.index]
@@ -308,9 +307,13 @@ async def _chunks(
                     last["timings"] = generation.timings()
                 chunks.append(last)
         if chunks:
-            yield chunks
-    if request.common.include_usage:
-        yield [head | {"choices": [], "usage": generation.usage(), "timings": generation.timings()}]
+            exchange.send_now(chunks)
+
+    async with exchange.events() as send:
+        await send([chunk(i, {"role": "assistant", "content": None}) for i in range(len(choices))])
+        await generation.follow(write, exchange.connection)
+        if request.common.include_usage:
+            await send([head | {"choices": [], "usage": generation.usage(), "timings": generation.timings()}])
 
 
 def _logprobs(entries: Sequence[tuple[int, Logprob]] | None, top: int) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from rlx.engine.call_sizes import CHUNK
@@ -19,7 +19,7 @@ from rlx.server.api_errors import ApiError
 from rlx.server.engine_thread import EngineThread, Served
 from rlx.server.exchange import Exchange
 from rlx.server.fields import Fields
-from rlx.server.generation import Generation, Row, check_count
+from rlx.server.generation import Batch, Generation, Row, check_count
 from rlx.server.sampling_fields import MAX_LOGPROBS, Common, read_common, system_fingerprint
 from rlx.server.state import Reservation, State
 
@@ -163,7 +163,11 @@ async def _answer(
         scores = await _prompt_logprobs(exchange, state.engine, served, prepared, request)
         for i, choice in enumerate(choices):
             choice.entries = scores[i // count]
-        await generation.start(prepared.requests)
+        await start()
+
+    async def start() -> None:
+        await generation.start(prepared.requests, streams=request.common.stream)
+        reservation.release()
 
     scored = request.echo and request.logprobs is not None
     if scored:
@@ -173,13 +177,11 @@ async def _answer(
         reservation.release()  # nothing is queued until the prompt is scored
     if request.common.stream:
         if not scored:
-            await generation.start(prepared.requests)
-            reservation.release()
+            await start()
         begin = score_and_start if scored else None  # after the head of the answer, so that comments are sent meanwhile
-        await exchange.events(_chunks(head, request, prepared, model, choices, generation, begin))
+        await _stream(exchange, head, request, prepared, model, choices, generation, begin)
     else:
-        await (score_and_start() if scored else generation.start(prepared.requests))
-        reservation.release()
+        await (score_and_start() if scored else start())
         await generation.finish()
         listed = [
             _described(request, prepared, model, choices[row.index], row, row.sequence.text, True)
@@ -209,24 +211,29 @@ def _described(
     }  # fmt: skip
 
 
-async def _chunks(
-    head: dict[str, Any], request: CompletionRequest, prepared: _Prepared, model: LanguageModel,
+async def _stream(
+    exchange: Exchange, head: dict[str, Any], request: CompletionRequest, prepared: _Prepared, model: LanguageModel,
     choices: Sequence[_Choice], generation: Generation, begin: Callable[[], Awaitable[None]] | None,
-) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
-    if begin is not None:
-        await begin()
+) -> None:  # fmt: skip
+    """A streamed answer in chunks; `begin` is awaited after the head."""
     begun: set[int] = set()
     usage = {"usage": None} if request.common.include_usage else {}
-    async for batch in generation.pieces():
+
+    def write(batch: Batch) -> None:
         chunks = []
         for row, piece in batch:
             first = row.index not in begun
             begun.add(row.index)
             choice = _described(request, prepared, model, choices[row.index], row, piece, first)
             chunks.append(head | {"choices": [choice]} | usage)
-        yield chunks
-    if request.common.include_usage:
-        yield [head | {"choices": [], "usage": generation.usage(len(prepared.prompts))}]
+        exchange.send_now(chunks)
+
+    async with exchange.events() as send:
+        if begin is not None:
+            await begin()
+        await generation.follow(write, exchange.connection)
+        if request.common.include_usage:
+            await send([head | {"choices": [], "usage": generation.usage(len(prepared.prompts))}])
 
 
 async def _prompt_logprobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -10,7 +11,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 30.0  # seconds for a request's line and headers
 READ_S = 30.0  # seconds in which a client must read some of what waits for it
+CONNECTION = "rlx.connection"  # in the state of a request's scope
 SPARE_FILES = 64  # descriptors that are left for everything but connections
+
+
+class HeadJoiner:
+    """A transport that writes the head of an answer with its body, if this has a length.
+
+    It is one system call instead of two, after each of which the event loop may have to wait for the GIL.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport, self._head = transport, b""
+
+    def write(self, data: bytes) -> None:
+        if data.startswith(b"HTTP/1.1 ") and b"\r\ncontent-length: " in data:
+            self._head += data
+        elif self._head or data:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(H11Protocol):
@@ -21,9 +43,12 @@ class Connection(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
+    on_writable: Callable[[], None] = staticmethod(lambda: None)  # called when `is_paused` ends
 
     def connection_made(self, transport: Any) -> None:
+        self.app_state = {**self.app_state, CONNECTION: self}  # the scope of each request has a copy
         super().connection_made(transport)
+        self.transport = HeadJoiner(transport)  # type: ignore[assignment]
         if len(self.connections) > most_connections():
             transport.abort()
         else:
@@ -40,6 +65,17 @@ class Connection(H11Protocol):
         self._head_arrived()
         self._stop_read_timer()
         super().connection_lost(exc)
+        self.app_state, self.scope, self.cycle = {}, None, None  # type: ignore[assignment]  # they refer to this object
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client reads too slowly to write more now."""
+        return bool(self.flow.write_paused)
+
+    def write_part(self, data: bytes) -> None:
+        """Write part of the body of an answer that has begun: what ASGI's `send` does, without awaiting."""
+        if self.cycle is not None and not self.cycle.disconnected:
+            self.transport.write(self.conn.send(h11.Data(data=data)))  # type: ignore[arg-type]
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP, unless an answer has begun. A request that they belong to is over.
@@ -62,6 +98,7 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         self._stop_read_timer()
         super().resume_writing()
+        self.on_writable()
 
     def _stop_read_timer(self) -> None:
         if self._read_timer is not None:

@@ -30,7 +30,7 @@ from rlx.free_memory import available
 from rlx.server.api_errors import stopping
 
 LOG = logging.getLogger("rlx.server")
-EMBED_TOKENS = 16384  # per call, so that decode steps of other models wait no longer
+EMBED_TOKENS = 2048  # per call: while it runs, answers of the call before are written, and other models wait
 MAX_EMBEDDINGS = 512  # requests that wait, and
 MAX_EMBEDDING_TOKENS = 1 << 22  # their tokens; one request may have more
 MAX_CACHE = 8 << 30  # bytes of keys and values, unless a setting says otherwise, and
@@ -249,17 +249,23 @@ class EngineThread:
         return self.loaded.is_set() and self._thread.is_alive() and not (stuck or broken or self._stopping)
 
     def submit(
-        self, served: Served, requests: Sequence[Request], receivers: Sequence[Callable[[Piece], None]]
-    ) -> list[Ticket]:
+        self, served: Served, requests: Sequence[Request], receivers: Sequence[Callable[[Piece], None]], *,
+        streams: bool,
+    ) -> list[Ticket]:  # fmt: skip
         """Run all of the requests, or raise; from any thread.
 
-        Their pieces are delivered to the receivers on the event loop, an empty one at the end.
+        Their pieces are delivered to the receivers on the event loop: one at the end that has no text, and before it
+        all others, if it `streams`.
         """
         assert served.scheduler is not None
 
         def on_piece(deliver: Callable[[Piece], None]) -> OnPiece:
-            # log-probabilities are taken here: the sequence is ahead of what the event loop has seen of it
-            return lambda ticket, text: self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
+            def post(ticket: Ticket, text: str) -> None:
+                if streams or not text:
+                    # log-probabilities are taken here: the sequence is ahead of what the event loop has seen of it
+                    self._post(deliver, Piece(text, ticket.sequence.take_logprobs()))
+
+            return post
 
         try:
             tickets = served.scheduler.submit_all(requests, [on_piece(deliver) for deliver in receivers])

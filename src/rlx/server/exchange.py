@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from rlx.errors import RlxError
 from rlx.server.api_errors import ApiError, invalid, of_rlx
+from rlx.server.connections import CONNECTION, Connection
 from rlx.server.fields import read_json
 from rlx.server.settings import MAX_BODY
 
@@ -21,6 +23,7 @@ Result = TypeVar("Result")
 BODY_S = 30.0  # seconds to send a body
 PING_S = 15.0  # silence after which a stream sends a comment: proxies cut silent connections
 LARGE = 1 << 16  # bytes: larger bodies are parsed in a thread
+encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class Disconnected(Exception):
@@ -78,7 +81,7 @@ class Exchange:
 
     async def answer(self, value: Any, status: int = 200) -> None:
         """An answer in JSON."""
-        data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        data = encoded(value).encode()
         await self.start(status, {"content-type": "application/json", "content-length": str(len(data))})
         await self.write(data, more=False)
 
@@ -87,15 +90,22 @@ class Exchange:
         await self.start(status, {"content-type": kind, "content-length": str(len(data)), **(headers or {})})
         await self.write(data, more=False)
 
-    async def events(self, items: AsyncIterator[Any]) -> None:
-        """A stream of server-sent events, with a comment whenever it is silent for long; then `[DONE]`."""
+    @contextlib.asynccontextmanager
+    async def events(self) -> AsyncIterator[Callable[[Sequence[Any]], Awaitable[None]]]:
+        """A stream of server-sent events, with a comment whenever it is silent for long; then `[DONE]`.
+
+        The context is a function that sends events; an error inside becomes the last one.
+        """
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         await self.start(200, headers | {"x-accel-buffering": "no"})
         pings = asyncio.ensure_future(self._ping())
+
+        async def send(events: Sequence[Any]) -> None:
+            await self.write(b"".join(map(event, events)))
+
         try:
             try:
-                async for batch in items:
-                    await self.write(b"".join(map(event, batch)))
+                yield send
             finally:
                 pings.cancel()
             await self.write(b"data: [DONE]\n\n", more=False)
@@ -103,6 +113,16 @@ class Exchange:
             answer = error if isinstance(error, ApiError) else of_rlx(error)
             self.record["error"] = answer.code or answer.status
             await self.write(event(answer.body()), more=False)
+
+    def send_now(self, events: Sequence[Any]) -> None:
+        """Send events of a stream without awaiting; the connection must not be paused."""
+        self._written = time.monotonic()
+        self.connection.write_part(b"".join(map(event, events)))
+
+    @property
+    def connection(self) -> Connection:
+        connection: Connection = self.scope["state"][CONNECTION]
+        return connection
 
     async def _ping(self) -> None:
         """Send a comment whenever nothing was sent for long. A task per stream: a timeout per event costs more."""
@@ -135,4 +155,4 @@ class Exchange:
 
 def event(value: Any) -> bytes:
     """A server-sent event with JSON data."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+    return f"data: {encoded(value)}\n\n".encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -12,6 +12,7 @@ from rlx.engine.request import Request, Ticket
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.fast_dataclass import dataclass
 from rlx.server.api_errors import invalid, of_rlx, stopping
+from rlx.server.connections import Connection
 from rlx.server.engine_thread import EngineThread, Piece, Served
 
 
@@ -45,21 +46,29 @@ def check_count(served: Served, count: int) -> None:
         raise invalid(f"n: the request has {count} sequences, {most}", "n", "too_many_sequences")
 
 
+Batch = list[tuple[Row, str]]  # new text of rows
+
+
+def _nothing() -> None:
+    """Nobody waits for news."""
+
+
 class Generation:
-    """Runs requests, and gives their pieces as they come. Close it to cancel what still runs."""
+    """Runs requests; `follow` gives their text as it comes. Close it to cancel what still runs."""
 
     def __init__(self, engine: EngineThread, served: Served) -> None:
         self._engine, self._served = engine, served
         self.rows: list[Row] = []
-        self._news = asyncio.Event()
+        self._on_news: Callable[[], None] = _nothing
 
-    async def start(self, requests: Sequence[Request]) -> None:
-        """Submit the requests; raises ApiError if they are refused."""
+    async def start(self, requests: Sequence[Request], *, streams: bool) -> None:
+        """Submit the requests; raises ApiError if they are refused. Unless it `streams`, all text comes at the end."""
         check_count(self._served, len(requests))
         self.rows = [Row(i) for i in range(len(requests))]
 
         def submit() -> None:
-            tickets = self._engine.submit(self._served, requests, [self._receiver(row) for row in self.rows])
+            receivers = [self._receiver(row) for row in self.rows]
+            tickets = self._engine.submit(self._served, requests, receivers, streams=streams)
             for row, ticket in zip(self.rows, tickets, strict=True):
                 row.ticket = ticket
 
@@ -74,33 +83,58 @@ class Generation:
             row.waiting.append(piece)
             if not piece.text:  # the end; the ticket itself may be done while pieces are still on their way here
                 row.ended = True
-            self._news.set()
+            self._on_news()
 
         return receive
 
-    async def pieces(self) -> AsyncIterator[list[tuple[Row, str]]]:
+    def _take(self) -> Batch:
         """New text of rows, as much as there is; a row that has ended comes once more, with `finished` set."""
-        while not all(row.finished for row in self.rows):
-            await self._news.wait()
-            self._news.clear()
-            batch: list[tuple[Row, str]] = []
-            for row in self.rows:
-                if row.finished or not (row.waiting or row.ended):
-                    continue
-                text = "".join(piece.text for piece in row.waiting)
-                row.logprobs += [entry for piece in row.waiting for entry in piece.logprobs]
-                row.waiting = []
-                row.finished = row.ended
-                if row.ended:
-                    self._check(row)
-                batch.append((row, text))
-            if batch:
-                yield batch
+        batch: Batch = []
+        for row in self.rows:
+            if row.finished or not (row.waiting or row.ended):
+                continue
+            text = "".join([piece.text for piece in row.waiting])
+            for piece in row.waiting:
+                row.logprobs += piece.logprobs
+            row.waiting = []
+            row.finished = row.ended
+            if row.ended:
+                self._check(row)
+            batch.append((row, text))
+        return batch
+
+    async def follow(self, write: Callable[[Batch], None], connection: Connection | None = None) -> None:
+        """Call `write` with new text as it comes, until all rows have ended; not while the client reads too slowly.
+
+        The callback that brings the text calls it: a task that awaits text takes two more turns of the event loop.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def news() -> None:
+            if ended.done() or (connection is not None and connection.is_paused):
+                return
+            try:
+                if batch := self._take():
+                    write(batch)
+                if all(row.finished for row in self.rows):
+                    ended.set_result(None)
+            except Exception as error:
+                ended.set_exception(error)
+
+        self._on_news = news
+        if connection is not None:
+            connection.on_writable = news
+        news()
+        try:
+            await ended
+        finally:
+            self._on_news = _nothing
+            if connection is not None:
+                connection.on_writable = _nothing
 
     async def finish(self) -> None:
         """Wait for the end of all rows."""
-        async for _ in self.pieces():
-            pass
+        await self.follow(lambda _: None)
 
     def _check(self, row: Row) -> None:
         assert row.ticket is not None

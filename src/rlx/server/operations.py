@@ -43,7 +43,7 @@ async def models(exchange: Exchange, state: State) -> None:
 
 async def model(exchange: Exchange, state: State) -> None:
     state.check_ready()
-    name = exchange.scope["path_params"]["name"]
+    name = exchange.scope["rlx.name"]
     if len(name) > 1024:
         raise ApiError(404, "model: the name is too long", param="model", code="model_not_found")
     await exchange.answer(described(state.named(name)) | {"id": name})

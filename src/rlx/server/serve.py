@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +27,20 @@ from rlx.server.state import State
 LOG = logging.getLogger("rlx.server")
 KEEP_ALIVE_S = 75  # clients pool connections
 POLL_S = 0.05
+SWITCH_S = 0.0005  # for which a thread may keep the GIL: the event loop needs it after each of its system calls
 WORKERS = 16  # threads for templates, tokens and grammars
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which waits for running requests before it closes connections."""
+    """uvicorn, which waits for running requests before it closes connections.
 
-    def __init__(self, state: State, started: Callable[[str], None] | None = None) -> None:
+    A server that `owns_process` sets what the whole process shares.
+    """
+
+    def __init__(
+        self, state: State, started: Callable[[str], None] | None = None, *, owns_process: bool = False
+    ) -> None:
         settings = state.settings
         config = uvicorn.Config(
             application(state), host=settings.host, port=settings.port, log_config=None, access_log=False,
@@ -40,7 +48,7 @@ class Server(uvicorn.Server):
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5, server_header=False, proxy_headers=False,
         )  # fmt: skip
         super().__init__(config)
-        self.state, self._started = state, started
+        self.state, self._started, self._owns_process = state, started, owns_process
         self.address = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -56,11 +64,14 @@ class Server(uvicorn.Server):
         self._watch = asyncio.ensure_future(self._watch_loading())
 
     async def _watch_loading(self) -> None:
-        """End the server if the models cannot be loaded."""
+        """Wait for the models; end the server if they cannot be loaded."""
         while not self.state.engine.loaded.is_set():
             await asyncio.sleep(POLL_S)
         if self.state.engine.failure is not None:
             self.should_exit = True
+        elif self._owns_process:
+            gc.collect()
+            gc.freeze()  # a collection that visits the models' objects stops all threads for tens of milliseconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, let running ones end for a while, then stop the engine, which ends the rest."""
@@ -94,7 +105,9 @@ def serve(
 ) -> None:
     """Serve models until SIGINT or SIGTERM. Raises what went wrong with loading them."""
     state = new_state(loaders, settings, **options)
-    server = Server(state, started)
+    server = Server(state, started, owns_process=True)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
     # uvicorn stops at these signals, and then sends them again to whoever handled them before.
     handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     try:
@@ -104,6 +117,8 @@ def serve(
             f"serve: {settings.host}:{settings.port} cannot be bound", hint="--port 0 takes any"
         ) from error
     finally:
+        sys.setswitchinterval(interval)
+        gc.unfreeze()
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if state.engine.failure is not None:

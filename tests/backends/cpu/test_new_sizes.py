@@ -28,8 +28,9 @@ from layers import (
 
 import rlx
 from rlx.backends.base import kernels_compiled
+from rlx.backends.cpu.executable import MAX_SIZE_PLANS
 from rlx.host_memory import address
-from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.compiled import KNOWN_SHAPES, CompiledGraph
 
 Array = np.ndarray[Any, Any]
 TRIPLES = 50
@@ -133,3 +134,14 @@ def test_more_sizes_than_are_remembered_stay_right() -> None:
     for n in [*range(600), 3, 5, 599]:
         x = np.arange(n, dtype=np.float32)
         assert np.array_equal(f.run({"x": x})[0], x * 2), n
+    assert len(f._known) <= KNOWN_SHAPES and len(cpu(f).executable._size_plans) <= MAX_SIZE_PLANS
+
+
+def test_inputs_of_one_shape_share_its_record() -> None:
+    """A decoder has a pool of keys and one of values per layer, and a server remembers hundreds of calls."""
+    g = rlx.Graph("sum")
+    g.set_outputs([sum((g.input(f"x{i}", ("n", "m")) for i in range(1, 8)), g.input("x0", ("n", "m")))])
+    f = rlx.compile(g)
+    f.run({f"x{i}": np.ones((2, 3), np.float32) for i in range(8)})
+    (shapes,) = f._known
+    assert len(shapes) == 8 and len(set(map(id, shapes))) == 1

@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from rlx.lir.views import View
 
 REUSED_BYTES = 1 << 16  # outputs up to this size may be reused by the next run
-MAX_SIZE_PLANS = 256  # size plans cached per executable
+# Cached per executable: a decoder of 30 layers has 60 KB per plan of either kind.
+MAX_SIZE_PLANS = 64  # a new one takes less than 0.1 ms
+MAX_ARENA_PLANS = 32  # one per size class, so there are few; a new one takes 2 ms
 FEW_ROWS = 8  # of a matmul that is bound by reading weights, not by arithmetic
 # Rows that each thread takes through the complete program before the next ones, so that activations stay in its cache.
 # Fewer rows would read weights too often. Measured on encoders of width 384: 1.02 to 1.12 times as fast.
@@ -225,7 +227,7 @@ class CpuExecutable(base.Executable):
         plan = self._plans.get(rounded)
         if plan is None:
             plan = self._plan(rounded)
-            if len(self._plans) >= MAX_SIZE_PLANS:
+            if len(self._plans) >= MAX_ARENA_PLANS:
                 self._plans.clear()
             self._plans[rounded] = plan
         return plan
