@@ -68,6 +68,9 @@ def gpu_suite() -> str:
     versions = f"{known['gpu']}, driver {known['driver']}, NVRTC {known['nvrtc']}, commit {known['commit']}"
     lines = [f"{results['date']}, {versions}:", "", "| what | cases | failed |", "| --- | ---: | ---: |"]
     lines += [f"| {row['what']} | {row['cases']:,} | {row['failed']} |" for row in results["rows"]]
+    if "note" in results:
+        note = results["note"]
+        lines += ["", f"Note: {note}"]
     return "\n".join([*lines, ""])
 
 
