@@ -51,8 +51,8 @@ def chosen(choices: dict[Shape, RowsChoice]) -> Iterator[None]:
     """Plans take these choices for their shapes."""
     own = generator.choose_rows
 
-    def choose(n: int, k: int, weights: int, target: Any) -> RowsChoice:
-        return choices.get((n, k, weights)) or own(n, k, weights, target)
+    def choose(n: int, k: int, weights: int, target: Any, *, once: bool) -> RowsChoice:
+        return choices.get((n, k, weights)) or own(n, k, weights, target, once=once)
 
     with mock.patch.object(generator, "choose_rows", choose):
         launch_plan.plans.clear()

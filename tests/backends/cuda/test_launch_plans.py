@@ -42,3 +42,24 @@ def test_the_threads_of_a_row_do_not_depend_on_the_number_of_rows() -> None:
 
 def test_no_rows_launch_nothing() -> None:
     assert planned(product(), SM_90, rows=0) == "launch 0: \nlaunch 1: "
+
+
+def decoding(appended: str) -> rlx.Graph:
+    """A token per row attends to a cache, to which tokens are appended at the positions of that input."""
+    g = rlx.Graph("decoding")
+    q = g.input("q", ("batch", 1, 8, 64), "bf16")
+    k, v = (g.input(name, ("batch", 1, 2, 64), "bf16") for name in ("k", "v"))
+    places = {name: g.input(name, ("batch", 1), "i32") for name in ("positions", "others")}
+    table = g.input("table", ("batch", "blocks"), "i32")
+    keys, values = (g.state(name, ("pages", 2, 64, 64), "bf16") for name in ("keys", "values"))
+    keys, values = (
+        pool.kv_append(new, places[appended], table, axes="phsd") for pool, new in ((keys, k), (values, v))
+    )
+    out = g.one("cached_attention", q, keys, values, places["positions"], table, key_axes="phsd")
+    return g.set_outputs([out, keys, values])
+
+
+def test_keys_are_copied_early_if_the_program_appends_none_but_those_of_its_queries() -> None:
+    sizes = {"batch": 1, "blocks": 16, "pages": 16}
+    assert "_splits_early<<<2x8x1" in planned(decoding("positions"), SM_90, **sizes)
+    assert "_splits<<<2x8x1" in planned(decoding("others"), SM_90, **sizes)

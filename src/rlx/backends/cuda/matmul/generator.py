@@ -164,8 +164,8 @@ def plan_rows(
         return max(taken, target.shared_bytes // 2 + 2048) if choice.once else taken
 
     early = _are_early(kernel, words)
-    choice = choice or (_once(n, k, kernel.weights, target) if early and pairs == 1 and k % 32 == 0 else None)
-    choice = choice or choose_rows(n * pairs, k, kernel.weights, target)
+    once = early and pairs == 1 and k % 32 == 0
+    choice = choice or choose_rows(n * pairs, k, kernel.weights, target, once=once)
     while shared_bytes(choice) > target.shared_bytes and choice.teams > 1:  # long rows of A leave less room
         choice = replace(choice, teams=choice.teams // 2, once=False)
     while shared_bytes(choice) > target.shared_bytes and choice.loads > rows.LOADS // 2:
@@ -181,11 +181,14 @@ def plan_rows(
     return KernelPlan((Pass(variant, grid, threads, shared_bytes(choice)),))
 
 
-def choose_rows(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice:
+def choose_rows(n: int, k: int, weights: int, target: CudaTarget, *, once: bool) -> RowsChoice:
     """Blocks of 16 warps, so large that a processor has one: then each gets the same share of every launch.
 
-    Fewer warps if processors would get none.
+    Fewer warps if processors would get none. `once`: blocks may ask for all their weights before inputs are there.
     """
+    small = _once(n, k, weights, target) if once else None
+    if small is not None:
+        return small
     chunks = chunk_count(k)
     tiles = -(-n * weights // 16)
     teams = 2 if 2 * chunks > CHUNKS else max(1, min(CHUNKS, 2 * CHUNKS // chunks, tiles // target.processors))
