@@ -52,9 +52,7 @@ def decoding(appended: str) -> rlx.Graph:
     places = {name: g.input(name, ("batch", 1), "i32") for name in ("positions", "others")}
     table = g.input("table", ("batch", "blocks"), "i32")
     keys, values = (g.state(name, ("pages", 2, 64, 64), "bf16") for name in ("keys", "values"))
-    keys, values = (
-        pool.kv_append(new, places[appended], table, axes="phsd") for pool, new in ((keys, k), (values, v))
-    )
+    keys, values = (pool.kv_append(new, places[appended], table, axes="phsd") for pool, new in ((keys, k), (values, v)))
     out = g.one("cached_attention", q, keys, values, places["positions"], table, key_axes="phsd")
     return g.set_outputs([out, keys, values])
 

@@ -361,5 +361,9 @@ def test_kernels_keep_their_registers(target: CudaTarget) -> None:
 
 @pytest.mark.parametrize("tile", GROUP_TILES.values(), ids=GROUP_TILES)
 def test_groups_take_no_more_registers_than_their_block_has(tile: GroupTile) -> None:
-    given = 65_536 // (tile.threads * tile.blocks) // 8 * 8 * tile.threads  # at the start, as the compiler allots them
-    assert 128 * (tile.copying_registers + tile.groups * tile.registers) <= given  # more would be waited for for ever
+    registers = (
+        65_536 // (tile.threads * tile.blocks) // 8 * 8 * tile.threads
+    )  # at the start, as the compiler allots them
+    assert (
+        128 * (tile.copying_registers + tile.groups * tile.registers) <= registers
+    )  # more would be waited for for ever

@@ -46,9 +46,9 @@ class CudaArray(DeviceArray):
         super().__init__(shape, dtype)
         self.gpu, self._memory, self._offset, self._host = device, memory, offset, host
         self.device = f"cuda:{device.index}"
-        whole = _contiguous(shape, dtype.itemsize)
-        self.strides = whole if strides is None else strides  # in bytes
-        self.is_contiguous = strides is None or 0 in shape or _same_steps(shape, strides, whole)
+        contiguous = _contiguous(shape, dtype.itemsize)
+        self.strides = contiguous if strides is None else strides  # in bytes
+        self.is_contiguous = strides is None or 0 in shape or _same_steps(shape, strides, contiguous)
 
     @property
     def memory(self) -> Memory | Borrowed:
