@@ -41,6 +41,7 @@ class Connection(H11Protocol):
     Whoever waits to write learns of it as of any client that has left.
     """
 
+    app_state: dict[str, Any]
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
     on_writable: Callable[[], None] = staticmethod(lambda: None)  # called when `is_paused` ends
