@@ -27,6 +27,8 @@ from rlx.lir.kernels import Kernel, MatmulKernel, weight_name
 
 FEW_ROWS = 8  # rows of A up to which the `rows` variants run
 FEW_GROUPED = 64  # the same for grouped rows, each of which is a product of its own
+MOST_AT_ONCE = 100 << 10  # bytes of weights that a block asks for at once
+MOST_TEAMS_AT_ONCE = 3
 NARROW_THREADS = 256
 # The choice of tiles rests on these; measured on an H200, and only ratios matter.
 LATENCY = 2e-6  # seconds until a stage arrives, under load
@@ -195,16 +197,13 @@ def choose_rows(n: int, k: int, weights: int, target: CudaTarget, *, once: bool)
     return RowsChoice(16, teams)
 
 
-MOST_AT_ONCE = 100 << 10  # bytes of weights of a block
-MOST_TEAMS_AT_ONCE = 3
-
-
 def _once(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice | None:
     """One block per processor, which asks for all its weights at once; None if they are too many.
 
     The choice with the least weights for the busiest processor, then the fewest rounds.
     """
     steps, chunks, best = -(-chunk_size(k) // 32), chunk_count(k), None
+    most = min(MOST_AT_ONCE, target.shared_bytes - rows.shared_bytes(k, FEW_ROWS, 8, MOST_TEAMS_AT_ONCE, chunks, 0))
     for height in (16, 8):
         if height == 8 and weights == 2:
             continue
@@ -214,7 +213,7 @@ def _once(n: int, k: int, weights: int, target: CudaTarget) -> RowsChoice | None
             rounds = -(-tiles // (blocks * teams))
             loads = steps * rounds * (height // 8)
             size = 32 * chunks * teams * loads * 16
-            if size > MOST_AT_ONCE or 32 * chunks * teams > rows.RESIDENT_THREADS:
+            if size > most or 32 * chunks * teams > rows.RESIDENT_THREADS:
                 continue
             cost = (size, rounds, teams)  # the busiest processor
             if best is None or cost < best[0]:
