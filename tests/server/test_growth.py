@@ -66,12 +66,12 @@ def test_connections_that_are_closed_are_freed_without_a_collection(server: Any)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
     gc.collect()
     others = set(server.server_state.connections)  # clients of other tests, which may stay
-    objects = sum(isinstance(each, Connection) for each in gc.get_objects())
+    objects = sum(type(each) is Connection for each in gc.get_objects())
     gc.disable()
     try:
         for _ in range(20):
             assert httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=LONGEST_S).status_code == 200
         assert until(lambda: server.server_state.connections <= others)
-        assert until(lambda: sum(isinstance(each, Connection) for each in gc.get_objects()) <= objects + 2)
+        assert until(lambda: sum(type(each) is Connection for each in gc.get_objects()) <= objects + 2)
     finally:
         gc.enable()
