@@ -99,6 +99,7 @@ class Exchange:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         await self.start(200, headers | {"x-accel-buffering": "no"})
         pings = asyncio.ensure_future(self._ping())
+        self._unsent: list[asyncio.Future[None]] = []
 
         async def send(events: Sequence[Any]) -> None:
             await self.write(b"".join(map(event, events)))
@@ -108,6 +109,7 @@ class Exchange:
                 yield send
             finally:
                 pings.cancel()
+                await asyncio.gather(*self._unsent)
             await self.write(b"data: [DONE]\n\n", more=False)
         except (ApiError, RlxError) as error:  # the status is sent already: an event is all that is left
             answer = error if isinstance(error, ApiError) else of_rlx(error)
@@ -117,11 +119,19 @@ class Exchange:
     def send_now(self, events: Sequence[Any]) -> None:
         """Send events of a stream without awaiting; the connection must not be paused."""
         self._written = time.monotonic()
-        self.connection.write_part(b"".join(map(event, events)))
+        data = b"".join(map(event, events))
+        if self.connection is not None:
+            self.connection.write_part(data)
+        else:  # another ASGI server, such as Ray's: parts are sent in order by tasks
+            self._unsent.append(asyncio.ensure_future(self._send_after(tuple(self._unsent[-1:]), data)))
+
+    async def _send_after(self, before: Sequence[asyncio.Future[None]], data: bytes) -> None:
+        await asyncio.gather(*before)
+        await self.write(data)
 
     @property
-    def connection(self) -> Connection:
-        connection: Connection = self.scope["state"][CONNECTION]
+    def connection(self) -> Connection | None:
+        connection: Connection | None = self.scope.get("state", {}).get(CONNECTION)
         return connection
 
     async def _ping(self) -> None:
