@@ -20,6 +20,7 @@ class Target:
     device: str  # the backend that generates code for it
     prepacks: bool = False  # matmuls need weights in target-specific layouts, packed when weights are bound
     reads_rows: bool = False  # matmuls want 16-bit weights contiguous along k, transposed when weights are bound
+    overlaps_launches: bool = False  # launches that do not depend on each other run at the same time
     prompt_tokens: int = 0  # prompt tokens per call from which on more are hardly faster; 0: the usual number
 
     def native(self, dtype: DType) -> DType:

@@ -34,13 +34,16 @@ from rlx.lir.views import View
 from rlx.types import Size
 
 
-def merge_launches(program: Program) -> None:
-    """Merge each launch into its predecessor if possible; never across the edge of a loop or branch."""
+def merge_launches(program: Program, *, independent: bool = True) -> None:
+    """Merge each launch into its predecessor if possible; never across the edge of a loop or branch.
+
+    Launches of one kernel that do not depend on each other are merged if `independent`.
+    """
     edges = {edge for control in program.controls for edge in control.edges}
     merged: list[Launch] = []
     places: list[int] = []  # the new index of each launch
     for number, launch in enumerate(program.launches):
-        joined = _join(merged[-1], launch) if merged and number not in edges else None
+        joined = _join(merged[-1], launch, independent) if merged and number not in edges else None
         if joined is None:
             places.append(len(merged))
             merged.append(launch)
@@ -55,7 +58,7 @@ def merge_launches(program: Program) -> None:
 MAX_MERGED = 8  # launches per merged kernel, so that kernels stay readable
 
 
-def _join(a: Launch, b: Launch) -> Launch | None:
+def _join(a: Launch, b: Launch, independent: bool) -> Launch | None:
     if not isinstance(a.kernel, LoopKernel) or not isinstance(b.kernel, LoopKernel) or len(a.also) >= MAX_MERGED:
         return None
     if a.units != b.units or a.kernel.root.index != b.kernel.root.index:
@@ -65,7 +68,7 @@ def _join(a: Launch, b: Launch) -> Launch | None:
     writes_a, writes_b = ({v.buffer for v in x.views(written=True)} for x in (a, b))
     touches_a, touches_b = ({v.buffer for v in x.views()} for x in (a, b))
     shared, alike = writes_a & touches_b, a.kernel.name == b.kernel.name
-    if writes_b & touches_a or (not shared and not alike):
+    if writes_b & touches_a or (not shared and not (alike and independent)):
         return None
     for buffer in shared:
         shares = _shares(a, buffer) | _shares(b, buffer)

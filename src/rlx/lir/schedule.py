@@ -66,7 +66,7 @@ class Scheduler:
             self.node = node
             self.views.update(zip(node.results, self._lower(node), strict=True))
         self._finish_outputs()
-        merge_launches(self.program)
+        merge_launches(self.program, independent=not self.target.overlaps_launches)
         place_barriers(self.program)
         return self.program
 

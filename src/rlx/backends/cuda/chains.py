@@ -120,7 +120,7 @@ class ChainGenerator:
             lines += [
                 f"    fetch(w.p{at + j}.{x}, w.bytes{at + j}_{x});" for j, p in enumerate(track) for x in p.fetched
             ]
-            lines += ["    wait_for_inputs();", "    start_next();"]
+            lines += ["    start_next();", "    wait_for_inputs();"]
             for j, piece in enumerate(track):
                 lines += _call(piece, at + j)
             lines.append("  }")

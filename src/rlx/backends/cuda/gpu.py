@@ -196,7 +196,11 @@ class Gpu:
             module = self._call(self._cu.cuModuleLoadData, cubin)
             self._modules.append(module)
             for name, shared in names.items():
-                self._functions[name] = self._call(self._cu.cuModuleGetFunction, module, name.encode())
+                function = self._call(self._cu.cuModuleGetFunction, module, name.encode())
+                # Kernels with other shares of shared memory never run on one processor at the same time.
+                share = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                self._call(self._cu.cuFuncSetAttribute, function, share, 100)
+                self._functions[name] = function
                 self.allow_shared(name, shared)
 
     def allow_shared(self, name: str, shared: int) -> None:

@@ -21,6 +21,7 @@ class CudaTarget(Target):
 
     device: str = "cuda"
     reads_rows: bool = True
+    overlaps_launches: bool = True
     prompt_tokens: int = 4096
     arch: str = ""  # sm_90a
     capability: int = 80  # 10 * major + minor

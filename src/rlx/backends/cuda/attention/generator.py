@@ -65,7 +65,10 @@ class AttentionGenerator:
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
         assert isinstance(kernel, AttentionKernel)
-        name = entry(kernel, variant)
+        return self.source_with_heads(kernel, variant, target, entry(kernel, variant), tensor_code.NO_HEADS)
+
+    def source_with_heads(self, kernel: AttentionKernel, variant: str, target: CudaTarget, name: str, heads: str) -> str:
+        """CUDA C; `heads` is what `splits` calls to prepare queries, keys and values (`heads.py`)."""
         common = [
             instructions.SCALAR,
             rows_code.ROWS,
@@ -90,6 +93,7 @@ class AttentionGenerator:
                 instructions.TENSOR,
                 tensor_code.TILES,
                 tensor_code.SINGLE_PRODUCTS,
+                heads,
                 tensor_code.SPLITS,
             ]
         else:

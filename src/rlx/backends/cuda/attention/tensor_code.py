@@ -37,24 +37,19 @@ __device__ __noinline__ void gather_chunk(u32 to, const Stored* row, i32 column,
   store_chunk(to, {x[0], x[1], x[2], x[3]});
 }
 
-// Keys from `fresh` on are written by this program. They are copied by themselves (LATE), once they are there.
-enum Which { ALL, OLD, LATE };
-
 // Starts to copy keys, or the columns of a slice of values, from position `first` on; those that no row sees are zeros.
-template <bool VALUES, int COUNT, int THREADS, Which WHICH = ALL>
+// Those from `fresh` on are left out if they are seen: the program writes them itself (`load_fresh`).
+template <bool VALUES, int COUNT, int THREADS>
 INLINE void load_tile(
     const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, i32 column, bool aligned,
     i32 fresh = LARGEST) {
-  const auto is_asked = [&](i32 key) { return WHICH == ALL || (key >= fresh && key <= seen.high) == (WHICH == LATE); };
-  if (WHICH == LATE && (seen.high < fresh || fresh >= first + COUNT)) return;
-  constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2;
-  constexpr int END = VALUES ? VALUE_DIM : HEAD_DIM;
+  constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2, END = VALUES ? VALUE_DIM : HEAD_DIM;
+  constexpr int ROUND = THREADS / WIDTH;  // keys that all threads copy at once, where their rows divide them
   const Stored* base = VALUES ? source.v : source.k;
   const i64 stride = VALUES ? w.v_seq : w.k_seq;
 #pragma unroll 1
   for (int block = 0; block < COUNT; block += BLOCK) {
     const i32 start = first + block, low = max(start, seen.low), high = min(start + BLOCK - 1, seen.high);
-    if (WHICH == LATE && (start + BLOCK <= fresh || start > seen.high)) continue;
     Place place = {0, 0};
     if (WHOLE_BLOCKS && low <= high) {
       place = place_of(w, source, start);
@@ -62,31 +57,70 @@ INLINE void load_tile(
     }
     const bool exists = place.k >= 0;
     const Stored* rows = base + (exists ? (VALUES ? place.v : place.k) : 0);
-    if (CHUNKS && WHOLE_BLOCKS && aligned) {
-#pragma unroll 4
-      for (int i = threadIdx.x; i < BLOCK * WIDTH; i += THREADS) {
-        const i32 slot = i / WIDTH, chunk = i % WIDTH, from = column + chunk * 8, key = start + slot;
-        if (!is_asked(key)) continue;
-        const bool present = exists && key >= low && key <= high && from < END;
-        const u32 to = chunk_at<VALUES>(tile, block + slot, chunk);
-        copy_chunk(to, present ? rows + slot * stride + from : base, present);
+    if (CHUNKS && WHOLE_BLOCKS && THREADS % WIDTH == 0 && BLOCK % ROUND == 0 && aligned) {
+      const i32 slot = threadIdx.x / WIDTH, chunk = threadIdx.x % WIDTH;
+      const Stored* from = rows + slot * stride + column + chunk * 8;
+      const bool is_column = exists && column + chunk * 8 < END;
+#pragma unroll
+      for (int i = 0; i < BLOCK / ROUND; i++, from += ROUND * stride) {
+        const i32 key = start + slot + i * ROUND;
+        if (key >= fresh && key <= high) continue;
+        const u32 to = chunk_at<VALUES>(tile, block + slot + i * ROUND, chunk);
+        copy_chunk(to, from, is_column && key >= low && key <= high);
       }
     } else {
 #pragma unroll 1
       for (int i = threadIdx.x; i < BLOCK * WIDTH; i += THREADS) {
-        const i32 slot = i / WIDTH, chunk = i % WIDTH, from = column + chunk * 8;
-        if (!is_asked(start + slot)) continue;
-        bool present = exists && start + slot >= low && start + slot <= high && from < END;
+        const i32 slot = i / WIDTH, chunk = i % WIDTH, from = column + chunk * 8, key = start + slot;
+        if (key >= fresh && key <= high) continue;
+        bool present = exists && key >= low && key <= high && from < END;
         const Stored* row = rows + slot * stride;
         if (!WHOLE_BLOCKS && present) {
-          const Place own = place_of(w, source, start + slot);
+          const Place own = place_of(w, source, key);
           present = own.k >= 0;
           row = base + (VALUES ? own.v : own.k);
-          if (!present) report_missing(w, seen, start + slot, 1);
+          if (!present) report_missing(w, seen, key, 1);
         }
-        gather_chunk(chunk_at<VALUES>(tile, block + slot, chunk), row, from, present ? END : 0);
+        const u32 to = chunk_at<VALUES>(tile, block + slot, chunk);
+        if (CHUNKS && aligned) copy_chunk(to, present ? row + from : base, present);
+        else gather_chunk(to, row, from, present ? END : 0);
       }
     }
+  }
+}
+
+// A chunk of a key or value: where it is, and where it goes. Keys that do not exist are zeros.
+struct Chunk {
+  const Stored* row;
+  u32 to;
+  i32 column;
+  bool exists;
+};
+// Chunk `i` of those of the fresh keys of a tile that begins at `first`.
+template <bool VALUES>
+INLINE Chunk fresh_chunk(const Words& w, const Source& source, u32 tile, i32 first, i32 fresh, const Seen& seen, i32 i) {
+  constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2;
+  const i32 key = max(fresh, first) + i / WIDTH, chunk = i % WIDTH;
+  const Stored* base = VALUES ? source.v : source.k;
+  const u32 to = chunk_at<VALUES>(tile, key - first, chunk);
+  if (key > seen.high) return {base, to, chunk * 8, false};
+  const Place place = place_of(w, source, key);
+  if (place.k < 0) report_missing(w, seen, key, 1);
+  return {base + (place.k < 0 ? 0 : VALUES ? place.v : place.k), to, chunk * 8, place.k >= 0};
+}
+// Starts to copy the keys from `fresh` on that rows see. `own` is this thread's first chunk, whose place needs no waiting.
+template <bool VALUES, int COUNT, int THREADS>
+INLINE void load_fresh(
+    const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, bool aligned, i32 fresh,
+    const Chunk& own) {
+  constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2, END = VALUES ? VALUE_DIM : HEAD_DIM;
+  const i32 count = (min(first + COUNT - 1, seen.high) - max(fresh, first) + 1) * WIDTH;
+#pragma unroll 1
+  for (i32 i = threadIdx.x; i < count; i += THREADS) {
+    const Chunk chunk = i < THREADS ? own : fresh_chunk<VALUES>(w, source, tile, first, fresh, seen, i);
+    const bool present = chunk.exists && chunk.column < END;
+    if (CHUNKS && aligned) copy_chunk(chunk.to, present ? chunk.row + chunk.column : chunk.row, present);
+    else gather_chunk(chunk.to, chunk.row, chunk.column, present ? END : 0);
   }
 }
 
@@ -230,6 +264,15 @@ INLINE u32 weights_of(float low, float high, float base) {  // `base` is in base
 }
 """
 
+# Queries, keys and values are there. See `heads.py` for those that blocks prepare themselves.
+NO_HEADS = r"""
+typedef Words All;
+INLINE const Words& words_of(const All& all) { return all; }
+INLINE void fetch_for_heads(const All&) {}
+INLINE void prepare_heads(const All&, u8*, i32, bool) {}
+INLINE const Query* queries_of(const All& all, u8*, i32) { return all.q; }
+"""
+
 # A block has a tile of 16 rows and takes every workers-th split: four warps share the keys of a split for scores, and
 # the columns of values for products. A block that takes all splits merges them itself; else the last one does.
 SPLITS = r"""
@@ -237,8 +280,10 @@ constexpr int PAIRS = SLICE / 16, OWN_PAIRS = (PAIRS + 3) / 4;  // pairs of tile
 constexpr int KEY_BYTES = SPLIT * HEAD_PITCH, VALUE_BYTES = SPLIT * VALUE_PITCH, WEIGHT_PITCH = (SPLIT / 8 | 1) * 16;
 constexpr int WEIGHTS_AT = SEPARATE ? KEY_BYTES + VALUE_BYTES : (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES);
 constexpr int QUERIES_AT = WEIGHTS_AT + 16 * WEIGHT_PITCH, QUERY_PAIRS = HEAD_STEPS * 8;  // pairs of a row of queries
+constexpr int HEADS_AT = QUERIES_AT + 16 * HEAD_PITCH;                                    // what `prepare_heads` leaves
 
-INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
+INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
+  const Words& w = words_of(all);
   extern __shared__ __align__(128) u8 shared[];
   __shared__ float tops[4][16];
   __shared__ Range ranges[16];
@@ -255,6 +300,7 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   }
 
   fetch_pages(w, batch, worker);
+  fetch_for_heads(all);
   const i32 newest = newest_position(w, batch);
   if (threadIdx.x < 16)
     ranges[threadIdx.x] = lane < rows ? range_of(w, batch, (first_row + lane) / GROUP, newest) : NOTHING;
@@ -270,15 +316,19 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   for (i32 i = rows * QUERY_PAIRS + threadIdx.x; i < 16 * QUERY_PAIRS; i += 128)
     store_word(query_tile + i / QUERY_PAIRS * HEAD_PITCH + i % QUERY_PAIRS * 4, 0);
   const i32 own_split = (first_split + worker) * SPLIT;
+  const i32 fresh = EARLY ? max(first_appended(w), seen.low) : 0;
+  Chunk key = {}, value = {};
   if (EARLY) {
-    const i32 fresh = first_appended(w);
-    if (splits) load_tile<false, SPLIT, 128, OLD>(w, source, keys, own_split, seen, 0, aligned, fresh);
-    if (SEPARATE && splits) load_tile<true, SPLIT, 128, OLD>(w, source, values, own_split, seen, 0, aligned, fresh);
-    wait_for_inputs();
+    if (splits) load_tile<false, SPLIT, 128>(w, source, keys, own_split, seen, 0, aligned, fresh);
+    if (SEPARATE && splits) load_tile<true, SPLIT, 128>(w, source, values, own_split, seen, 0, aligned, fresh);
+    if (splits) key = fresh_chunk<false>(w, source, keys, own_split, fresh, seen, threadIdx.x);
+    if (SEPARATE && splits) value = fresh_chunk<true>(w, source, values, own_split, fresh, seen, threadIdx.x);
     start_next();
-    if (splits) load_tile<false, SPLIT, 128, LATE>(w, source, keys, own_split, seen, 0, aligned, fresh);
+    wait_for_inputs();
+    prepare_heads(all, shared + HEADS_AT, unit, worker == max(splits - 1, 0) % workers);
+    if (splits) load_fresh<false, SPLIT, 128>(w, source, keys, own_split, seen, aligned, fresh, key);
     commit_copies();
-    if (SEPARATE && splits) load_tile<true, SPLIT, 128, LATE>(w, source, values, own_split, seen, 0, aligned, fresh);
+    if (SEPARATE && splits) load_fresh<true, SPLIT, 128>(w, source, values, own_split, seen, aligned, fresh, value);
   } else {
     if (splits) load_tile<false, SPLIT, 128>(w, source, keys, own_split, seen, 0, aligned);
     commit_copies();
@@ -286,10 +336,11 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   }
   if (SEPARATE) commit_copies();
 
+  const Query* q = queries_of(all, shared + HEADS_AT, unit);
 #pragma unroll 1
   for (i32 i = threadIdx.x; i < rows * QUERY_PAIRS; i += 128) {
     const i32 r = i / QUERY_PAIRS, pair = i % QUERY_PAIRS, query = (first_row + r) / GROUP;
-    const Query* row = w.q + batch * w.q_batch + query * w.q_seq + (head * GROUP + (first_row + r) % GROUP) * w.q_head;
+    const Query* row = q + batch * w.q_batch + query * w.q_seq + (head * GROUP + (first_row + r) % GROUP) * w.q_head;
     store_word(query_tile + r * HEAD_PITCH + pair * 4, query_pair<false>(row, 2 * pair));
   }
   Row own_rows[2];
@@ -447,19 +498,20 @@ INLINE void attend(const Words& w, i32 number, i32 count, i32 worker) {
   });
 }
 
-extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ Words w) {
+extern "C" __global__ void __launch_bounds__(128) ENTRY(const __grid_constant__ All all) {
   if constexpr (REST) {
     wait_for_inputs();
     start_next();
+    const Words& w = words_of(all);
     const i32 units = (i32)(w.batch * w.kv_heads);
     for (i32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const i32 token = unit / (i32)w.kv_heads, tokens = max(REST / GROUP, 1);
       if (is_shared(w, token, token / tokens * tokens, tokens)) continue;
-      attend(w, unit, units, 0);
+      attend(all, unit, units, 0);
       __syncthreads();
     }
   } else {
-    attend(w, blockIdx.x, gridDim.x, blockIdx.y);
+    attend(all, blockIdx.x, gridDim.x, blockIdx.y);
   }
 }
 """

@@ -77,7 +77,7 @@ def _source(kernel: MatmulKernel, variant: str, target: CudaTarget) -> str:
     name, _, letters = variant.partition("_")
     a, b, wide, split, early = (letter in letters for letter in "abwse")
     if name.startswith("rows"):
-        return rows.source(kernel, variant, **_rows_settings(variant))
+        return rows.source(kernel, variant, **_rows_settings(variant), any_order=target.multiplies_in_groups)
     if name.startswith("tile"):
         tile = TILES[name.removeprefix("tile")]
         return tiles.tile_source(
@@ -103,7 +103,8 @@ def source_with_prologue(
 ) -> str:
     """CUDA C of a `rows` variant that computes its only row of A itself (`prologues.py`)."""
     prologue = rows.Prologue(name, struct, fetches, compute)
-    return rows.source(kernel, variant, **_rows_settings(variant), prologue=prologue)
+    settings = _rows_settings(variant)
+    return rows.source(kernel, variant, **settings, any_order=target.multiplies_in_groups, prologue=prologue)
 
 
 class _RowsSettings(TypedDict):
@@ -162,8 +163,10 @@ def plan_rows(
 
     def shared_bytes(choice: RowsChoice) -> int:
         taken = rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
-        # One block per processor: with two, those of the next launch gather where there is room, and stay behind.
-        return max(taken, target.shared_bytes // 2 + 2048) if choice.once else taken
+        # Room for two blocks per processor, one of this launch and one of the next, whose weights then are on their way.
+        # With more room, several of one launch gather where it is, and stay behind. Small ones may: three launches fit.
+        large = choice.once and taken > target.shared_bytes // 6
+        return max(taken, target.shared_bytes // 3 + 1024) if large else taken
 
     early = _are_early(kernel, words)
     once = early and pairs == 1 and k % 32 == 0

@@ -2,9 +2,11 @@
 
 A block holds the rows of A in shared memory, rounded to the type of the weights. A warp multiplies one chunk of k by
 8, 16 or 32 rows of the weights (columns of B), which are the 16-row operand of mma; the rows of A are its 8 columns.
-A lane copies 16 bytes, eight consecutive k of one row, to shared memory, from where the same lane reads them, without
-barriers: so much can be on its way that registers would not hold it, before earlier launches have ended. Two mma steps
-take 32 k; lanes exchange halves, so that each step has 16 consecutive ones. The sums of chunks meet in shared memory.
+A lane copies 16 bytes, eight consecutive k of one row, to shared memory: so much can be on its way that registers would
+not hold it, before earlier launches have ended. Two mma steps take 32 k. The lane that has copied them reads them,
+without barriers, and lanes exchange halves, so that each step has 16 consecutive k. Blocks that copy all their weights
+at once meet in any case before they read: on Hopper they load whole fragments (`ldmatrix`), which takes a fifth of the
+instructions. The sums of chunks meet in shared memory.
 """
 
 from __future__ import annotations
@@ -36,6 +38,29 @@ INLINE uint4 exchanged(uint4 f) {
   return upper ? make_uint4(x, y, f.z, f.w) : make_uint4(f.x, f.y, x, y);
 }
 
+// Where the row that this lane names for `ldmatrix` begins: matrices of 8 rows and 8 k, in the order of mma's operand.
+INLINE u32 fragment_row(int lane, u32 next_group) {
+  const int row = lane & 7, group = ROWS > 1 ? lane >> 3 & 1 : 0, chunk = ROWS > 1 ? lane >> 4 : lane >> 3;
+  return group * next_group + row * 64 + (chunk ^ (row >> 1)) * 16;
+}
+
+// Adds 32 k of loaded fragments to the sums; `at`: the row named by this lane, `x`: the same of the rows of A.
+INLINE void step_of_fragments(float (&sums)[SUMS][4], u32 at, u32 next_group, u32 x) {
+  const uint4 b = read_matrices(x);
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) {
+    const uint4 a = read_matrices(at + 2 * i * next_group);
+    if (ROWS == 1) {
+      mma(sums[i], a.x, 0, a.y, 0, b.x, b.y);
+      mma(sums[i], a.z, 0, a.w, 0, b.z, b.w);
+    } else {
+      const uint4 other = read_matrices((at + 2 * i * next_group) ^ 32);  // the second 16 k
+      mma(sums[i], a.x, a.y, a.z, a.w, b.x, b.y);
+      mma(sums[i], other.x, other.y, other.z, other.w, b.z, b.w);
+    }
+  }
+}
+
 // Adds 32 k to the sums.
 INLINE void step(float (&sums)[SUMS][4], const uint4 (&f)[ROWS], uint4 x) {
 #pragma unroll
@@ -58,13 +83,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
   const int pitch = (k + 63) / 64 * 64 + 16;                       // of a row of x, in elements
   T* xs = (T*)shared;
   float* meeting = (float*)(shared + (i64)m * pitch * 2);          // [2][teams][chunks][ROWS][m][8]
-  // [STEPS][ROWS][threads][16 bytes]: what this thread copies
-  const u32 own_copies = address(meeting + 2 * teams * chunks * ROWS * m * 8) + 16 * threadIdx.x;
-  const u32 next_copy = 16 * blockDim.x;
+  // [STEPS][ROWS][threads][16 bytes]: what this thread copies. Where fragments are loaded, chunk c of row r is at
+  // c ^ r / 2 of its row, so that eight rows are in different banks.
+  const u32 copies = (address(meeting + 2 * teams * chunks * ROWS * m * 8) + 127) & ~127u, next_copy = 16 * blockDim.x;
+  const u32 own_copies = copies + 16 * (LOADED ? threadIdx.x ^ (r >> 1 & 3) : threadIdx.x);
+  const u32 own_fragments = copies + 512 * warp + fragment_row(lane, next_copy);
   const int per_chunk = ROWS * m * 8, per_team = chunks * per_chunk;
   const int begin = part * chunk, depth = k % chunk ? (int)least(chunk, k - begin) : chunk, steps = (depth + 31) / 32;
   const int tiles = (u32)(w.n + TILE - 1) / TILE, stride = blocks * teams;
-  int tile = blockIdx.x % blocks * teams + team;
+  const int first_tile = blockIdx.x % blocks * teams + team;
   i64 group_offset = b0 * w.b_batch0 + b1 * w.b_batch1;
 
   const bool whole_rows = w.b_n % 8 == 0 && w.b_batch0 % 8 == 0 && w.b_batch1 % 8 == 0;
@@ -79,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(PARAMETERS) {
       at[i] = weights_of(w, i) + group_offset + (least((i64)t * TILE, w.n - TILE) + r) * w.b_n + begin + 8 * c;
   };
   // Copies the next step of 32 k, of this tile or a later one. A step is one group, also where there is none left.
-  int next_tile = tile, next_step = 0;
+  int next_tile = first_tile, next_step = 0;
   auto copy_next = [&](int slot) {
     if (next_tile < tiles) {
       if (next_step == 0) locate(next_tile);
@@ -108,9 +135,10 @@ ROWS_OF_A
     const uint2 first = *(const uint2*)(own + 32 * s), other = *(const uint2*)(own + 32 * s + 16);
     return make_uint4(first.x, first.y, other.x, other.y);
   };
+  const u32 own_row = address(xs) + 2 * (((lane & 7) < m ? lane & 7 : 0) * pitch + begin) + 16 * (lane >> 3);
   const bool few = m * TILE <= 32 * chunks;  // a thread finishes at most one element of a tile
   int turn = 0, slot = 0;
-  for (; tile < tiles; tile += stride) {
+  for (int tile = first_tile; tile < tiles; tile += stride) {
     const int first = direct ? (int)least((i64)tile * TILE, w.n - TILE) : tile * TILE;
     // What the epilogue reads is on its way during the products.
     Reads reads = {};
@@ -125,15 +153,19 @@ ROWS_OF_A
       }
     }
     float sums[SUMS][4] = {};
-    if (direct) {
+    if (direct && LOADED) {
+#pragma unroll 4
+      for (int s = 0; s < steps; s++, slot++)
+        step_of_fragments(sums, own_fragments + slot * ROWS * next_copy, next_copy, own_row + 64 * s);
+    } else if (direct) {
 #pragma unroll 4
       for (int s = 0; s < steps; s++) {
-        if (!ONCE) await<STEPS - 1>();
+        await<STEPS - 1>();
         uint4 f[ROWS];
 #pragma unroll
         for (int g = 0; g < ROWS; g++) f[g] = exchanged(read16(own_copies + (slot * ROWS + g) * next_copy));
         step(sums, f, fragment(s));
-        if (!ONCE) copy_next(slot);
+        copy_next(slot);
         slot = slot + 1 == STEPS ? 0 : slot + 1;
       }
     } else {
@@ -233,16 +265,17 @@ class Prologue:
 
 def source(
     kernel: MatmulKernel, variant: str, *, rows: int, loads: int, threads: int, early: bool, once: bool,
-    prologue: Prologue | None = None,
+    any_order: bool, prologue: Prologue | None = None,
 ) -> str:  # fmt: skip
     """CUDA C; `rows` of the weights per warp; `early`: weights are read before earlier launches have ended.
 
-    `once`: all weights of a block are on their way at the same time.
+    `once`: all weights of a block are on their way at the same time. `any_order`: the bits of a step of mma do not
+    depend on the order of its k.
     """
     constants = f"""
 constexpr int ROWS = {rows // 8}, LOADS = {loads}, AT_ONCE = 2;
 constexpr int THREADS = {threads}, BLOCKS = {max(1, RESIDENT_THREADS // threads)};
-constexpr bool EARLY = {flag(early)}, ONCE = {flag(once)};
+constexpr bool EARLY = {flag(early)}, ONCE = {flag(once)}, LOADED = {flag(once and any_order)};
 """
     if prologue is None:
         name, parameters, fetches, code = entry(kernel, variant), "const __grid_constant__ Words w", "", COPY
@@ -260,4 +293,4 @@ def shared_bytes(k: int, m: int, rows: int, teams: int, chunks: int, loads: int)
     """Dynamic shared memory of a block."""
     pitch = -(-k // 64) * 64 + 16
     copies = loads // (rows // 8) * (rows // 8) * 32 * teams * chunks * 16
-    return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4 + copies
+    return m * pitch * 2 + 2 * teams * chunks * (rows // 8) * m * 8 * 4 + 128 + copies
