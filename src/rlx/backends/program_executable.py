@@ -7,7 +7,7 @@ replays a captured graph, overrides `run` and `trace` and uses the parts: `sizes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -147,11 +147,12 @@ class ProgramExecutable(Executable):
                 raise negative_shape(i, shape)
         return result
 
-    def plan(self, sizes: Mapping[str, int]) -> Plan:
-        """Where temporary buffers are in the arena."""
-        types = {x.name: self._program.buffers[x.name].type for x in self._lifetimes}
+    def plan(self, sizes: Mapping[str, int], joined: Collection[int] = ()) -> Plan:
+        """Where temporary buffers are in the arena; `joined`: launches that run as one with the next one."""
+        lives = lifetimes(self._program, joined) if joined else self._lifetimes
+        types = {x.name: self._program.buffers[x.name].type for x in lives}
         rounded = {name: -(-evaluate(t.bytes, sizes) // self.alignment) * self.alignment for name, t in types.items()}
-        return plan(self._lifetimes, rounded)
+        return plan(lives, rounded)
 
     def units(self, key: Key) -> list[int]:
         sizes = self.sizes(key)

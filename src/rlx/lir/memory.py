@@ -7,7 +7,7 @@ are live in the same phase never share memory. Inputs and outputs of a loop are 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
@@ -47,8 +47,11 @@ class _Span:
     phases: list[int]
 
 
-def lifetimes(program: Program) -> list[Lifetime]:
-    """The lifetime of each arena buffer, in order of first use."""
+def lifetimes(program: Program, joined: Collection[int] = ()) -> list[Lifetime]:
+    """The lifetime of each arena buffer, in order of first use.
+
+    `joined`: launches that run as one with the next one, so there is no barrier between them.
+    """
     from rlx.lir.program import ARENA, LAUNCH, LEAVE, NEXT, TEST, Loop
 
     touched: dict[str, list[tuple[int, int]]] = {}  # (step, phase)
@@ -58,7 +61,7 @@ def lifetimes(program: Program) -> list[Lifetime]:
         views, barrier = [], False
         if step.kind == LAUNCH:
             launch = program.launches[step.number]
-            views, barrier = launch.views(), launch.barrier
+            views, barrier = launch.views(), launch.barrier and step.number not in joined
         else:
             control = program.controls[step.number]
             span = spans.setdefault(step.number, _Span(control, [number, number], [phase, phase]))

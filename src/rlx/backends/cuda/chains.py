@@ -24,7 +24,6 @@ from rlx.backends.cuda.sized import Sizes, digest, with_sizes
 from rlx.backends.cuda.targets import CudaTarget
 from rlx.fast_dataclass import dataclass
 from rlx.lir.loops import LoopKernel
-from rlx.lir.memory import lifetimes
 from rlx.lir.program import Program
 
 if TYPE_CHECKING:
@@ -174,7 +173,6 @@ class _Fusion:
         self, planned: Sequence[PlannedLaunch], program: Program, fetched: Fetched, target: CudaTarget
     ) -> None:
         self.planned, self.program, self.fetched, self.target = planned, program, fetched, target
-        self.lives = {x.name: x for x in lifetimes(program)}
         self.known: dict[tuple[object, ...], list[_Track]] = {}
 
     def fused(self) -> list[PlannedLaunch]:
@@ -206,19 +204,9 @@ class _Fusion:
         return _Candidate(i, launch, variant, units, *touched)
 
     # -- dependence --
-    def may_alias(self, a: str, b: str) -> bool:
-        """Whether the arena may give two buffers the same memory."""
-        if a not in self.lives or b not in self.lives:
-            return False
-        one, other = self.lives[a], self.lives[b]
-        return one.last < other.first or other.last < one.first
-
-    def share_memory(self, a: _Candidate, b: _Candidate) -> bool:
-        pairs = [(x, y) for x in a.writes for y in b.reads | b.writes] + [(x, y) for x in a.reads for y in b.writes]
-        return any(self.may_alias(x, y) for x, y in pairs)
-
     @staticmethod
     def conflict(a: _Candidate, b: _Candidate) -> bool:
+        """Whether one writes what the other touches. Launches of a chain share no memory besides (`joined`)."""
         return bool(a.writes & (b.reads | b.writes) or a.reads & b.writes)
 
     def tracks(self, run: Sequence[_Candidate]) -> list[_Track]:
@@ -229,7 +217,6 @@ class _Fusion:
             buffers = [numbers.setdefault(buffer, len(numbers)) for _, buffer in c.launch.operands]
             words = c.launch.words[: len(c.kernel.words)].tobytes()
             key.append((c.kernel.symbol, str(c.variant), words, *buffers))
-        key.append(tuple(self.share_memory(a, b) for a, b in combinations(run, 2)))
         known = tuple(key)
         if known not in self.known:
             self.known[known] = self.found_tracks(run)
@@ -237,8 +224,7 @@ class _Fusion:
 
     def found_tracks(self, run: Sequence[_Candidate]) -> list[_Track]:
         track_of = list(range(len(run)))
-        pairs = [(i, j) for i, j in combinations(range(len(run)), 2)
-                 if self.conflict(run[i], run[j]) or self.share_memory(run[i], run[j])]  # fmt: skip
+        pairs = [(i, j) for i, j in combinations(range(len(run)), 2) if self.conflict(run[i], run[j])]
         for i, j in pairs:
             track_of = [track_of[i] if t == track_of[j] else t for t in track_of]
         tracks = []
@@ -255,8 +241,6 @@ class _Fusion:
         together = 1, tuple(c.units for c in members)
         most = BLOCKS_PER_PROCESSOR * self.target.processors
         if any(c.kernel.chunk or c.threads(c.units) > MOST_WORK * most for c in members):
-            return together
-        if any(self.share_memory(a, b) for a, b in combinations(members, 2)):
             return together
         touched = [self.touched(c) for c in members]
         for groups in range(min(most, *(c.units for c in members)), 1, -1):
@@ -292,7 +276,7 @@ class _Fusion:
             pending: list[_Candidate] = []
             for i, share in zip(track.members, track.shares, strict=True):
                 c = run[i]
-                waits = any(self.conflict(before, c) or self.share_memory(before, c) for before in pending)
+                waits = any(self.conflict(before, c) for before in pending)
                 pending = [c] if waits else [*pending, c]
                 fetched = self.fetched(c.at)
                 pieces.append(Piece(c.kernel, str(c.variant), waits, tuple(fetched), c.launch.sizes))
@@ -311,8 +295,9 @@ class _Fusion:
         for c in members:
             result[c.at] = replace(result[c.at], plan=KernelPlan(()))
         result[first] = replace(
-            result[first], kernel=kernel, plan=plan, words=np.concatenate(words), operands=tuple(operands), sizes=()
-        )
+            result[first], kernel=kernel, plan=plan, words=np.concatenate(words), operands=tuple(operands), sizes=(),
+            covers=tuple(c.at for c in members),
+        )  # fmt: skip
 
 
 def _apart(a: Iterable[tuple[str, Footprint]], b: Sequence[tuple[str, Footprint]], groups: int) -> bool:

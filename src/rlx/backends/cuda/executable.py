@@ -15,7 +15,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends.base import Enqueued, InputSpec, Key
 from rlx.backends.cuda.gpu import Function, Gpu, Graph
-from rlx.backends.cuda.launch_plan import SCRATCH, PlannedLaunch, can_fault, plan_launches, variants
+from rlx.backends.cuda.launch_plan import SCRATCH, PlannedLaunch, can_fault, joined, plan_launches, variants
 from rlx.backends.cuda.memory import ALIGNMENT, CudaArray, Memory
 from rlx.backends.cuda.modules import load_variants
 from rlx.backends.cuda.targets import CudaTarget
@@ -211,7 +211,7 @@ class PreparedProgram:
         check_sizes(program, self.sizes)
         self.types = owner.outputs(key)
         self.launches, self.functions = owner.planned(key, self.sizes)
-        arena = owner.plan(self.sizes)
+        arena = owner.plan(self.sizes, joined(self.launches))
         self.memory = owner.arena(arena.size)
         self.addresses = {name: self.memory.address + at for name, at in arena.offsets.items()}
         self.addresses |= {name: array.address for name, array in owner.constants().items()}

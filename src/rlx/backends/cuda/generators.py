@@ -6,6 +6,7 @@ import functools
 import importlib
 
 from rlx.backends.cuda.chains import ChainKernel
+from rlx.backends.cuda.heads import HeadsKernel
 from rlx.backends.cuda.kernel_plan import AnyKernel, Generator
 from rlx.backends.cuda.prologues import PrologueKernel
 from rlx.backends.cuda.sized import SizedKernel
@@ -20,6 +21,7 @@ WHERE: dict[type, str] = {
     AttentionGradKernel: "attention.gradient:AttentionGradGenerator",
     ChainKernel: "chains:ChainGenerator",
     PrologueKernel: "prologues:PrologueGenerator",
+    HeadsKernel: "heads:HeadsGenerator",
     SizedKernel: "sized:SizedGenerator",
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends.cuda.chains import ChainKernel, fuse_chains
 from rlx.backends.cuda.generators import generator
+from rlx.backends.cuda.heads import HeadsKernel, fuse_heads
 from rlx.backends.cuda.kernel_plan import EXTRA_WORDS, AnyKernel, KernelPlan, entry
 from rlx.backends.cuda.prologues import PrologueKernel, fuse_prologues
 from rlx.backends.cuda.sized import SizedKernel, Sizes
@@ -38,11 +39,12 @@ class PlannedLaunch:
     operands: tuple[tuple[int, str], ...]  # (word, buffer)
     steps: Mapping[str, Array]  # what one step of a loop adds to the words, by loop symbol
     sizes: Sizes = ()  # words that are constants of the code
+    covers: tuple[int, ...] = ()  # launches that run as this one, if several
 
     @property
     def fault_words(self) -> tuple[int, ...]:
         """The words that say where faults are reported."""
-        if isinstance(self.kernel, ChainKernel | PrologueKernel):
+        if isinstance(self.kernel, ChainKernel | PrologueKernel | HeadsKernel):
             return self.kernel.fault_words
         return (len(self.kernel.words) + len(EXTRA_WORDS) + FAULT,)
 
@@ -73,6 +75,7 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
         return fetched(program.launches[i], start, fixed)
 
     fused = fuse_chains(fuse_prologues(planned, program, small), program, small, target)
+    fused = fuse_heads(fused, program, start, target)
     return [replace(one, kernel=SizedKernel(one.kernel, one.sizes)) if one.sizes else one for one in fused]
 
 
@@ -141,6 +144,11 @@ def _plan(kernel: Kernel, known: Mapping[str, int], target: CudaTarget) -> Kerne
         if len(plans) > MOST_PLANS:
             plans.pop(next(iter(plans)), None)
     return plan
+
+
+def joined(launches: Iterable[PlannedLaunch]) -> frozenset[int]:
+    """The launches that run as one with the next one: buffers that one of them frees are no place for the other's."""
+    return frozenset(n for launch in launches if launch.covers for n in range(min(launch.covers), max(launch.covers)))
 
 
 def can_fault(kernel: Kernel) -> bool:

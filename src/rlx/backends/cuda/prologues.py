@@ -140,4 +140,5 @@ def _joined(first: PlannedLaunch, second: PlannedLaunch, fetched: Mapping[str, i
     kernel = PrologueKernel(first.kernel, variant, second.kernel, width, tuple(fetched), (first.sizes, second.sizes))
     words = np.concatenate([first.words, second.words, np.array([*fetched.values()], np.int64)])
     operands = (*first.operands, *((len(first.words) + word, buffer) for word, buffer in second.operands))
-    return replace(second, kernel=kernel, words=words, operands=operands, sizes=())
+    covers = first.number, second.number
+    return replace(second, kernel=kernel, words=words, operands=operands, sizes=(), covers=covers)

@@ -67,7 +67,9 @@ class AttentionGenerator:
         assert isinstance(kernel, AttentionKernel)
         return self.source_with_heads(kernel, variant, target, entry(kernel, variant), tensor_code.NO_HEADS)
 
-    def source_with_heads(self, kernel: AttentionKernel, variant: str, target: CudaTarget, name: str, heads: str) -> str:
+    def source_with_heads(
+        self, kernel: AttentionKernel, variant: str, target: CudaTarget, name: str, heads: str
+    ) -> str:
         """CUDA C; `heads` is what `splits` calls to prepare queries, keys and values (`heads.py`)."""
         common = [
             instructions.SCALAR,

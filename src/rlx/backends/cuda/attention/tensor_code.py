@@ -98,7 +98,8 @@ struct Chunk {
 };
 // Chunk `i` of those of the fresh keys of a tile that begins at `first`.
 template <bool VALUES>
-INLINE Chunk fresh_chunk(const Words& w, const Source& source, u32 tile, i32 first, i32 fresh, const Seen& seen, i32 i) {
+INLINE Chunk fresh_chunk(
+    const Words& w, const Source& source, u32 tile, i32 first, i32 fresh, const Seen& seen, i32 i) {
   constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2;
   const i32 key = max(fresh, first) + i / WIDTH, chunk = i % WIDTH;
   const Stored* base = VALUES ? source.v : source.k;
@@ -108,7 +109,7 @@ INLINE Chunk fresh_chunk(const Words& w, const Source& source, u32 tile, i32 fir
   if (place.k < 0) report_missing(w, seen, key, 1);
   return {base + (place.k < 0 ? 0 : VALUES ? place.v : place.k), to, chunk * 8, place.k >= 0};
 }
-// Starts to copy the keys from `fresh` on that rows see. `own` is this thread's first chunk, whose place needs no waiting.
+// Starts to copy the keys from `fresh` on that rows see. `own` is this thread's first chunk, whose place is known.
 template <bool VALUES, int COUNT, int THREADS>
 INLINE void load_fresh(
     const Words& w, const Source& source, u32 tile, i32 first, const Seen& seen, bool aligned, i32 fresh,

@@ -163,7 +163,7 @@ def plan_rows(
 
     def shared_bytes(choice: RowsChoice) -> int:
         taken = rows.shared_bytes(k, tokens, choice.height, choice.teams, chunks, choice.loads)
-        # Room for two blocks per processor, one of this launch and one of the next, whose weights then are on their way.
+        # Room for two blocks per processor, one of this launch and one of the next, whose weights are on their way.
         # With more room, several of one launch gather where it is, and stay behind. Small ones may: three launches fit.
         large = choice.once and taken > target.shared_bytes // 6
         return max(taken, target.shared_bytes // 3 + 1024) if large else taken
