@@ -2,25 +2,30 @@
 
     python benchmarks/sampling.py --cases 100000 --json benchmarks/results/sampling.json
 
-The op gets the operands that the engine gives it, and logits of the model itself after eight prompts; `nearly uniform`
-gets noise. The program first writes the logits on all threads, as the vocabulary's matmul does; a setting's time is
-that of the launches after it, the best of many runs. A step is that of short answers of eight rows, greedy sampling
-included; of one thread it is processor time, which other programs disturb little. Two threads are timed by the clock,
-which needs a quiet machine. `--cases` draws that many tokens by random settings from peaked and flat logits, with many
-equals, and counts those that the NumPy sampler, the op's reference, picks otherwise: none may be.
+The model has the shape of Gemma 3 270M and random bf16 weights (the type that Google publishes), or is the one that
+`--model` names. The op gets the operands that the engine gives it, and logits of `--logits-of` after eight prompts,
+lengthened by unlikely ones to the model's vocabulary; `nearly uniform` gets noise. The program first writes the logits
+on all threads, as the vocabulary's matmul does; a setting's time is that of the launches after it, the best of many
+runs. A step is that of short answers of eight rows, greedy sampling included; of one thread it is processor time, which
+other programs disturb little. Two threads are timed by the clock, which needs a quiet machine. `--cases` draws that
+many tokens by random settings from peaked and flat logits, with many equals, and counts those that the NumPy sampler,
+the op's reference, picks otherwise: none may be.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from command import options, print_rows
 from harness import command, cpu_counters, describe_machine, timestamp, write_json
+from sixteen_bit import write_folder
 
 import rlx
 
@@ -32,6 +37,15 @@ PROMPTS = [
 ]  # fmt: skip
 TEXT = """Sampling picks the next token of a text from what the model finds likely. A temperature makes the choice
 bolder or safer, top-k and top-p leave out what is unlikely, and penalties keep the text from going in circles. """
+GEMMA = "gemma3-270m shape, bf16"
+CONFIG: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048,
+    "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262_144,
+    "sliding_window": 512, "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
 # Inputs of the op after the logits: element type, and the name of a second axis.
 INPUTS = {
     "uniform": ("f64", ""), "temperature": ("f32", ""), "top_k": ("i32", ""), "top_p": ("f64", ""),
@@ -105,13 +119,40 @@ def costs(logits: np.ndarray, history: list[int], threads: int, rounds: int) -> 
     return best
 
 
-def step_seconds(model: Any, clock: Callable[[], float], rounds: int) -> float:
+def layer_shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    dim, ffn, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    query, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    matrices = {
+        "self_attn.q_proj": (query, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim),
+        "self_attn.o_proj": (dim, query), "mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim),
+        "mlp.down_proj": (dim, ffn),
+    }  # fmt: skip
+    norms = [f"{at}_{part}layernorm" for at, part in (("post", "attention_"), ("pre", "feedforward_"))]
+    norms += ["input_layernorm", "post_feedforward_layernorm"]
+    return matrices | dict.fromkeys(norms, (dim,)) | dict.fromkeys(["self_attn.q_norm", "self_attn.k_norm"], (head,))
+
+
+def logits_after_prompts(name: str, vocab: int) -> tuple[np.ndarray, list[list[int]], list[int]]:
+    """Logits of a model for each prompt, lengthened to a vocabulary, and the tokens of the prompts and of a history."""
+    model = rlx.load(name)
+    rng, rows = np.random.default_rng(1), []
+    for prompt in PROMPTS:
+        logits = np.asarray(model.logits(prompt)[-1], np.float32)[:vocab]
+        unlikely = np.sort(logits)[: len(logits) // 2]
+        rows.append(np.concatenate([logits, rng.choice(unlikely, vocab - len(logits))]))
+    tokens = model.tokenizer.encode(TEXT * 8)[:256]
+    prompts = [model.tokenizer.encode(prompt) for prompt in PROMPTS]
+    model.close()
+    return np.stack(rows), prompts, tokens
+
+
+def step_seconds(model: Any, prompts: list[list[int]], clock: Callable[[], float], rounds: int) -> float:
     """Seconds of a decode step of all prompts together: those of an answer of several tokens, less those of one."""
     best = {1: float("inf"), STEPS + 1: float("inf")}
     for _ in range(rounds):
         for tokens in best:
             start = clock()
-            model.generate(PROMPTS, max_tokens=tokens)
+            model.generate(prompts, max_tokens=tokens)
             best[tokens] = min(best[tokens], clock() - start)
     return (best[STEPS + 1] - best[1]) / STEPS
 
@@ -155,21 +196,21 @@ def compare(cases: int, threads: int) -> list[dict[str, int]]:
     return comparisons
 
 
-def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
+def measure(name: str, logits_of: str, threads: int, rounds: int) -> dict[str, Any]:
     """A decode step and all settings. One thread by its processor time, which does not count other programs."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     model = rlx.load(name, threads=threads)
+    vocab = model.vocab_size
+    logits, prompts, history = logits_after_prompts(logits_of, vocab)
     before, own = cpu_counters(), time.process_time()
-    logits = np.stack([model.logits(prompt)[-1] for prompt in PROMPTS])
-    history = model.tokenizer.encode(TEXT * 8)[:256]
     step, best = float("inf"), dict.fromkeys(SETTINGS, float("inf"))
     for _ in range(4):  # alternately, so that both have quiet moments
-        step = min(step, step_seconds(model, clock, max(rounds // 12, 1)))
+        step = min(step, step_seconds(model, prompts, clock, max(rounds // 12, 1)))
         seconds_by_setting = costs(logits, history, threads, max(rounds // 20, 1))
         best = {name: min(best[name], seconds) for name, seconds in seconds_by_setting.items()}
     others = _others(before, time.process_time() - own)
     valid = threads == 1 or others <= QUIET
-    print(f"{name}: {len(PROMPTS)} rows of {logits.shape[1]} tokens, {threads} thread{'s' * (threads > 1)}")
+    print(f"{len(PROMPTS)} rows of {logits.shape[1]} tokens, {threads} thread{'s' * (threads > 1)}")
     print(f"a decode step takes {step * 1e3:.2f} ms; other programs took {others:.0%} of the machine")
     if not valid:
         print("too much for a clock: these times and shares mean little")
@@ -194,17 +235,23 @@ def _others(before: tuple[float, float, float] | None, own: float) -> float:
 
 def main() -> int:
     parser = options(__doc__, threads=[1, 2], rounds=60)
-    parser.add_argument("--model", default="gemma3-270m")
+    parser.add_argument("--model", help="of the catalogue, or a folder; the shape with random weights unless given")
+    parser.add_argument("--logits-of", default="qwen2.5-coder-1.5b", metavar="MODEL", help="whose logits are sampled")
     parser.add_argument("--cases", type=int, default=0, help="draws to compare with the NumPy sampler")
     args = parser.parse_args()
-    runs = [measure(args.model, threads, args.rounds) for threads in args.threads]
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model is None:
+            write_folder(Path(folder), "bf16", CONFIG, layer_shapes(CONFIG))
+        path = args.model or folder
+        runs = [measure(path, args.logits_of, threads, args.rounds) for threads in args.threads]
     draws = compare(args.cases, max(args.threads)) if args.cases else []
     total, differing = sum(d["draws"] for d in draws), sum(d["differences"] for d in draws)
     if draws:
         print(f"{total} draws compared with the NumPy sampler, {differing} differ")
     if args.json:
         write_json(args.json, {
-            "machine": describe_machine(), "date": timestamp(), "command": command(), "model": args.model,
+            "machine": describe_machine(), "date": timestamp(), "command": command(), "model": args.model or GEMMA,
+            "logits_of": args.logits_of,
             "budget": BUDGET, "runs": runs, "draws": draws, "compared": total, "differences": differing,
         })  # fmt: skip
     return int(differing > 0)

@@ -42,8 +42,13 @@ def layer_shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def write_folder(folder: Path, stored: str, c: Mapping[str, Any]) -> None:
-    """One shard per layer, and one with the tables. All layers have the numbers of the first."""
+def write_folder(
+    folder: Path, stored: str, c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """One shard per layer, and one with the tables. All layers have the numbers of the first.
+
+    `shapes` of the weights of a layer are those of a Llama unless given.
+    """
     from safetensors.numpy import save_file
 
     rng, kind, places = np.random.default_rng(0), TYPES[stored][0], dict[str, str]()
@@ -57,12 +62,12 @@ def write_folder(folder: Path, stored: str, c: Mapping[str, Any]) -> None:
         save_file(tensors, str(folder / file), metadata={"format": "pt"})
         places.update(dict.fromkeys(tensors, file))
 
-    layer = {name: numbers(shape) for name, shape in layer_shapes(c).items()}
+    layer = {name: numbers(shape) for name, shape in (shapes or layer_shapes(c)).items()}
     for i in range(c["num_hidden_layers"]):
         shard(f"layer-{i}.safetensors", {f"model.layers.{i}.{n}.weight": a for n, a in layer.items()})
     table = (c["vocab_size"], c["hidden_size"])
-    tables = {"model.embed_tokens.weight": numbers(table), "lm_head.weight": numbers(table)}
-    shard("tables.safetensors", tables | {"model.norm.weight": numbers(table[1:])})
+    tables = {"model.embed_tokens.weight": numbers(table), "model.norm.weight": numbers(table[1:])}
+    shard("tables.safetensors", tables if c["tie_word_embeddings"] else tables | {"lm_head.weight": numbers(table)})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     (folder / "config.json").write_text(json.dumps({**c, "torch_dtype": TYPES[stored][1]}))
 

@@ -96,12 +96,13 @@ def plan_of(kernel: AttentionKernel, words: dict[str, int], variant: str, worker
     return generator.spread(kernel, variant, words, target, slices, shared)
 
 
-def variants(kernel: AttentionKernel) -> list[tuple[str, int]]:
+def variants(kernel: AttentionKernel, queries: int) -> list[tuple[str, int]]:
     """Variants and numbers of workers that give the same bits."""
     if not generator.on_tensor_cores(kernel):
         return [("scalar", 1), ("scalar", 3)]
     groups = [("groups_64", 1), ("groups_128", 1)] if generator.in_groups(kernel, SM_90) else []
-    return [("splits_early", 1), ("splits_early", 3), ("rows_64", 1), *groups]
+    token = [("token", 1), ("token", 3), ("token_each", 3)] if queries == 1 else []
+    return [("splits_early", 1), ("splits_early", 3), ("rows_64", 1), *groups, *token]
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ TOLERANCE = {BF16: 3e-2, F16: 4e-3, F32: 2e-6, Q8: 2e-6, F64: 1e-14}
 def test_variants_over_a_cache_agree_with_numpy_and_with_each_other(kernel: AttentionKernel, gpu: EmulatedGpu) -> None:
     for positions in POSITIONS.values():
         case = Cached(kernel, positions, kv_heads=2)
-        results = [case.run(variant, workers, gpu) for variant, workers in variants(kernel)]
+        results = [case.run(variant, workers, gpu) for variant, workers in variants(kernel, len(positions[0]))]
         tolerance = TOLERANCE[kernel.cache_dtype or kernel.dtype]
         np.testing.assert_allclose(results[0].astype(float), case.expected(), rtol=0, atol=tolerance)
         assert len({result.tobytes() for result in results}) == 1
@@ -202,7 +203,7 @@ def test_variants_over_a_cache_agree_with_numpy_and_with_each_other(kernel: Atte
 def test_a_row_of_many_splits_has_the_bits_of_splits_in_order(gpu: EmulatedGpu) -> None:
     for name in ("bf16", "f32"):
         case = Cached(KERNELS[name], ((4500,), (300,)))
-        kinds = [(variant, 40 if workers > 1 else 1) for variant, workers in variants(KERNELS[name])]
+        kinds = [(variant, 40 if workers > 1 else 1) for variant, workers in variants(KERNELS[name], 1)]
         assert len({case.run(variant, workers, gpu).tobytes() for variant, workers in kinds}) == 1
 
 
@@ -210,7 +211,7 @@ def test_a_row_of_many_splits_has_the_bits_of_splits_in_order(gpu: EmulatedGpu) 
 def test_a_ring_wraps_around(gpu: EmulatedGpu) -> None:
     kernel = a_kernel(F32, 64, 2, "sliding", 100, cache=BF16, ring=True)
     case = Cached(kernel, (tuple(range(400, 420)), tuple(range(150, 170))), blocks=2)
-    results = [case.run(variant, workers, gpu) for variant, workers in variants(kernel)[1:]]
+    results = [case.run(variant, workers, gpu) for variant, workers in variants(kernel, 20)[1:]]
     np.testing.assert_allclose(results[0].astype(float), case.expected(), rtol=0, atol=TOLERANCE[BF16])
     assert len({result.tobytes() for result in results}) == 1
 
@@ -283,13 +284,9 @@ def sizes(batch: int, queries: int, capacity: int) -> dict[str, int]:
 def test_few_rows_are_spread_over_the_gpu_and_many_are_tiled() -> None:
     kernel, writer = replace(a_kernel(F32, 128, 4, cache=BF16), appends=True), AttentionGenerator()
     decode = writer.plan(kernel, sizes(1, 1, 4352), SM_90)
-    assert [(p.variant, p.grid, p.threads, p.shared) for p in decode.passes] == [
-        ("splits_early", (8, 33, 1), 128, 78336)
-    ]
+    assert [(p.variant, p.grid, p.threads, p.shared) for p in decode.passes] == [("token_each", (8, 34, 1), 128, 78336)]
     assert decode.zeroed == 256 and decode.scratch == 256 + 8 * 34 * 4 * 8 + 8 * 34 * 4 * 128 * 4
-    assert writer.plan(kernel, sizes(32, 1, 1024), SM_90) == KernelPlan(
-        (Pass("splits_early", (256, 1, 1), 128, 78336),)
-    )
+    assert writer.plan(kernel, sizes(32, 1, 1024), SM_90) == KernelPlan((Pass("token", (256, 1, 1), 128, 78336),))
     for target, name in ((SM_90, "groups_64"), (SM_80, "rows_64")):
         assert [p.variant for p in writer.plan(kernel, sizes(1, 512, 4352), target).passes] == [name]
         assert [p.variant for p in writer.plan(kernel, sizes(1, 4096, 4352), target).passes] == [name]
@@ -316,7 +313,8 @@ def assert_compiles(kernel: AttentionKernel, variant: str, target: CudaTarget) -
 
 
 @pytest.mark.parametrize(
-    ("variant", "target"), [("splits_early", SM_90), ("groups_64", SM_90), ("rows_128", SM_80), ("scalar", SM_120)]
+    ("variant", "target"),
+    [("splits_early", SM_90), ("token", SM_90), ("groups_64", SM_90), ("rows_128", SM_80), ("scalar", SM_120)],
 )
 def test_kernels_compile_within_budgets(variant: str, target: CudaTarget) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")

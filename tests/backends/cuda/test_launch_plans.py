@@ -59,5 +59,5 @@ def decoding(appended: str) -> rlx.Graph:
 
 def test_keys_are_copied_early_if_the_program_appends_none_but_those_of_its_queries() -> None:
     sizes = {"batch": 1, "blocks": 16, "pages": 16}
-    assert "_splits_early<<<2x8x1" in planned(decoding("positions"), SM_90, **sizes)
+    assert "_token_each<<<2x8x1" in planned(decoding("positions"), SM_90, **sizes)
     assert "_splits<<<2x8x1" in planned(decoding("others"), SM_90, **sizes)

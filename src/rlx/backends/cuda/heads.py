@@ -180,7 +180,7 @@ def _is_single_token(launch: PlannedLaunch) -> bool:
         return False
     words = dict(zip(kernel.words, launch.words.tolist(), strict=False))
     one = words["batch"] == words["q_len"] == 1 and kernel.group <= MOST_ROWS
-    return one and not kernel.ragged and launch.plan.passes[0].variant == "splits_early"
+    return one and not kernel.ragged and launch.plan.passes[0].variant.startswith("token")
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def plan_launches(program: Program, sizes: Mapping[str, int], target: CudaTarget
 
 def _sizes(planned: PlannedLaunch, launch: Launch) -> Sizes:
     """Sizes that every run of the program has; in launches of a few rows, also those that are 1."""
-    few = all(one.variant.startswith(("rows", "splits")) for one in planned.plan.passes)
+    few = all(one.variant.startswith(("rows", "splits", "token")) for one in planned.plan.passes)
     constants = []
     for name, word, value in zip(launch.kernel.words, launch.words, planned.words.tolist(), strict=False):
         is_size = word is not None and not isinstance(word, View)

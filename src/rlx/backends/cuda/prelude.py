@@ -59,7 +59,7 @@ INLINE void fetch(const void* at, i64 bytes) {
     asm volatile("prefetch.global.L2 [%0];" :: "l"((const u8*)at + i));
 }
 
-INLINE void report(Fault* fault, i32 launch, i32 code) {
+__device__ __noinline__ void report(Fault* fault, i32 launch, i32 code) {
   if (atomicCAS(&fault->code, 0, code) == 0) fault->launch = launch;
 }
 """

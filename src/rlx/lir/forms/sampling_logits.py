@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from rlx.dtypes import F32, F64, I32, I64
 from rlx.ir.graph import Node, Value
 from rlx.lir.forms.row_kernels import Body, Rows
-from rlx.lir.loops import Arg, Const, Expr, Index, Reduce, Ref, Stmt, fma, number
-from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, map_elements
+from rlx.lir.loops import Arg, Const, Expr, For, Index, Reduce, Ref, Stmt, Store, fma, number
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, decode_unit, map_elements
 from rlx.lir.views import View
 from rlx.sampling import EXP2, LOG2_E, LOWEST, ROUNDER
 from rlx.types import TensorType
@@ -62,6 +62,20 @@ def exp2_each(
     return step("exp2", ((m.bits() + shift).bits() for m, shift in zip(mantissa, shifts, strict=True)))
 
 
+def launch_tops(s: Scheduler, logits: View, tops: View) -> None:
+    """The highest logit of each whole block of each row. One unit each: rows are few, so other threads help."""
+    builder = LoopBuilder("sample_tops")
+    read, written = builder.param(logits), builder.param(tops, written=True)
+    rows, blocks = logits.shape[0], logits.shape[1] // BLOCK
+    lets = decode_unit(builder, (rows, blocks), ("row", "g"))
+    row, g = Ref("row", I64), Ref("g", I64)
+    logit = builder.load(read, ((row, builder.stride(read, "row", logits.strides[0])), (g, BLOCK), (Q, 1)))
+    place = ((row, builder.stride(written, "row", tops.strides[0])), (g, 1))
+    store = Store(written, place, Reduce("max", "q", BLOCK, logit))
+    root = For("u", builder.arg("units", rows * blocks), (*lets, store))
+    builder.launch(s, root, rows * blocks, flops=rows * blocks * BLOCK)
+
+
 class LogitsKernel:
     """The first half of the sampling kernel while it is written: parameters, scratch rows, and the highest logit."""
 
@@ -81,6 +95,7 @@ class LogitsKernel:
         self.room = b.arg("room", room)
         if logits.dtype is not F32 or logits.strides[1] != 1:
             logits = self._as_f32(logits)
+        self.logits = logits
         self.raw = Rows(b, "logits", logits)
         self.outs = [s.result(node, i) for i in range(2)]
         self.tokens, self.scores = (
@@ -91,9 +106,10 @@ class LogitsKernel:
             "peaks": (groups, F32), "copied": (blocks, I32), "near": (NEAR + 2 * BLOCK, F32),
             "nearest": (blocks, F32),
         }  # fmt: skip
+        views = {name: s.temporary(TensorType((rows, width), dtype)) for name, (width, dtype) in scratch.items()}
+        self.tops_view = views["tops"]
         self.weights, self.ids, self.sums, self.tops, self.peaks, self.copied, self.near, self.nearest = (
-            Rows(b, name, s.temporary(TensorType((rows, width), dtype)), written=True)
-            for name, (width, dtype) in scratch.items()
+            Rows(b, name, view, written=True) for name, view in views.items()
         )
         self.body = Body()
 
@@ -264,14 +280,16 @@ class LogitsKernel:
 
     # -- the row as it is, and its highest logit -----------------------------------------------------------------------
     def scan(self) -> None:
-        """The highest logit of each block."""
-        with self.body.loop("g", self.blocks) as block:
-            here = Index("g") * BLOCK + Q
-
-            def keep_highest(inner: Body, rows: Rows) -> None:
-                inner.store(self.tops, Index("g"), inner.let("highest", Reduce("max", "q", BLOCK, rows[here])))
-
-            self.read(block, "scan", Index("g"), keep_highest)
+        """The highest logit of each block. Of whole blocks as they came in a launch before, whose units are blocks."""
+        launch_tops(self.s, self.logits, self.tops_view)
+        body = self.body
+        changed = body.let("copied_blocks", Reduce("sum", "g", self.blocks, self.copied[Index("g")]).cast(I64))
+        count = body.let("scanned", (changed > self.part_blocks).select(self.blocks, self.part_blocks))
+        with body.loop("g", count) as each:
+            block = each.let("scanned_block", Index("g") + (self.blocks - count))
+            with each.when("was_copied", self.copied[block].ne(0)) as copied:
+                highest = Reduce("max", "q", BLOCK, self.weights[block * BLOCK + Q])
+                copied.store(self.tops, block, copied.let("highest", highest))
 
     def add_exponentials(self, needed: Expr) -> None:
         """If needed, the highest of the logits as they came, and the sum of exp(logit - highest).

@@ -59,7 +59,7 @@ def constants(kernel: AttentionKernel, more: Mapping[str, int | bool], *, tensor
     numbers: dict[str, int | bool | float] = {
         "HEAD_DIM": kernel.head_dim, "VALUE_DIM": kernel.value_dim, "GROUP": kernel.group, "PAGE": kernel.page or 64,
         "WINDOW": kernel.window if kernel.mask == "sliding" else 0, "AHEAD": kernel.ahead,
-        "RING": kernel.ring, "RAGGED": kernel.ragged, "LIMITED": limited, "SEGMENTS": kernel.segments,
+        "RING": kernel.ring, "RAGGED": kernel.ragged, "SINGLE": False, "LIMITED": limited, "SEGMENTS": kernel.segments,
         "CUSTOM": kernel.mask == "custom", "BIAS": kernel.mask == "bias", "LSE": kernel.lse,
         "RAW": raw, "SCALE": float(kernel.scale), "SOFTCAP": float(kernel.softcap),
         "INVERSE_SOFTCAP": 1 / kernel.softcap if kernel.softcap else 0.0,

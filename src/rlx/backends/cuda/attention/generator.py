@@ -2,8 +2,9 @@
 
 Tensor cores take keys and values of 16 bits: `rows_64` has many rows per block and walks their keys, as has `groups_64`
 on Hopper (`rows_128`, `groups_128` and `rows_64_shared`, with queries in shared memory, are not taken by plans);
-`splits` has few rows and spreads the keys over blocks. Other types have `scalar`, which does both. All variants of a
-kernel give the same bits.
+`splits` has few rows and spreads the keys over blocks; `token` is the same for one query per sequence, where less code
+means less time, and `token_each` that with a block for every split. Other types have `scalar`, which does both. All
+variants of a kernel give the same bits.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ STATIC_SHARED = {
     "groups": 2 << 10,
     "splits": 8 << 10,
     "splits_early": 8 << 10,
+    "token": 8 << 10,
+    "token_each": 8 << 10,
     "scalar": 44 << 10,
 }  # bytes that kernels declare, at most
+EACH_WAVES = (
+    2  # blocks of one split each, as a multiple of those that the GPU has room for; those without one end at once
+)
 FEW_TOKENS = 64  # ragged tokens up to which each is by itself
 MOST_SCRATCH = 256 << 20  # bytes of results of splits; a launch that would leave more takes its splits in order
 MOST_QUERIES = 48 << 10  # bytes of queries of a tile of `scalar`
@@ -59,8 +65,12 @@ class AttentionGenerator:
             if enough and shared + STATIC_SHARED["rows"] <= target.shared_bytes:
                 return KernelPlan((Pass("groups_64" if groups else "rows_64", (blocks, 1, 1), 128, shared),))
             early = target.capability >= 90 and kernel.appends and all(words[w] < 0 for w in _places(kernel))
+            shared = splits_shared(kernel, target)
             variant = "splits_early" if early else "splits"
-            return spread(kernel, variant, words, target, 1, splits_shared(kernel, target))
+            if early and rows == kernel.group <= TILE and not kernel.ragged:
+                room = EACH_WAVES * target.processors * _resident("token", shared, target)
+                variant = "token_each" if most_splits(kernel, words) * units <= room else "token"
+            return spread(kernel, variant, words, target, 1, shared)
         return spread(kernel, "scalar", words, target, slices(kernel), scalar_shared(kernel))
 
     def source(self, kernel: Kernel, variant: str, target: CudaTarget) -> str:
@@ -84,9 +94,11 @@ class AttentionGenerator:
                 "HEAD_PITCH": _pitch(kernel),
             }
             parts = [*common, rows_code.COMBINE, rows_code.LOG_SUM, scalar_code.ELEMENTS, scalar_code.SPLITS]
-        elif variant.startswith(("splits", "rest")):
+        elif variant.startswith(("splits", "rest", "token")):
+            one = variant.startswith("token")
             more = {"SLICE": _rounded(kernel.value_dim, 16), "SEPARATE": separate(kernel, target)}
-            more["EARLY"], more["PANELS"] = variant == "splits_early", False
+            more["EARLY"], more["PANELS"] = one or variant == "splits_early", False
+            more["SINGLE"], more["EACH"] = one, variant == "token_each"
             more["REST"] = int(variant.removeprefix("rest_")) if variant.startswith("rest_") else 0
             parts = [
                 *common,
@@ -228,15 +240,21 @@ def _resident(variant: str, shared: int, target: CudaTarget) -> int:
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
+def most_splits(kernel: AttentionKernel, words: Mapping[str, int]) -> int:
+    """Splits that a row may see."""
+    keys = words["capacity"] if kernel.cached else words["k_len"]
+    return max(1, -(-keys // SPLIT) + kernel.ring)
+
+
 def spread(
     kernel: AttentionKernel, variant: str, words: Mapping[str, int], target: CudaTarget, slices: int, shared: int
 ) -> KernelPlan:
-    """Blocks of 16 rows, and as many workers for each as the GPU has space for."""
+    """Blocks of 16 rows, and as many workers for each as the GPU has space for, or one for every split."""
     rows = words["q_len"] * kernel.group
     units = words["batch"] * words["kv_heads"] * -(-rows // TILE) * slices
-    keys = words["capacity"] if kernel.cached else words["k_len"]
-    most = max(1, -(-keys // SPLIT) + kernel.ring)
-    workers = min(most, max(1, target.processors * _resident(variant, shared, target) // units), 65535)
+    most = most_splits(kernel, words)
+    room = max(1, target.processors * _resident(variant, shared, target) // units)
+    workers = most if variant == "token_each" else min(most, room, 65535)
     real = 8 if kernel.dtype.size == 8 else 4
     columns = _rounded(kernel.value_dim, 16) if on_tensor_cores(kernel) else min(_rounded(kernel.value_dim, 4), 128)
     counts = _rounded(units * 4, 256)

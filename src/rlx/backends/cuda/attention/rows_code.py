@@ -76,13 +76,14 @@ INLINE bool is_common(const Seen& seen, i32 first, i32 count) {
 }
 // Whether some row sees a key of these; windows of rows far from each other leave gaps.
 INLINE bool is_seen(const Seen& seen, i32 first, i32 count) {
+  if (SINGLE) return seen.low < first + count && seen.high >= first;
   for (i32 r = 0; r < seen.rows; r++)
     if (seen.ranges[r].low < first + count && seen.ranges[r].high >= first) return true;
   return false;
 }
 // Whether a key may be visible to some rows and not to others.
 INLINE bool is_uneven(const Seen& seen) {
-  return MASKED || seen.low != seen.common_low || seen.high != seen.common_high;
+  return MASKED || (!SINGLE && (seen.low != seen.common_low || seen.high != seen.common_high));
 }
 """
 
@@ -279,6 +280,7 @@ template <typename Row> INLINE Real masked(const Row& row, Real product, i32 key
 # Splits of a row are left in scratch memory by several blocks; the one that finishes last combines them in order.
 COMBINE = r"""
 constexpr int COLUMNS = (SLICE + 3) / 4 * 4;  // of a row of partial results
+constexpr int MOST_ROWS = SINGLE ? GROUP : 16;
 
 struct Scratch {
   u32* arrived;  // blocks that have left their splits, one count per unit
@@ -324,9 +326,9 @@ INLINE bool arrives_last(u32* arrived, u32 blocks) {
 constexpr int MERGED = 32, LOADED = sizeof(Real) == 4 ? 8 : 4;  // splits at a time; with values in registers
 template <int THREADS, typename Finish>
 INLINE void combine(const Scratch& scratch, i32 splits, i32 rows, Finish finish) {
-  __shared__ Merge factors[16][MERGED];
-  __shared__ Real totals[16][MERGED];
-  __shared__ Real carried[16];  // the largest score so far
+  __shared__ Merge factors[MOST_ROWS][MERGED];
+  __shared__ Real totals[MOST_ROWS][MERGED];
+  __shared__ Real carried[MOST_ROWS];  // the largest score so far
   const i32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const i32 items = rows * (COLUMNS / 4);
   for (i32 first = 0; first < items; first += THREADS) {

@@ -37,6 +37,35 @@ __device__ __noinline__ void gather_chunk(u32 to, const Stored* row, i32 column,
   store_chunk(to, {x[0], x[1], x[2], x[3]});
 }
 
+// Copies a block of keys or values one by one: what is not in one page, or not aligned.
+template <bool VALUES, int THREADS>
+__device__ __noinline__ void gather_block(
+    const Words& w, const Source& source, u32 tile, Place place, i32 block, i32 start, Seen seen, i32 column,
+    bool aligned, i32 fresh) {
+  constexpr int WIDTH = VALUES ? SLICE / 8 : HEAD_STEPS * 2, END = VALUES ? VALUE_DIM : HEAD_DIM;
+  const Stored* base = VALUES ? source.v : source.k;
+  const i64 stride = VALUES ? w.v_seq : w.k_seq;
+  const i32 low = max(start, seen.low), high = min(start + BLOCK - 1, seen.high);
+  const bool exists = place.k >= 0;
+  const Stored* rows = base + (exists ? (VALUES ? place.v : place.k) : 0);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < BLOCK * WIDTH; i += THREADS) {
+    const i32 slot = i / WIDTH, chunk = i % WIDTH, from = column + chunk * 8, key = start + slot;
+    if (key >= fresh && key <= high) continue;
+    bool present = exists && key >= low && key <= high && from < END;
+    const Stored* row = rows + slot * stride;
+    if (!WHOLE_BLOCKS && present) {
+      const Place own = place_of(w, source, key);
+      present = own.k >= 0;
+      row = base + (VALUES ? own.v : own.k);
+      if (!present) report_missing(w, seen, key, 1);
+    }
+    const u32 to = chunk_at<VALUES>(tile, block + slot, chunk);
+    if (CHUNKS && aligned) copy_chunk(to, present ? row + from : base, present);
+    else gather_chunk(to, row, from, present ? END : 0);
+  }
+}
+
 // Starts to copy keys, or the columns of a slice of values, from position `first` on; those that no row sees are zeros.
 // Those from `fresh` on are left out if they are seen: the program writes them itself (`load_fresh`).
 template <bool VALUES, int COUNT, int THREADS>
@@ -69,22 +98,7 @@ INLINE void load_tile(
         copy_chunk(to, from, is_column && key >= low && key <= high);
       }
     } else {
-#pragma unroll 1
-      for (int i = threadIdx.x; i < BLOCK * WIDTH; i += THREADS) {
-        const i32 slot = i / WIDTH, chunk = i % WIDTH, from = column + chunk * 8, key = start + slot;
-        if (key >= fresh && key <= high) continue;
-        bool present = exists && key >= low && key <= high && from < END;
-        const Stored* row = rows + slot * stride;
-        if (!WHOLE_BLOCKS && present) {
-          const Place own = place_of(w, source, key);
-          present = own.k >= 0;
-          row = base + (VALUES ? own.v : own.k);
-          if (!present) report_missing(w, seen, key, 1);
-        }
-        const u32 to = chunk_at<VALUES>(tile, block + slot, chunk);
-        if (CHUNKS && aligned) copy_chunk(to, present ? row + from : base, present);
-        else gather_chunk(to, row, from, present ? END : 0);
-      }
+      gather_block<VALUES, THREADS>(w, source, tile, place, block, start, seen, column, aligned, fresh);
     }
   }
 }
@@ -109,6 +123,11 @@ INLINE Chunk fresh_chunk(
   if (place.k < 0) report_missing(w, seen, key, 1);
   return {base + (place.k < 0 ? 0 : VALUES ? place.v : place.k), to, chunk * 8, place.k >= 0};
 }
+template <bool VALUES>
+__device__ __noinline__ Chunk later_chunk(
+    const Words& w, const Source& source, u32 tile, i32 first, i32 fresh, Seen seen, i32 i) {
+  return fresh_chunk<VALUES>(w, source, tile, first, fresh, seen, i);
+}
 // Starts to copy the keys from `fresh` on that rows see. `own` is this thread's first chunk, whose place is known.
 template <bool VALUES, int COUNT, int THREADS>
 INLINE void load_fresh(
@@ -118,7 +137,7 @@ INLINE void load_fresh(
   const i32 count = (min(first + COUNT - 1, seen.high) - max(fresh, first) + 1) * WIDTH;
 #pragma unroll 1
   for (i32 i = threadIdx.x; i < count; i += THREADS) {
-    const Chunk chunk = i < THREADS ? own : fresh_chunk<VALUES>(w, source, tile, first, fresh, seen, i);
+    const Chunk chunk = i < THREADS ? own : later_chunk<VALUES>(w, source, tile, first, fresh, seen, i);
     const bool present = chunk.exists && chunk.column < END;
     if (CHUNKS && aligned) copy_chunk(chunk.to, present ? chunk.row + chunk.column : chunk.row, present);
     else gather_chunk(chunk.to, chunk.row, chunk.column, present ? END : 0);
@@ -246,15 +265,12 @@ template <int TILES_OF_8> INLINE void score(float (&s)[TILES_OF_8][4], const Row
     }
   }
 }
-// The largest score of each row; lanes of a row agree.
-template <int TILES_OF_8> INLINE void largest(float (&top)[2], const float (&s)[TILES_OF_8][4]) {
+// The largest score of each row; lanes of a row agree. HALVES: 1 if rows from 8 on do not matter.
+template <int TILES_OF_8, int HALVES = 2> INLINE void largest(float (&top)[2], const float (&s)[TILES_OF_8][4]) {
 #pragma unroll
-  for (int i = 0; i < TILES_OF_8; i++) {
-    top[0] = fmaxf(top[0], fmaxf(s[i][0], s[i][1]));
-    top[1] = fmaxf(top[1], fmaxf(s[i][2], s[i][3]));
-  }
+  for (int j = 0; j < HALVES; j++) {
 #pragma unroll
-  for (int j = 0; j < 2; j++) {
+    for (int i = 0; i < TILES_OF_8; i++) top[j] = fmaxf(top[j], fmaxf(s[i][2 * j], s[i][2 * j + 1]));
     top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], 1));
     top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], 2));
   }
@@ -282,6 +298,7 @@ constexpr int KEY_BYTES = SPLIT * HEAD_PITCH, VALUE_BYTES = SPLIT * VALUE_PITCH,
 constexpr int WEIGHTS_AT = SEPARATE ? KEY_BYTES + VALUE_BYTES : (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES);
 constexpr int QUERIES_AT = WEIGHTS_AT + 16 * WEIGHT_PITCH, QUERY_PAIRS = HEAD_STEPS * 8;  // pairs of a row of queries
 constexpr int HEADS_AT = QUERIES_AT + 16 * HEAD_PITCH;                                    // what `prepare_heads` leaves
+constexpr int HALVES = MOST_ROWS > 8 ? 2 : 1;                                              // of a tile that have rows
 
 INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
   const Words& w = words_of(all);
@@ -291,7 +308,7 @@ INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
   const i32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, line = lane >> 2;
   const u32 keys = shared_address(shared), values = SEPARATE ? keys + KEY_BYTES : keys, weights = keys + WEIGHTS_AT;
   const u32 query_tile = keys + QUERIES_AT;
-  const i32 all_rows = (i32)w.q_len * GROUP, tiles = (all_rows + 15) / 16;
+  const i32 all_rows = SINGLE ? GROUP : (i32)w.q_len * GROUP, tiles = (all_rows + 15) / 16;
   const i32 tile = number % tiles, unit = number / tiles, kv_heads = (i32)w.kv_heads;
   const i32 head = unit % kv_heads, batch = unit / kv_heads;
   const i32 first_row = tile * 16, rows = min(16, all_rows - first_row);
@@ -303,10 +320,16 @@ INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
   fetch_pages(w, batch, worker);
   fetch_for_heads(all);
   const i32 newest = newest_position(w, batch);
-  if (threadIdx.x < 16)
-    ranges[threadIdx.x] = lane < rows ? range_of(w, batch, (first_row + lane) / GROUP, newest) : NOTHING;
-  __syncthreads();
-  const Seen seen = seen_by<16>(ranges, rows);
+  Seen seen;
+  if constexpr (SINGLE) {
+    const Range own = range_of(w, batch, 0, newest);
+    seen = {own.low, own.high, own.low, own.high, 1, nullptr};
+  } else {
+    if (threadIdx.x < 16)
+      ranges[threadIdx.x] = lane < rows ? range_of(w, batch, (first_row + lane) / GROUP, newest) : NOTHING;
+    __syncthreads();
+    seen = seen_by<16>(ranges, rows);
+  }
   const i32 first_split = seen.low / SPLIT, splits = sees_any(seen) ? seen.high / SPLIT - first_split + 1 : 0;
   const i32 workers = REST ? 1 : min((i32)gridDim.y, max(splits, 1));
   if (worker >= workers) return;
@@ -346,9 +369,9 @@ INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
   }
   Row own_rows[2];
 #pragma unroll
-  for (int j = 0; j < 2; j++) {
+  for (int j = 0; j < HALVES; j++) {
     const i32 r = line + 8 * j, query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
-    own_rows[j].range = ranges[r];
+    own_rows[j].range = SINGLE ? Range{seen.low, seen.high} : ranges[r];
     own_rows[j].mask = {};
     if (r < rows) own_rows[j].mask = mask_row(w, batch, query_head, query);
   }
@@ -361,19 +384,20 @@ INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
   const bool merges = workers == 1;
   float out[OWN_PAIRS][2][4] = {};
   State state[2] = {{lowest(0.0f), 0}, {lowest(0.0f), 0}};
-  for (i32 split = worker; split < splits; split += workers) {
+#pragma unroll 1
+  for (i32 split = worker; split < splits; split += EACH ? splits : workers) {
     const i32 begin = (first_split + split) * SPLIT, next = begin + workers * SPLIT;
-    const bool more = split + workers < splits;
+    const bool more = !EACH && split + workers < splits;
     if (SEPARATE) wait_for_copies<1>(); else wait_for_copies<0>();
     __syncthreads();
     float s[4][4];
     multiply_keys<4>(s, loaded, keys + warp * 32 * HEAD_PITCH);
     score<4>(s, own_rows, begin + warp * 32 + (lane & 3) * 2, is_common(seen, begin, SPLIT));
     float top[2] = {lowest(0.0f), lowest(0.0f)};
-    largest<4>(top, s);
+    largest<4, HALVES>(top, s);
     if ((lane & 3) == 0) {
       tops[warp][line] = top[0];
-      tops[warp][line + 8] = top[1];
+      if (HALVES == 2) tops[warp][line + 8] = top[1];
     }
     __syncthreads();  // every warp is done with the keys
     if (SEPARATE) {
@@ -383,9 +407,9 @@ INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
     }
     commit_copies();
 
-    float split_top[2], kept[2];  // the largest score of the split; what the second block leaves of the first
+    float split_top[2] = {}, kept[2] = {};  // the largest score of the split; what the second block leaves of the first
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < HALVES; j++) {
       const i32 r = line + 8 * j;
       const float first = fmaxf(tops[0][r], tops[1][r]);
       split_top[j] = fmaxf(first, fmaxf(tops[2][r], tops[3][r]));
@@ -443,7 +467,7 @@ INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
     commit_copies();
 
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < HALVES; j++) {
       const i32 r = line + 8 * j;
       if (merges) {
         const Merge factors = merge(state[j], split_top[j], sums[2 * j]);
@@ -471,7 +495,7 @@ INLINE void attend(const All& all, i32 number, i32 count, i32 worker) {
 
   if (merges) {
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < HALVES; j++) {
       const i32 r = line + 8 * j, query = (first_row + r) / GROUP, query_head = head * GROUP + (first_row + r) % GROUP;
       if (r >= rows) continue;
       if (warp == 0 && (lane & 3) == 0) store_log_sum(w, batch, query_head, query, state[j]);
