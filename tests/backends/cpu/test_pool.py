@@ -314,6 +314,20 @@ def test_runs_stay_on_their_caller_while_workers_are_late_and_are_shared_again_l
 
 
 @within()
+@pytest.mark.parametrize(("threads", "shared"), [(2, False), (4, True), (5, True)])
+def test_half_of_a_run_asleep_is_less_than_what_many_threads_gain(threads: int, shared: bool) -> None:
+    own = Pool(threads, pool.compiled_driver())
+    chain = Mirror(units=64, phases=3, threads=threads)
+    chain.run(own)
+    assert own._job is not None
+    words = own._job.view(np.int64)
+    words[driver.ALL_SLEPT // 8], words[driver.ALL_TAKEN // 8] = 1 << 49, 1 << 50  # ticks of earlier runs
+    chain.run(own)
+    assert (words[driver.ALONE_RUNS // 8] == 0) == shared
+    own.close()
+
+
+@within()
 def test_runs_are_shared_where_one_alone_would_take_as_long() -> None:
     own = Pool(2, pool.compiled_driver())
     late = np.array([0, 4_000_000], np.int64)  # one unit: whoever has it works, the other sleeps

@@ -109,12 +109,15 @@ OUT, IN, WATCHED = range(3)  # values of INSIDE; WATCHED is IN with a caller tha
 # caller if the previous one ended more than a twentieth of a millisecond ago: by then workers sleep. In a tight loop
 # they do not.
 BRIEF, REST = 5, 20
-# Workers are late if the caller slept for more than an eighth of the last eight or so runs: some of them have claimed
-# units but no core. A busy neighbour can take the caller's core as well, without any sleep: so workers also count as
-# late if the last four or so runs took 1.5 times as long as the best one, or longer than an unshared run, and that
-# costs a millisecond in eight runs. The next runs then stay on their callers for a while, `BACK_OFF` times as long each
-# time: for that many milliseconds, and for one run per `LEAST_ALONE` of them, because there may be pauses between runs.
-WINDOW, LATE_SHARE = 8, 8
+# Workers are late if the caller slept for too much of the last eight or so runs: some of them have claimed units but no
+# core. With t threads, a shared run takes longer than one alone if the caller sleeps for more than 1 - 1/t of it; runs
+# are tried alone from 1 - `HOPE`/t on, which is an eighth for two threads. A busy neighbour can take the caller's core
+# as well, without any sleep: so workers also count as late if the last four or so runs took t times `LOSS` as long as
+# the best one, or longer than an unshared run, and that costs a millisecond in eight runs. The next runs then stay on
+# their callers for a while, `BACK_OFF` times as long each time: for that many milliseconds, and for one run per
+# `LEAST_ALONE` of them, because there may be pauses between runs.
+WINDOW = 8
+HOPE, LOSS = (7, 4), (3, 4)  # as fractions
 AVERAGED = 4
 FORGET = 256  # the best run's weight decays by this fraction with each run: sizes and machines change
 LEAST_ALONE, MOST_ALONE, BACK_OFF = 16, 2048, 4  # milliseconds, and the factor between two back-offs

@@ -142,9 +142,12 @@ class Calls:
         trusted = b.icmp("slt", begin, word(d.TRUSTED, request))
         all_slept = over_window(d.ALL_SLEPT, b.select(trusted, i64(0), word(d.SLEPT)))
         all_taken = over_window(d.ALL_TAKEN, taken)
-        late = b.icmp("sgt", b.mul(all_slept, d.LATE_SHARE), all_taken)
-        late = b.op("and", late, b.icmp("sgt", all_slept, unit))
-        usual = b.select(b.icmp("eq", best_alone, 0), b.add(best, b.sdiv(best, 2)), best_alone)
+        threads = word(d.THREADS)
+        most_slept = b.sdiv(b.mul(all_taken, b.sub(b.mul(threads, d.HOPE[1]), d.HOPE[0])), b.mul(threads, d.HOPE[1]))
+        late = b.op("and", b.icmp("sgt", all_slept, most_slept), b.icmp("sgt", all_slept, unit))
+        usual = b.select(
+            b.icmp("eq", best_alone, 0), b.sdiv(b.mul(b.mul(best, threads), d.LOSS[0]), d.LOSS[1]), best_alone
+        )
         lost = b.select(trusted, i64(0), b.sub(average, usual))
         late = b.op("or", late, b.icmp("sgt", b.mul(lost, d.WINDOW), unit))
 
@@ -157,7 +160,7 @@ class Calls:
             note(d.BEST_ALONE, i64(0), request)
             note(d.RESTART_AVERAGE, i64(1), request)
             # Half of the lateness threshold: one more late run reaches it, a good run clears it.
-            return [b.sdiv(all_taken, 2 * d.LATE_SHARE), all_taken]
+            return [b.sdiv(most_slept, 2), all_taken]
 
         def go_on() -> list[Value]:
             # Workers that have kept up for as long as the next back-off would last no longer count as late.
