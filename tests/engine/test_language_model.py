@@ -394,7 +394,7 @@ def test_logits_ask_for_memory(tiny: LanguageModel, monkeypatch: pytest.MonkeyPa
         asked.append((what, needed))
         raise ResourceError(what)
 
-    monkeypatch.setattr("rlx.engine.language_model.require", refuse)
+    monkeypatch.setattr("rlx.engine.logits.require", refuse)
     for verb in (tiny.logits, tiny.run):
         with pytest.raises(ResourceError):
             verb([1] * 200)

@@ -140,8 +140,9 @@ def fuzz(of: Alone, seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> C
         stall=draw.choice((0.0, 0.2, math.inf)),
     )  # fmt: skip
     sizes = draw.choice(((16,), (32, 64), (16, 48, 128, 256), (256,)))
-    monkeypatch.setattr(scheduler, "_slice_tokens", lambda: draw.choice(sizes))
-    monkeypatch.setattr(scheduler, "_weight_bytes", draw.choice((0, 1 << 19, 1 << 40)))  # no, some, only ragged calls
+    monkeypatch.setattr(scheduler._slices, "slice_tokens", lambda: draw.choice(sizes))
+    weights = draw.choice((0, 1 << 19, 1 << 40))  # no, some, only ragged calls
+    monkeypatch.setattr(scheduler._slices, "weight_bytes", weights)
     texts: dict[Ticket, str] = {}
     events: Counter[str] = Counter()
     run_ragged = Decoder.run_ragged
@@ -301,7 +302,8 @@ def test_cancelling_frees_the_row_within_a_step(alone: Callable[[str], Alone]) -
     tickets = [scheduler.submit(r) for r in (*requests[:2], long, requests[2])]
     while len(tickets[1].sequence.tokens) < 3:
         scheduler.step()
-    phases = {job.ticket: job.phase for job in (*scheduler._rows, *scheduler._waiting) if job is not None}
+    admission = scheduler._admission
+    phases = {job.ticket: job.phase for job in (*admission.running, *admission.waiting)}
     assert [phases[t] for t in tickets] == ["decode", "decode", "prefill", "waiting"]
     for ticket in tickets[1:]:
         ticket.cancel()
@@ -395,7 +397,7 @@ def test_a_step_is_one_decode_call_and_one_slice(
     """Whoever decodes gets a token in every step, however long the prompt that arrives."""
     model = alone("llama").model
     scheduler = Scheduler(model, rows=4, stall=1e-9, cache_bytes=64 * page_bytes(model))
-    scheduler._weight_bytes = 0  # ragged calls do not pay off
+    scheduler._slices.weight_bytes = 0  # ragged calls do not pay off
     tickets = [scheduler.submit(Request([7 + i] * 9, 60)) for i in range(3)]
     while not all(t.sequence.tokens for t in tickets):
         scheduler.step()
@@ -418,7 +420,7 @@ def test_rows_that_decode_join_the_call_of_a_short_slice(
     """One call, in which every token is a row, until keys and values that are read per token outweigh the weights."""
     of = alone("llama")
     scheduler = Scheduler(of.model, rows=4, stall=1e-9, cache_bytes=64 * page_bytes(of.model))
-    scheduler._weight_bytes = 2 * 4 * of.model.caches.bytes_for(128)
+    scheduler._slices.weight_bytes = 2 * 4 * of.model.caches.bytes_for(128)
     requests = plain_requests(3, 60)
     tickets = [scheduler.submit(request) for request in requests]
     while not all(t.sequence.tokens for t in tickets):
@@ -447,7 +449,7 @@ def test_prompts_of_unequal_lengths_are_prefilled_without_padding(
     ]
     for weights, wanted in ((1 << 40, [(167, 1), (1, 90), (4, 1)]), (0, [(2, 100), (1, 7), (1, 90), (4, 1)])):
         scheduler = Scheduler(of.model, rows=4, stall=math.inf, cache_bytes=64 * page_bytes(of.model))
-        scheduler._weight_bytes = weights
+        scheduler._slices.weight_bytes = weights
         shapes = counted_calls(scheduler, monkeypatch)
         tickets = [scheduler.submit(request) for request in requests]
         finish(scheduler)
@@ -458,13 +460,13 @@ def test_prompts_of_unequal_lengths_are_prefilled_without_padding(
 
 def test_slices_follow_the_clock(alone: Callable[[str], Alone]) -> None:
     scheduler = Scheduler(alone("llama").model, rows=2, stall=0.2)
-    assert scheduler._slice_tokens() == 256, "nobody decodes"
+    assert scheduler._slices.slice_tokens() == 256, "nobody decodes"
     scheduler.submit(Request([7] * 9, 60))
     scheduler.step()
     sizes = []
     for speed in (0.0, 10.0, 100.0, 170.0, 250.0, 700.0, 1e5):
-        scheduler._speed = speed
-        sizes.append(scheduler._slice_tokens())
+        scheduler._counters.prefill_speed = speed
+        sizes.append(scheduler._slices.slice_tokens())
     assert sizes == [32, 4, 16, 32, 48, 128, 256]
     scheduler.close()
 
@@ -538,9 +540,8 @@ def test_two_clients_share_prefill_by_tokens(alone: Callable[[str], Alone]) -> N
     for _ in range(40):
         scheduler.step()
         fed = Counter[str]()
-        for job in scheduler._rows:
-            if job is not None and not job.decodes:
-                fed[job.ticket.client] += len(scheduler._cache.tokens[job.row])
+        for job in scheduler._admission.prefilling:
+            fed[job.ticket.client] += scheduler._admission.position(job)
         counts.append(abs(fed["a"] - fed["b"]))
     assert max(counts) <= 256 + 16, "never further apart than a turn and a slice"
     scheduler.close()

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlx.cli import console
-from rlx.engine.language_model import Completion, LanguageModel, Messages, TextStream
+from rlx.engine.conversation import Messages
+from rlx.engine.language_model import Completion, LanguageModel, TextStream
 from rlx.errors import CapabilityError, RequestError, RlxError
 
 QUOTES = '"""'

@@ -44,11 +44,12 @@ class GrammarTimes:
 
 
 class Counters:
-    """What a scheduler counts as it runs."""
+    """What a scheduler counts and measures as it runs."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.steps = self.preemptions = 0
+        self.prefill_speed = 0.0  # tokens per second: of the last slice if it was slow, else a moving average
         self.requests: Counter[str] = Counter()  # by finish reason
         self.rejected: Counter[str] = Counter()  # by reason
         self.cancelled: Counter[str] = Counter()  # by phase
@@ -57,13 +58,13 @@ class Counters:
         self.queue, self.request = Histogram(), Histogram()
 
     def snapshot(
-        self, *, running: int, waiting: int, tokens_waiting: int, rows: int, kv_used: float, kv_bytes: int, speed: float
+        self, *, running: int, waiting: int, tokens_waiting: int, rows: int, kv_used: float, kv_bytes: int
     ) -> Statistics:
         from rlx.engine.statistics import Statistics  # a warm start takes no snapshot
 
         return Statistics(
             running, waiting, tokens_waiting, rows, kv_used, kv_bytes, self.prompt_tokens, self.cached_tokens,
-            self.generated_tokens, self.steps, self.preemptions, speed, dict(self.requests), dict(self.rejected),
-            dict(self.cancelled), self.step_rows.copy(), self.step_seconds.copy(), self.first_token.copy(),
-            self.between_tokens.copy(), self.queue.copy(), self.request.copy(),
+            self.generated_tokens, self.steps, self.preemptions, self.prefill_speed, dict(self.requests),
+            dict(self.rejected), dict(self.cancelled), self.step_rows.copy(), self.step_seconds.copy(),
+            self.first_token.copy(), self.between_tokens.copy(), self.queue.copy(), self.request.copy(),
         )  # fmt: skip

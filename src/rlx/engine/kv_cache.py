@@ -270,6 +270,11 @@ def aligned(count: int, spec: KvCacheSpec) -> int:
     return max(count // CUT * CUT, CUT) if spec.states else max(count, 1)
 
 
+def last_cut(tokens: Sequence[int]) -> int:
+    """The last position before the end of a prompt at which it may be cut and its state reused."""
+    return max(len(tokens) - 1, 0) // CUT * CUT
+
+
 def _retire_all(pool: PagePool, tables: dict[int, PageTable]) -> None:
     pool.retire(Retired({window: [p for row in t.pages for p in row if p != NONE] for window, t in tables.items()}))
 

@@ -2,184 +2,45 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine import call_sizes
+from rlx.engine.completion import Completion as Completion
+from rlx.engine.conversation import Messages, as_conversation, encode_conversation, is_conversation, warn_of_answer
 from rlx.engine.counters import GrammarTimes
-from rlx.engine.decoder import Decoder
+from rlx.engine.generation_settings import GenerationSettings, checked_count
 from rlx.engine.interventions import Captures, Execution, execution
-from rlx.engine.kv_cache import aligned
-from rlx.engine.load_settings import as_int
-from rlx.engine.logs import warn
+from rlx.engine.logits import values_per_token
 from rlx.engine.model import NOTHING, Model
 from rlx.engine.page_pool import PagePool
-from rlx.engine.request import Request, Ticket
-from rlx.engine.sampler import RANGES, Sampler, Sampling, short_repr
+from rlx.engine.request import Request
+from rlx.engine.sampler import Sampler
 from rlx.engine.scheduler import Scheduler
 from rlx.engine.sequence import Sequence as TokenSequence
 from rlx.engine.sequence import Timings as Timings
 from rlx.engine.sequence import Usage as Usage
-from rlx.errors import CapabilityError, ContextError, FormatError, NotEndedError, RequestError, RlxError, shortened
-from rlx.fast_dataclass import dataclass
+from rlx.engine.text_stream import TextStream as TextStream
+from rlx.errors import CapabilityError, ContextError, RequestError
 from rlx.fork_safe_locks import cached_property
-from rlx.formats.tokenizer import CHARS_PER_ID
-from rlx.free_memory import require
 from rlx.runtime.compiled import CompiledGraph
-from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:
     from rlx.engine.async_stream import AsyncTextStream
     from rlx.engine.edits import Edit
-    from rlx.engine.logprobs import Logprob, Score, TokenBytes
-    from rlx.engine.structured import Constraint, GrammarCompiler, Structure
-    from rlx.engine.tools import ToolCall, ToolFormat
+    from rlx.engine.logprobs import Score, TokenBytes
+    from rlx.engine.structured import Constraint, GrammarCompiler
+    from rlx.engine.tools import ToolFormat
     from rlx.flow.built import BuiltModel
     from rlx.formats.chat import ChatTemplate
     from rlx.inspect.call_report import CallRecorder, CallReport
-
-Messages = Sequence[Mapping[str, Any]]
-MAX_CHARS = 256  # of messages per token of the context: templates drop some text, but not that much
-SHORT = 64  # characters: a text that is not too long for any template
-LOGIT_BYTES = 64 << 20  # of temporary logits per chunk, besides the result
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A generated text with its tokens, usage and timings. `str(completion)` is the text."""
-
-    text: str
-    tokens: list[int]  # including those of a stop string and the end-of-text token
-    finish_reason: str  # "stop": the model or a stop string ended it; "length"; "closed": a stream was closed early
-    usage: Usage
-    timings: Timings
-    seed: int  # reproduces the text
-    fingerprint: str
-    logprobs: list[Logprob] | None = None
-    captured: dict[str, Array] | None = None  # values by stage: a row per token of prompt and text but the last
-    tool_calls: tuple[ToolCall, ...] = ()  # of `chat(..., tools=...)`, with results where `chat` has called them
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        return f"<completion {shortened(self.text, 60)!r}: {len(self.tokens)} tokens, {self.finish_reason}>"
-
-    def _repr_html_(self) -> str:
-        from rlx.notebook import box, note, prose  # few programs need it
-
-        usage, times = self.usage, self.timings
-        cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
-        counts = (
-            f"{usage.prompt_tokens} prompt tokens{cached}, {usage.completion_tokens} generated, {self.finish_reason}"
-        )
-        speed = f"; {times.answer_per_second:.1f} tokens/s" if times.answer_per_second else ""
-        return box("completion", prose(self.text), note(f"{counts}{speed}; seed {self.seed}"))
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Called for missing attributes: names of other libraries raise an explanation."""
-            from rlx.engine.foreign_names import missing_attribute  # only errors need it
-
-            raise missing_attribute(self, name)
-
-
-class TextStream(Iterator[str]):
-    """Iterates over pieces of a text while it is generated. Use it in `with`, or close it, to stop early.
-
-    Closing, from any thread, stops the computation within one decode step or prefill chunk. `completion` is available
-    once the stream has ended or was closed; `text`, `tokens` and `logprobs` are what there is so far.
-    """
-
-    def __init__(self, model: LanguageModel, sequence: TokenSequence, run: Execution) -> None:
-        self._model = model
-        self._sequence = sequence
-        self._captures = run.captures
-        scheduler, new = model._scheduler(run, 1), list[str]()
-        self._ticket = scheduler.add(sequence, on_piece=lambda _, piece: new.append(piece))
-        self._pieces = _pieces(model, scheduler, self._ticket, new)
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    @property
-    def text(self) -> str:
-        """The text so far: all pieces that were returned."""
-        return self._sequence.text
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens so far. A piece may be the text of several: one token need not be a whole character."""
-        return list(self._sequence.tokens)
-
-    @property
-    def logprobs(self) -> list[Logprob] | None:
-        """The log-probabilities of `tokens`; None unless `logprobs=` was given."""
-        logprobs = self._sequence.logprobs
-        return None if logprobs is None else list(logprobs)
-
-    def close(self) -> None:
-        """Stop generating and release the cache for other calls."""
-        self._ticket.cancel()
-        with suppress(ValueError):  # the generator runs in another thread and ends by itself
-            self._pieces.close()
-
-    def _not_ended(self) -> NotEndedError:
-        return NotEndedError("stream: it has not ended", hint="read it to its end or close it")
-
-    @property
-    def completion(self) -> Completion:
-        """The text so far, its tokens, usage and timings. Raises NotEndedError while the stream is running."""
-        if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
-            raise self._not_ended()
-        return self._model.completion_of(self._sequence, self._captures)
-
-    def __repr__(self) -> str:
-        ended = inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED
-        state = "ended" if ended else "running"
-        return f"<stream {shortened(self.text, 60)!r}: {len(self._sequence.tokens)} tokens, {state}>"
-
-    def _repr_html_(self) -> str:
-        from rlx.notebook import box, note, prose  # few programs need it
-
-        return box("stream", prose(self.text), note(repr(self).rpartition(": ")[2].removesuffix(">")))
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Called for missing attributes: names of other libraries raise an explanation."""
-            if name == "completion":
-                raise self._not_ended()
-            hint = ": close() stops it" if name in ("stop", "cancel", "abort", "stop_event", "interrupt") else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _pieces(model: LanguageModel, scheduler: Scheduler, ticket: Ticket, new: list[str]) -> Generator[str, None, None]:
-    """Not a method: that would keep the stream alive, so leaving a loop by `break` would not close it."""
-    with closing(scheduler):
-        model.check_usable()  # again: the stream may start long after it was created
-        while not ticket.done:
-            scheduler.step()
-            pieces = [piece for piece in new if piece]
-            new.clear()
-            yield from pieces
-        if ticket.exception is not None:
-            raise ticket.exception
 
 
 class LanguageModel(Model):
@@ -265,34 +126,7 @@ class LanguageModel(Model):
         """
         if self.template is None:
             raise CapabilityError(f"chat: {self.name} has no chat template", hint="use generate(...)")
-        messages = _conversation(messages, system)
-        size = _characters(messages) + _characters(tools or ())
-        if size > MAX_CHARS * self.context:
-            raise self._too_long("chat", f"{size:,} characters have")
-        try:
-            if size > CHARS_PER_ID * self.context:
-                prompt = self.template.render(messages, tools=tools, **variables)
-                if len(self.tokenizer.clip_text(prompt, self.context, parse_special=True)) < len(prompt):
-                    raise self._too_long("chat", f"the conversation of {size:,} characters has")
-            return self.template.encode(self.tokenizer, messages, tools=tools, **variables)
-        except FormatError as error:
-            if size > SHORT and self._renders(_shorten(messages)):
-                raise RequestError(
-                    f"chat: {size:,} characters are more than the model's chat template takes: {error}",
-                    hint="shorten the conversation",
-                ) from error
-            if not self._renders([{"role": "user", "content": "x"}]):
-                raise  # the template's fault
-            raise RequestError(f"messages: the model's chat template does not take them: {error}") from error
-
-    def _renders(self, messages: Messages) -> bool:
-        """Whether the chat template renders a conversation without error."""
-        try:
-            assert self.template is not None
-            self.template.render(messages)
-        except RlxError:
-            return False
-        return True
+        return encode_conversation(self, self.template, as_conversation(messages, system), tools, variables)
 
     # -- verbs --
     @overload
@@ -341,7 +175,7 @@ class LanguageModel(Model):
         self.check_usable()
         many = _is_batch(prompt)
         common = {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs, **sampling}
-        settings = _Settings.per_prompt(common, len(prompt) if many else None)
+        settings = GenerationSettings.per_prompt(common, len(prompt) if many else None)
 
         def call(recorder: CallRecorder | None) -> list[Completion]:
             start = execution(self, edit, capture, recorder)
@@ -376,14 +210,14 @@ class LanguageModel(Model):
         that calls no tool follows it; a call that is required excludes it.
         """
         self.check_usable()
-        settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        _warn_of_answer(messages, "chat")
+        settings = GenerationSettings.of(max_tokens, stop, logprobs, sampling)
+        warn_of_answer(messages, "chat")
         if tools is not None and not (isinstance(tools, Sequence) and len(tools) == 0):  # `tools=[]`: no tools
             from rlx.engine.tool_loop import answer_with_tools
 
             if edit is not None or capture is not None or trace is not None:
                 raise RequestError("chat: tools exclude edit, capture and trace")
-            conversation = _conversation(messages, system)
+            conversation = as_conversation(messages, system)
 
             def answer(tokens: list[int], allowed: Constraint | None) -> Completion:
                 return self._answer(tokens, settings, allowed)
@@ -399,7 +233,7 @@ class LanguageModel(Model):
 
         return self._recorded(trace, "chat", call)
 
-    def _answer(self, tokens: list[int], settings: _Settings, allowed: Constraint | None) -> Completion:
+    def _answer(self, tokens: list[int], settings: GenerationSettings, allowed: Constraint | None) -> Completion:
         """The completion of a rendered conversation under a constraint, which has the structure in it."""
         if allowed is not None:
             if settings.sampling.allowed is not None:
@@ -431,17 +265,18 @@ class LanguageModel(Model):
         self.check_usable()
         if "trace" in sampling:
             raise RequestError("stream: has no trace", hint="generate(..., trace=...) and chat write one")
-        settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        is_chat = _is_conversation(prompt) or (chat and isinstance(prompt, str))
+        settings = GenerationSettings.of(max_tokens, stop, logprobs, sampling)
+        is_chat = is_conversation(prompt) or (chat and isinstance(prompt, str))
         if system is not None and not is_chat:
             raise RequestError("stream: a system message is for a conversation", hint="stream(text, chat=True)")
         if is_chat:
-            _warn_of_answer(prompt, "stream")
+            warn_of_answer(prompt, "stream")
         start = execution(self, edit, capture)
         tokens = (
             self.chat_tokens(prompt, system=system) if is_chat else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
         )
-        return TextStream(self, self.new_sequence(settings.request(self, tokens, chat or is_chat), "stream"), start())
+        sequence, run = self.new_sequence(settings.request(self, tokens, chat or is_chat), "stream"), start()
+        return TextStream(self, sequence, self._scheduler(run, 1), run.captures)
 
     @overload
     def score(  # type: ignore[overload-overlap]  # a str is also a sequence of strings
@@ -474,7 +309,7 @@ class LanguageModel(Model):
             from rlx.engine.foreign_names import score_hint  # only errors need it
 
             raise RequestError(f"score: no setting is called {name!r}", hint=score_hint(name))
-        many, top = _is_batch(text, "score"), _count("logprobs", logprobs)
+        many, top = _is_batch(text, "score"), checked_count("logprobs", logprobs)
         rows = [text_after(self, t, prompt, f"score: text {i}") for i, t in enumerate(text if many else [text])]
         scores = scores_of(self, rows, top)
         return scores if many else scores[0]
@@ -486,7 +321,7 @@ class LanguageModel(Model):
         of the text is then ignored, so that `max_tokens` are generated. Time stamps cost a few percent.
         """
         self.check_usable()
-        checked = _Settings.of(max_tokens, settings.pop("stop", ()), settings.pop("logprobs", 0), settings)
+        checked = GenerationSettings.of(max_tokens, settings.pop("stop", ()), settings.pop("logprobs", 0), settings)
         size = min(64, max(self.context - max_tokens, 1))
         random = np.random.default_rng(0).integers(0, self.vocab_size, size).tolist() if prompt is None else []
 
@@ -507,27 +342,7 @@ class LanguageModel(Model):
         return self._values(compiled, self.check_fits(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
-        decoder = Decoder(compiled, self.caches.new(1))
-        chunk = aligned(min(LOGIT_BYTES // (4 * self.facts.vocab), call_sizes.CHUNK), self.caches.spec)
-        results: list[Array] = []
-        for at in range(0, len(ids), chunk):
-            piece = ids[at : at + chunk]
-            inputs = {name: array[at : at + len(piece)] for name, array in more.items()}
-            inputs = {name: a[None] if _has_rows(compiled.input_types[name]) else a for name, a in inputs.items()}
-            every = np.arange(len(piece), dtype=np.int32)
-            parts = decoder.run([piece], [at], every, more=inputs, lengths=[len(ids)])
-            # Values of stages are [batch, seq, ...]; those after the last-token gather are [seq, ...].
-            types = compiled.signature.outputs
-            if decoder.samples:
-                parts, types = parts[: -decoder.sampled_outputs], types[: -decoder.sampled_outputs]
-            parts = [np.asarray(a)[0] if _has_rows(t) else np.asarray(a) for a, t in zip(parts, types, strict=True)]
-            if not results:
-                size = sum(a[:1].nbytes for a in parts) * len(ids)
-                require(f"the values of {len(ids)} tokens", size, hint="fewer tokens, or fewer stages")
-                results = [np.empty((len(ids), *a.shape[1:]), a.dtype) for a in parts]
-            for array, part in zip(results, parts, strict=True):
-                array[at : at + len(piece)] = part
-        return results
+        return values_per_token(self, compiled, ids, more)
 
     # -- inside --
     def check_fits(
@@ -607,122 +422,6 @@ class LanguageModel(Model):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The checked settings of a request."""
-
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    logprobs: int
-    sampling: Sampling
-    structure: Structure | None = None
-
-    @classmethod
-    def of(cls, max_tokens: Any, stop: Any, logprobs: Any, sampling: Mapping[str, Any]) -> _Settings:
-        stop = () if stop is None else stop
-        strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (None,)
-        if not all(isinstance(s, str) and s for s in strings):
-            raise RequestError(f"stop: expected texts that are not empty, found {short_repr(stop)}")
-        limit = None if max_tokens is None else _count("max_tokens", max_tokens)
-        structure, plain = _structure(sampling)
-        return cls(limit, strings, _count("logprobs", logprobs), Sampling.of(plain), structure)
-
-    @classmethod
-    def per_prompt(cls, common: Mapping[str, Any], prompts: int | None) -> list[_Settings]:
-        """The settings of each prompt, where a list has one value per prompt; None is a single prompt."""
-        lists = {name: value for name, value in common.items() if _is_per_prompt(name, value)}
-        for name, values in lists.items():
-            count = f"{len(values)} value{'s' * (len(values) != 1)}"
-            if prompts is None:
-                raise RequestError(
-                    f"generate: {name} has {count} for one prompt",
-                    hint=f"a list of prompts takes a value for each: generate([prompt, prompt], {name}=[...])",
-                )
-            if len(values) != prompts:
-                raise RequestError(f"generate: {name} has {count} for {prompts} prompts")
-        if not lists:
-            return [cls._of_keywords(**common)] * (1 if prompts is None else prompts)
-        rows = zip(*lists.values(), strict=True)
-        return [cls._of_keywords(**{**common, **dict(zip(lists, row, strict=True))}) for row in rows]
-
-    @classmethod
-    def _of_keywords(cls, max_tokens: Any, stop: Any, logprobs: Any, **sampling: Any) -> _Settings:
-        return cls.of(max_tokens, stop, logprobs, sampling)
-
-    def request(self, model: LanguageModel, tokens: list[int], answer: bool = False) -> Request:
-        """A request; each one follows the structure by itself."""
-        sampling = self.sampling
-        if self.structure is not None:
-            sampling = replace(sampling, allowed=model.grammars.follow(self.structure, tokens, answer))
-        return Request(tokens, self.max_tokens, self.stop, self.logprobs, sampling, answer)
-
-
-def _is_per_prompt(name: str, value: Any) -> bool:
-    """Whether a setting is a list with one value per prompt: of numbers, or of lists of stop strings."""
-    if not isinstance(value, (list, tuple)):
-        return False
-    if name == "stop":  # a list of texts is for all prompts
-        return any(item is None or isinstance(item, (list, tuple)) for item in value)
-    return name in ("max_tokens", "logprobs", "seed", *RANGES)
-
-
-def _structure(settings: Mapping[str, Any]) -> tuple[Structure | None, Mapping[str, Any]]:
-    """The structure that settings ask for, and the other settings."""
-    if not any(name in settings for name in ("schema", "regex", "choice", "grammar")):
-        return None, settings
-    from rlx.engine.structured import KINDS, Structure
-
-    structure = Structure.of(settings)
-    if structure is not None and settings.get("allowed") is not None:
-        raise RequestError(f"sampling: allowed and {structure.kind} exclude each other")
-    return structure, {name: value for name, value in settings.items() if name not in KINDS}
-
-
-def _conversation(messages: str | Messages, system: str | None) -> Messages:
-    """A text as a user's message; with a system message before the others."""
-    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    if isinstance(messages, (list, tuple)) and any(isinstance(m, (list, tuple)) for m in messages):
-        raise RequestError(
-            f"chat: found a list of {len(messages)} lists, expected one conversation, a list of messages",
-            hint="several conversations: generate([model.chat_tokens(a), model.chat_tokens(b)])",
-        )
-    if isinstance(messages, Mapping):
-        hint = 'a conversation is a list of messages: [{"role": "user", "content": "Hello"}]'
-        raise RequestError("chat: found one message, expected a list of messages", hint=hint)
-    if _is_conversation(conversation):
-        conversation = [_with_plain_calls(message) for message in conversation]
-    if system is None:
-        return conversation
-    if not isinstance(system, str):
-        raise RequestError(f"chat: system is {short_repr(system)}, expected a text")
-    if _is_conversation(conversation) and conversation[0].get("role") == "system":
-        raise RequestError("chat: the messages begin with a system message, and system= is another")
-    return [{"role": "system", "content": system}, *conversation]
-
-
-def _with_plain_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose tool calls are in OpenAI's form, where they were `ToolCall` objects of an answer."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    if not isinstance(calls, (list, tuple)):
-        return message
-    from rlx.engine.tools import ToolCall
-
-    if not any(isinstance(call, ToolCall) for call in calls):
-        return message
-    plain = [call.message() if isinstance(call, ToolCall) else call for call in calls]
-    return {"content": "", **message, "tool_calls": plain}
-
-
-def _warn_of_answer(messages: Any, where: str) -> None:
-    """Log a warning if the last message of a conversation is an answer already."""
-    if _is_conversation(messages) and messages[-1].get("role") == "assistant":
-        warn(
-            "rlx.generate",
-            "%s: the last message is the assistant's: it stays, and the model writes another; append a user's message",
-            where,
-        )
-
-
 def _tokenizing(recorder: CallRecorder | None) -> AbstractContextManager[None]:
     return nullcontext() if recorder is None else recorder.span("tokenizing")
 
@@ -738,18 +437,6 @@ def _watched(sequences: list[TokenSequence], recorder: CallRecorder | None) -> l
     return sequences
 
 
-def _has_rows(type_: TensorType) -> bool:
-    """Whether the type is batched: [batch, seq, ...]."""
-    return type_.shape[0] == sym.BATCH
-
-
-def _count(name: str, value: Any) -> int:
-    count = 1 if value is True and name == "logprobs" else as_int(value)
-    if count is None or count < 0:
-        raise RequestError(f"{name}: expected a whole number from 0, found {short_repr(value)}")
-    return count
-
-
 def _is_batch(prompt: Any, where: str = "generate") -> bool:
     """Whether a prompt is a list of prompts."""
     if isinstance(prompt, str):
@@ -757,29 +444,7 @@ def _is_batch(prompt: Any, where: str = "generate") -> bool:
     listed = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__") and getattr(prompt, "shape", None) != ()
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not listed:
         raise RequestError(f"{where}: expected a text, token ids or a list of them, found {type(prompt).__name__}")
-    if _is_conversation(prompt):
+    if is_conversation(prompt):
         raise RequestError(f"{where}: messages are for chat", hint="use chat(messages)")
     first = prompt[0] if len(prompt) else ""  # no prompts: no completions
     return isinstance(first, str) or hasattr(first, "__len__")
-
-
-def _characters(value: Any, depth: int = 32) -> int:
-    """Number of characters in messages."""
-    if isinstance(value, str):
-        return len(value)
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return sum(_characters(v, depth - 1) for v in inner) if depth else 0
-
-
-def _shorten(value: Any) -> Any:
-    """Messages with their texts truncated to SHORT characters."""
-    if isinstance(value, str):
-        return value[:SHORT]
-    if isinstance(value, Mapping):
-        return {key: _shorten(inner) for key, inner in value.items()}
-    return [_shorten(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-def _is_conversation(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages."""
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -46,7 +46,7 @@ NOTHING: Mapping[str, Array] = {}
 # Members of a model that other files of the engine use, and its users need not know.
 INTERNAL = frozenset((
     "blueprint", "build_graph", "check_usable", "compile_graph", "compile_without_weights", "graphs", "held_weight",
-    "hidden_flow", "own_array", "patched_flow", "unpatched_flow", "warn_of_notes",
+    "hidden_flow", "own_array", "patched_flow", "too_long", "unpatched_flow", "warn_of_notes",
 ))  # fmt: skip
 VERBS = {
     "a decoder": ("generate", "chat", "stream", "score", "logits"),
@@ -302,10 +302,11 @@ class Model:
     def prompt_ids(self, prompt: str | Iterable[int], where: str) -> list[int]:
         """`token_ids` of a prompt; raises for a text that is far too long without encoding all of it."""
         if isinstance(prompt, str) and len(self.tokenizer.clip_text(prompt, self.context)) < len(prompt):
-            raise self._too_long(where, f"the prompt of {len(prompt):,} characters has")
+            raise self.too_long(where, f"the prompt of {len(prompt):,} characters has")
         return self.token_ids(prompt, where)
 
-    def _too_long(self, where: str, subject: str) -> RequestError:
+    def too_long(self, where: str, subject: str) -> RequestError:
+        """The error for an input with more tokens than the context."""
         return ContextError(
             f"{where}: {subject} more tokens than the context, which holds {self.context}",
             context=self.context,

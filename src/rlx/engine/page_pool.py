@@ -112,6 +112,15 @@ class PagePool:
         blocks = self.spec.layout.blocks(tokens)
         return sum(min(blocks, self.table_blocks(w)) * pages.page_bytes for w, pages in self.pages.items())
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that there are pages for, with one to spare for a copy."""
+        if self.limit is None or not self.pages:
+            return self.context
+        page, limit = self.spec.layout.page, self.limit - self.bytes_for(1)
+        blocks = next((n for n in range(self.max_blocks, 0, -1) if self.bytes_for(n * page) <= limit), 0)
+        return min(self.context, blocks * page)
+
     def expect(self, sequences: int) -> None:
         """Reserve address space for so many sequences of the longest length, so that growing copies no pages."""
         self._sequences = max(self._sequences, sequences)

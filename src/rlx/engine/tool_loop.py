@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlx.engine.answer_parser import AnswerParser, Event
+from rlx.engine.conversation import Messages
 from rlx.engine.sampler import short_repr
 from rlx.engine.thinking import is_thinking, tail_of
 from rlx.engine.tools import ROUNDS, Tool, ToolCall, ToolFormat, call_rules, choose_tools, tools_of
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from rlx.engine.language_model import Completion, LanguageModel
     from rlx.engine.structured import Constraint, Structure
 
-Messages = Sequence[Mapping[str, Any]]
 _ID_SYMBOLS = string.ascii_letters + string.digits
 
 

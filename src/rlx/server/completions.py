@@ -10,8 +10,8 @@ from typing import Any
 from rlx.engine.call_sizes import CHUNK
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.logprobs import Logprob, Score
+from rlx.engine.prefill_slices import SLICE
 from rlx.engine.request import Request
-from rlx.engine.scheduler import SLICE
 from rlx.engine.scoring import ScoredText, score_steps
 from rlx.fast_dataclass import dataclass
 from rlx.formats.tokenizer import Tokenizer
