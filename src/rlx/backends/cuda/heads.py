@@ -162,14 +162,14 @@ def fuse_heads(
         if not launch.plan.passes:
             continue
         if chain is not None and _is_single_token(launch):
-            found = _Heads(chain, launch, program, sizes, target)
-            key = found.key()
+            heads = _Heads(chain, launch, program, sizes, target)
+            key = heads.key()
             if key not in known:
-                known[key] = found.shape()
+                known[key] = heads.shape()
             shape = known[key]
             if shape is not None:
                 fused[chain.number] = replace(chain, plan=KernelPlan(()))
-                fused[i] = found.launch(shape)
+                fused[i] = heads.launch(shape)
         chain = launch if isinstance(launch.kernel, ChainKernel) else None
     return fused
 
