@@ -1,10 +1,11 @@
-"""Host memory: addresses and owners of arrays, and dropping pages of mapped files."""
+"""Host memory: addresses and owners of arrays, dropping pages of mapped files, and the allocator's free memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import mmap
+import sys
 from typing import Any
 
 import numpy as np
@@ -42,3 +43,9 @@ def release(array: np.ndarray[Any, Any]) -> None:
     start = first // PAGE * PAGE
     with contextlib.suppress(OSError):  # locked by mlockall
         file.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+
+
+def trim() -> None:
+    """Returns the free memory of C's allocator to the system, where that is glibc's: a millisecond or so."""
+    if sys.platform == "linux" and (trimmed := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trimmed(0)

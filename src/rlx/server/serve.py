@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from rlx import host_memory
 from rlx.errors import RequestError
 from rlx.server.app import application
 from rlx.server.connections import Connection
@@ -27,6 +28,7 @@ from rlx.server.state import State
 LOG = logging.getLogger("rlx.server")
 KEEP_ALIVE_S = 75  # clients pool connections
 POLL_S = 0.05
+TRIM_S = 30.0  # between two returns of free memory to the system
 SWITCH_S = 0.0005  # for which a thread may keep the GIL: the event loop needs it after each of its system calls
 WORKERS = 16  # threads for templates, tokens and grammars
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -61,10 +63,10 @@ class Server(uvicorn.Server):
             self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             if self._started is not None:
                 self._started(self.address)
-        self._watch = asyncio.ensure_future(self._watch_loading())
+        self._care = asyncio.ensure_future(self._care_for_process())
 
-    async def _watch_loading(self) -> None:
-        """Wait for the models; end the server if they cannot be loaded."""
+    async def _care_for_process(self) -> None:
+        """Wait for the models, and end the server if they cannot be loaded; then keep the process small."""
         while not self.state.engine.loaded.is_set():
             await asyncio.sleep(POLL_S)
         if self.state.engine.failure is not None:
@@ -72,6 +74,9 @@ class Server(uvicorn.Server):
         elif self._owns_process:
             gc.collect()
             gc.freeze()  # a collection that visits the models' objects stops all threads for tens of milliseconds
+            while True:  # arenas of many threads grow for hours, though most of them is free
+                await asyncio.to_thread(host_memory.trim)
+                await asyncio.sleep(TRIM_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, let running ones end for a while, then stop the engine, which ends the rest."""
@@ -83,7 +88,7 @@ class Server(uvicorn.Server):
             LOG.warning("%d requests are ended: the server stops", self.state.active)
         await asyncio.to_thread(self.state.engine.stop)
         await asyncio.sleep(0)  # what the engine posted last
-        self._watch.cancel()
+        self._care.cancel()
         await super().shutdown(sockets)
 
 

@@ -8,7 +8,6 @@ that later process needs no LLVM; elsewhere JITLink links them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import platform
 import re
@@ -18,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from rlx import host_memory
 from rlx.backends.cpu import elf, llvm
 from rlx.backends.cpu.elf import LIBC as LIBC
 from rlx.backends.cpu.elf import Object
@@ -157,9 +157,7 @@ def trim_compiler_memory() -> None:
     """Returns memory that only compiling needed to the system: LLVM's code, and the allocator's free memory."""
     if sys.platform == "linux":
         llvm.release()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-        if trim is not None:
-            trim(0)
+        host_memory.trim()
 
 
 def llvm_version() -> str:
