@@ -172,6 +172,15 @@ def together(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
+def median_seconds(work: Callable[[], Any], rounds: int = 3) -> float:
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
 def quantile(values: Sequence[float], part: float) -> float:
     ordered = sorted(values)
     return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
@@ -325,15 +334,15 @@ def eight_short(server: Server) -> float:
     return sum(a.tokens for batch in answers for a in batch) / (time.perf_counter() - begin)
 
 
-def embeddings(server: Server, clients: int = 64, rounds: int = 12) -> Figures:
+def embeddings(server: Server, clients: int = 64, rounds: int = 24) -> Figures:
     """Texts per second of clients that send one text at a time over connections that they keep."""
     texts = paragraphs(clients * rounds)
 
-    def loop(i: int) -> None:
+    def ask(inputs: Sequence[str | list[str]]) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for text in texts[i * rounds : (i + 1) * rounds]:
-                body = {"model": server.model, "input": text, "encoding_format": "base64"}
+            for value in inputs:
+                body = {"model": server.model, "input": value, "encoding_format": "base64"}
                 connection.sendall(request_bytes(server.port, "/v1/embeddings", body))
                 received = b""
                 while b"\r\n\r\n" not in received:
@@ -344,10 +353,9 @@ def embeddings(server: Server, clients: int = 64, rounds: int = 12) -> Figures:
                     data += connection.recv(1 << 16)
                 assert head.startswith(b"HTTP/1.1 200"), head
 
-    loop(0)
-    begin = time.perf_counter()
-    together([lambda i=i: loop(i) for i in range(clients)])  # type: ignore[misc]
-    return {"texts_s": len(texts) / (time.perf_counter() - begin)}
+    ask([texts[:64]])  # warm, as the process without HTTP is
+    loops = [lambda i=i: ask(texts[i * rounds : (i + 1) * rounds]) for i in range(clients)]  # type: ignore[misc]
+    return {"texts_s": len(texts) / median_seconds(lambda: together(loops))}
 
 
 def paragraphs(count: int) -> list[str]:
@@ -363,11 +371,9 @@ def in_process(model: str, threads: int) -> Figures:
 
     loaded = rlx.load(model, threads=threads)
     if isinstance(loaded, rlx.EmbeddingModel):
-        texts = paragraphs(64 * 12)
+        texts = paragraphs(64 * 24)
         loaded.embed(texts[:64])
-        begin = time.perf_counter()
-        loaded.embed(texts)
-        return {"texts_s": len(texts) / (time.perf_counter() - begin)}
+        return {"texts_s": len(texts) / median_seconds(lambda: loaded.embed(texts))}
     rates, ttfts, bias = [], [], dict.fromkeys(STOPS.get(model, ()), -100.0)
     for seed in range(4):
         begin = time.perf_counter()

@@ -26,6 +26,12 @@ class FairShares:
             for client in clients:
                 self._credit[client] += self._quantum
 
+    def copy(self) -> FairShares:
+        """The same state, to look ahead."""
+        other = FairShares(self._quantum)
+        other._credit = dict(self._credit)
+        return other
+
     def charge(self, client: str, tokens: int) -> None:
         """Count computed tokens; a client that has no rival pays nothing."""
         if len(self._credit) < 2 or client not in self._credit:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
@@ -45,6 +46,7 @@ class Connection(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
     on_writable: Callable[[], None] = staticmethod(lambda: None)  # called when `is_paused` ends
+    _on_leave: Callable[[], None] = staticmethod(lambda: None)
 
     def connection_made(self, transport: Any) -> None:
         self.app_state = {**self.app_state, CONNECTION: self}  # the scope of each request has a copy
@@ -66,7 +68,19 @@ class Connection(H11Protocol):
         self._head_arrived()
         self._stop_read_timer()
         super().connection_lost(exc)
+        self._on_leave()
         self.app_state, self.scope, self.cycle = {}, None, None  # type: ignore[assignment]  # they refer to this object
+
+    @contextlib.contextmanager
+    def watched(self, leave: Callable[[], None]) -> Iterator[None]:
+        """Calls `leave` if the client leaves meanwhile, or has left."""
+        if self.cycle is None or self.cycle.disconnected:
+            leave()
+        self._on_leave = leave
+        try:
+            yield
+        finally:
+            del self._on_leave  # of the class again
 
     @property
     def is_paused(self) -> bool:
@@ -86,6 +100,7 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self._on_leave()
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # the answer has begun, or must not have a body

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -26,11 +26,13 @@ from rlx.engine.request import OnPiece, Request, Ticket
 from rlx.engine.scheduler import Scheduler
 from rlx.errors import OverloadedError, RequestError, RlxError
 from rlx.fast_dataclass import dataclass
+from rlx.fork_safe_locks import cached_property
 from rlx.free_memory import available
 from rlx.server.api_errors import stopping
 
 LOG = logging.getLogger("rlx.server")
 EMBED_TOKENS = 2048  # per call: while it runs, answers of the call before are written, and other models wait
+LOOKAHEAD = 4  # calls among whose rows those of similar length are chosen
 MAX_EMBEDDINGS = 512  # requests that wait, and
 MAX_EMBEDDING_TOKENS = 1 << 22  # their tokens; one request may have more
 MAX_CACHE = 8 << 30  # bytes of keys and values, unless a setting says otherwise, and
@@ -62,14 +64,14 @@ class EmbeddingJob:
     done: Callable[[Array | BaseException], None]  # called on the event loop
     client: str = ""  # for fair shares
     cancelled: bool = False  # its client has left
-    vectors: list[Array] = field(default_factory=list)  # of the first rows
+    vectors: dict[int, Array] = field(default_factory=dict)  # by row
 
     @property
-    def finished(self) -> int:
-        """Rows that are embedded."""
-        return sum(map(len, self.vectors))
+    def left(self) -> Iterator[int]:
+        """Rows that are not embedded."""
+        return (i for i in range(len(self.rows)) if i not in self.vectors)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of all rows."""
         return sum(map(len, self.rows))
@@ -80,7 +82,8 @@ class EmbeddingQueue:
 
     def __init__(self, model: EmbeddingModel) -> None:
         self._model = model
-        self._waiting: deque[EmbeddingJob] = deque()
+        self._waiting: dict[EmbeddingJob, None] = {}  # in order of arrival
+        self._tokens = 0  # of their rows
         self._lock = threading.Lock()
         self._shares = FairShares()
         self._closed = False
@@ -91,10 +94,10 @@ class EmbeddingQueue:
                 raise stopping()
             if len(self._waiting) >= MAX_EMBEDDINGS:
                 raise OverloadedError(f"{MAX_EMBEDDINGS} requests wait already", retry_after=1.0)
-            waiting = sum(other.tokens for other in self._waiting)
-            if waiting and waiting + job.tokens > MAX_EMBEDDING_TOKENS:
-                raise OverloadedError(f"{waiting} tokens wait to be embedded already", retry_after=1.0)
-            self._waiting.append(job)
+            if self._tokens and self._tokens + job.tokens > MAX_EMBEDDING_TOKENS:
+                raise OverloadedError(f"{self._tokens} tokens wait to be embedded already", retry_after=1.0)
+            self._waiting[job] = None
+            self._tokens += job.tokens
 
     @property
     def waiting(self) -> int:
@@ -102,65 +105,81 @@ class EmbeddingQueue:
 
     def step(self, deliver: Callable[[Deliver, Any], None]) -> bool:
         """Embed what waits, up to a number of tokens; whether there was anything. A large job takes several steps."""
-        parts = self._next_parts()
-        if not parts:
+        rows = self._next_rows()
+        if not rows:
             return False
+        jobs = dict.fromkeys(job for job, _ in rows)
         try:
-            vectors = self._model.embed_tokens([row for _, rows in parts for row in rows])
+            vectors = self._model.embed_tokens([job.rows[i] for job, i in rows])
         except Exception as error:
-            for job, _ in parts:
+            for job in jobs:
                 self._remove(job)
                 deliver(job.done, error)
             return True
-        at = 0
-        for job, rows in parts:
-            job.vectors.append(vectors[at : at + len(rows)])
-            at += len(rows)
-            if job.finished == len(job.rows):
+        for (job, i), vector in zip(rows, vectors, strict=True):
+            job.vectors[i] = vector
+        for job in jobs:
+            if len(job.vectors) == len(job.rows):
                 self._remove(job)
-                deliver(job.done, np.concatenate(job.vectors))
+                deliver(job.done, np.stack([job.vectors[i] for i in range(len(job.rows))]))
         return True
 
-    def _next_parts(self) -> list[tuple[EmbeddingJob, Sequence[Sequence[int]]]]:
-        """The next rows, as many as one call takes: by turns between clients, in order of arrival within a client.
+    def _next_rows(self) -> list[tuple[EmbeddingJob, int]]:
+        """The next rows, as many as one call takes: the first by turns between clients, then those of similar length.
 
-        Jobs whose client has left are dropped.
+        They are chosen among the next rows by turns, in order of arrival within a client, that fill several calls: rows
+        of similar length need little padding. Jobs whose client has left are dropped.
         """
         with self._lock:
-            self._waiting = deque(job for job in self._waiting if not job.cancelled)
-            jobs = {job: [job.finished, job.finished] for job in self._waiting}  # the first row and the end
-        queues: dict[str, deque[EmbeddingJob]] = {}
+            jobs = list(self._waiting)
+        for job in [job for job in jobs if job.cancelled]:
+            self._remove(job)
+            jobs.remove(job)
+        queues: dict[str, list[EmbeddingJob]] = {}
         for job in jobs:
-            queues.setdefault(job.client, deque()).append(job)
+            queues.setdefault(job.client, []).append(job)
+        if not queues:
+            return []
         self._shares.keep(queues)
-        size = 0
-        while queues:
-            client = self._shares.choose(queues)
-            job = queues[client][0]
-            tokens = len(job.rows[jobs[job][1]])
-            if size and size + tokens > EMBED_TOKENS:
+        self._shares.choose(queues)
+        turns, size, following = self._shares.copy(), 0, list[tuple[EmbeddingJob, int]]()
+        left = {client: ((job, i) for job in of for i in job.left) for client, of in queues.items()}
+        while left and size < LOOKAHEAD * EMBED_TOKENS:
+            client = turns.choose(left)
+            row = next(left[client], None)
+            if row is None:
+                del left[client]
+                continue
+            following.append(row)
+            turns.charge(client, _tokens(row))
+            size += _tokens(row)
+        first, size, rows = following[0], 0, list[tuple[EmbeddingJob, int]]()
+        for row in sorted(following, key=lambda row: abs(_tokens(row) - _tokens(first))):
+            size += _tokens(row)
+            if rows and size > EMBED_TOKENS:
                 break
-            size += tokens
-            self._shares.charge(client, tokens)
-            jobs[job][1] += 1
-            if jobs[job][1] == len(job.rows):
-                queues[client].popleft()
-                if not queues[client]:
-                    del queues[client]
-        return [(job, job.rows[first:end]) for job, (first, end) in jobs.items() if end > first]
+            rows.append(row)
+            self._shares.charge(row[0].client, _tokens(row))
+        return rows
 
     def close(self, deliver: Callable[[Deliver, Any], None]) -> None:
         """End the jobs that wait: the server stops."""
         with self._lock:
             self._closed = True
-            jobs, self._waiting = self._waiting, deque()
+            jobs, self._waiting, self._tokens = self._waiting, {}, 0
         for job in jobs:
             deliver(job.done, stopping())
 
     def _remove(self, job: EmbeddingJob) -> None:
         with self._lock:
             if job in self._waiting:
-                self._waiting.remove(job)
+                del self._waiting[job]
+                self._tokens -= job.tokens
+
+
+def _tokens(row: tuple[EmbeddingJob, int]) -> int:
+    job, i = row
+    return len(job.rows[i])
 
 
 @dataclass(eq=False)

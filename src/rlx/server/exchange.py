@@ -6,7 +6,16 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 from rlx.errors import RlxError
@@ -143,20 +152,37 @@ class Exchange:
             else:
                 await asyncio.sleep(PING_S - silent)
 
-    async def until_disconnect(self, work: Awaitable[Result]) -> Result:
+    async def until_disconnect(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await work; raises Disconnected, with the work cancelled, as soon as the client leaves."""
-        task = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(self._disconnect())
-        try:
-            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise Disconnected
-        finally:
-            leaving.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        task, has_left = asyncio.ensure_future(work), False
+
+        def leave() -> None:
+            nonlocal has_left
+            has_left = True
+            task.cancel()
+
+        with self._watching(leave):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if has_left:
+                    raise Disconnected from None
+                raise
+
+    @contextlib.contextmanager
+    def _watching(self, leave: Callable[[], None]) -> Iterator[None]:
+        """Calls `leave` if the client leaves meanwhile."""
+        connection = self.connection
+        if connection is not None:
+            with connection.watched(leave):
+                yield
+        else:  # another ASGI server says so where a request is read
+            watch = asyncio.ensure_future(self._disconnect())
+            watch.add_done_callback(lambda watch: None if watch.cancelled() else leave())
+            try:
+                yield
+            finally:
+                watch.cancel()
 
     async def _disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
