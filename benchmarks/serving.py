@@ -302,15 +302,20 @@ def cancel(server: Server, rounds: int = 5) -> Figures:
 
 
 def overload(server: Server, seconds: float = 15.0, clients: int = 80) -> Figures:
-    """Ten times as many clients as rows, in a closed loop: how soon they are refused, and what is still served."""
+    """Ten times as many clients as rows, in a closed loop: how soon they are refused, and what is still served.
+
+    They come within a second, and who is refused asks again as OpenAI's client does, after half a second, less up to a
+    quarter of it at random.
+    """
     until = time.perf_counter() + seconds
 
     def loop(i: int) -> list[Answer]:
-        answers = []
+        answers, draw = list[Answer](), random.Random(i)
+        time.sleep(draw.random())
         while time.perf_counter() < until:
             answers.append(server.ask(prompt(32, 800 + i), 48))
             if answers[-1].status == 429:
-                time.sleep(0.5)
+                time.sleep(0.5 * (1 - 0.25 * draw.random()))
         return answers
 
     capacity = eight_short(server)
