@@ -13,7 +13,6 @@ little.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import random
@@ -35,6 +34,7 @@ from harness import Clock, command, cpu_seconds, describe_machine, timestamp, wr
 
 QWEN, SMALL, ENCODER = "qwen2.5-coder-1.5b", "smollm2-135m", "minilm-l6"
 STREAMS = 8
+CLIENTS = 64  # that embed
 CONTEXT = 4608  # tokens of a row: the long prompt and an answer
 TTFT_S, TPOT_S = 5.0, 0.13  # of a good answer: people read about eight tokens per second
 TOKENS = range(1000, 30000)  # plain tokens of every vocabulary here
@@ -170,15 +170,6 @@ def together(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.join()
     return results
-
-
-def median_seconds(work: Callable[[], Any], rounds: int = 3) -> float:
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -339,15 +330,15 @@ def eight_short(server: Server) -> float:
     return sum(a.tokens for batch in answers for a in batch) / (time.perf_counter() - begin)
 
 
-def embeddings(server: Server, clients: int = 64, rounds: int = 24) -> Figures:
-    """Texts per second of clients that send one text at a time over connections that they keep."""
-    texts = paragraphs(clients * rounds)
+def embeddings(server: Server) -> float:
+    """Texts per second of `CLIENTS` that send one text at a time over connections that they keep."""
+    texts = paragraphs()
 
-    def ask(inputs: Sequence[str | list[str]]) -> None:
+    def ask(part: Sequence[str]) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for value in inputs:
-                body = {"model": server.model, "input": value, "encoding_format": "base64"}
+            for text in part:
+                body = {"model": server.model, "input": text, "encoding_format": "base64"}
                 connection.sendall(request_bytes(server.port, "/v1/embeddings", body))
                 received = b""
                 while b"\r\n\r\n" not in received:
@@ -358,35 +349,56 @@ def embeddings(server: Server, clients: int = 64, rounds: int = 24) -> Figures:
                     data += connection.recv(1 << 16)
                 assert head.startswith(b"HTTP/1.1 200"), head
 
-    ask([texts[:64]])  # warm, as the process without HTTP is
-    loops = [lambda i=i: ask(texts[i * rounds : (i + 1) * rounds]) for i in range(clients)]  # type: ignore[misc]
-    return {"texts_s": len(texts) / median_seconds(lambda: together(loops))}
+    begin = time.perf_counter()
+    together([lambda i=i: ask(texts[i::CLIENTS]) for i in range(CLIENTS)])  # type: ignore[misc]
+    return len(texts) / (time.perf_counter() - begin)
 
 
-def paragraphs(count: int) -> list[str]:
+def paragraphs() -> list[str]:
     """Texts of 40 to 160 words, as programs that search documents send them."""
     draw = random.Random(7)
-    return [" ".join(draw.choices(WORDS, k=draw.randrange(40, 160))) for _ in range(count)]
+    return [" ".join(draw.choices(WORDS, k=draw.randrange(40, 160))) for _ in range(CLIENTS * 16)]
 
 
 # -- without HTTP ------------------------------------------------------------------------------------------------------
-def in_process(model: str, threads: int) -> Figures:
-    """The speeds of one stream, of a batch and of embeddings in a process of their own, without HTTP."""
+def in_process(model: str, threads: int) -> None:
+    """For each line of the input, the speed without HTTP: of one stream, or of one call that embeds many texts."""
     import rlx
 
     loaded = rlx.load(model, threads=threads)
-    if isinstance(loaded, rlx.EmbeddingModel):
-        texts = paragraphs(64 * 24)
-        loaded.embed(texts[:64])
-        return {"texts_s": len(texts) / median_seconds(lambda: loaded.embed(texts))}
-    rates, ttfts, bias = [], [], dict.fromkeys(STOPS.get(model, ()), -100.0)
-    for seed in range(4):
+    texts, bias = paragraphs(), dict.fromkeys(STOPS.get(model, ()), -100.0)
+    for line in sys.stdin:
         begin = time.perf_counter()
-        with loaded.stream(prompt(128, seed), max_tokens=96, logit_bias=bias) as stream:
-            times = [time.perf_counter() for _ in stream]
-            rates.append((len(stream.tokens) - 1) / (times[-1] - times[0]))
-        ttfts.append(times[0] - begin)
-    return {"tok_s": statistics.median(rates[1:]), "ttft_ms": 1e3 * statistics.median(ttfts[1:])}
+        if isinstance(loaded, rlx.EmbeddingModel):
+            loaded.embed(texts)
+            figures = {"texts_s": len(texts) / (time.perf_counter() - begin)}
+        else:
+            with loaded.stream(prompt(128, int(line)), max_tokens=96, logit_bias=bias) as stream:
+                times = [time.perf_counter() for _ in stream]
+            rate = (len(stream.tokens) - 1) / (times[-1] - times[0])
+            figures = {"tok_s": rate, "ttft_ms": 1e3 * (times[0] - begin)}
+        print(json.dumps(figures), flush=True)
+
+
+def over_http(server: Server, threads: int, rounds: int = 9) -> tuple[Figures, Figures]:
+    """The speeds in a process and over HTTP, in turns; `of_process` is the median of the ratios of turns."""
+    command = [sys.executable, __file__, "--in-process", server.model, "--threads", str(threads)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        clock = Clock([server, Server("in process", 0, server.model, process.pid)])
+        turns = list[tuple[Figures, Figures]]()
+        for seed in range(rounds + 1):
+            print(seed, file=process.stdin, flush=True)
+            inside: Figures = json.loads(process.stdout.readline())
+            outside = {"texts_s": embeddings(server)} if server.model == ENCODER else one_stream(server, 1, seed)
+            turns.append((inside, outside))
+        elsewhere = clock.elsewhere_percent()
+        process.stdin.close()
+    turns = turns[1:]  # the first one warms up
+    speed = "texts_s" if server.model == ENCODER else "tok_s"
+    one, other = ({name: statistics.median(turn[i][name] for turn in turns) for name in turns[0][i]} for i in (0, 1))
+    ratio = statistics.median(b[speed] / a[speed] for a, b in turns)
+    return one, other | {"of_process": ratio, "elsewhere_percent": elsewhere}
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
@@ -449,7 +461,7 @@ def main() -> int:
     parser.add_argument("--in-process", metavar="MODEL", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.in_process:
-        print(json.dumps(in_process(args.in_process, args.threads)))
+        in_process(args.in_process, args.threads)
         return 0
     about = describe_machine() | {"date": timestamp(), "command": command()}
     results: dict[str, Any] = {"machine": about, "threads": args.threads, "models": {}}
@@ -480,19 +492,16 @@ def measure(model: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Fi
     def wanted(name: str) -> bool:
         return args.scenarios is None or name in args.scenarios
 
-    if wanted("http"):
-        command = [sys.executable, __file__, "--in-process", model, "--threads", str(args.threads)]
-        yield "in process", "http", json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     if model == ENCODER:
         with rlx_server(model, args.threads) as server:
-            yield "rlx", "http", server.run(embeddings)
+            yield from zip(("in process", "rlx"), ("http", "http"), over_http(server, args.threads), strict=True)
         return
     rows = ("--rows", str(STREAMS), "--context", str(CONTEXT))
     if "rlx" in args.servers:
         with rlx_server(model, args.threads, *rows) as server:
             one_stream(server, 1, seed=50)  # warm
             if wanted("http"):
-                yield "rlx", "http", server.run(functools.partial(one_stream, seed=10))
+                yield from zip(("in process", "rlx"), ("http", "http"), over_http(server, args.threads), strict=True)
             for name, scenario in (BOTH | OURS).items():
                 if wanted(name):
                     yield "rlx", name, server.run(scenario)

@@ -83,6 +83,11 @@ class Connection(H11Protocol):
             del self._on_leave  # of the class again
 
     @property
+    def has_body(self) -> bool:
+        """Whether the body of the request is here to its end."""
+        return self.cycle is not None and not self.cycle.more_body
+
+    @property
     def is_paused(self) -> bool:
         """Whether the client reads too slowly to write more now."""
         return bool(self.flow.write_paused)

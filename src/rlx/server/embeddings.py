@@ -12,8 +12,8 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.embedding_model import MIN_NORM, EmbeddingModel
 from rlx.server.api_errors import ApiError, invalid
-from rlx.server.engine_thread import EmbeddingJob
-from rlx.server.exchange import Exchange
+from rlx.server.engine_thread import EmbeddingJob, Served
+from rlx.server.exchange import Disconnected, Exchange
 from rlx.server.fields import Fields
 from rlx.server.state import State
 
@@ -54,11 +54,7 @@ async def embeddings(exchange: Exchange, state: State) -> None:
     else:
         rows = [model.checked_row(row, i) for i, row in enumerate(rows)]
     with state.running(exchange):
-        try:
-            async with asyncio.timeout(timeout):
-                vectors = await exchange.until_disconnect(_vectors(state, served, rows, exchange.client))
-        except TimeoutError as error:
-            raise ApiError(408, f"the embeddings took more than {timeout:g} seconds", code="timeout") from error
+        vectors = await _vectors(exchange, state, served, rows, timeout)
     if size < model.dim:
         vectors = vectors[:, :size]
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), MIN_NORM)
@@ -70,8 +66,10 @@ async def embeddings(exchange: Exchange, state: State) -> None:
     await exchange.answer({"object": "list", "data": data, "model": served.name, "usage": usage})
 
 
-async def _vectors(state: State, served: Any, rows: list[list[int]], client: str) -> Array:
-    future: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+async def _vectors(exchange: Exchange, state: State, served: Served, rows: list[list[int]], timeout: float) -> Array:
+    """The vectors of rows; raises ApiError if they take too long, Disconnected if the client leaves."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Array] = loop.create_future()
 
     def done(result: Array | BaseException) -> None:
         if future.done():
@@ -81,12 +79,16 @@ async def _vectors(state: State, served: Any, rows: list[list[int]], client: str
         else:
             future.set_result(result)
 
-    job = EmbeddingJob(rows, done, client)
-    state.engine.embed(served, job)
+    late = ApiError(408, f"the embeddings took more than {timeout:g} seconds", code="timeout")
+    timer = loop.call_later(timeout, done, late)
+    job = EmbeddingJob(rows, done, exchange.client)
     try:
-        return await future
+        state.engine.embed(served, job)
+        with exchange.watching(lambda: done(Disconnected())):
+            return await future
     finally:
-        job.cancelled = True  # if it still waits: the client has left, or it took too long
+        timer.cancel()
+        job.cancelled = True  # if it still waits
 
 
 def _dimensions(fields: Fields, model: EmbeddingModel, state: State) -> int:

@@ -54,8 +54,9 @@ class Exchange:
     async def body(self) -> bytes:
         """The body; raises ApiError if it is too long or too slow."""
         parts, size = list[bytes](), 0
+        is_here = self.connection is not None and self.connection.has_body
         try:
-            async with asyncio.timeout(BODY_S):
+            async with contextlib.nullcontext() if is_here else asyncio.timeout(BODY_S):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -161,7 +162,7 @@ class Exchange:
             has_left = True
             task.cancel()
 
-        with self._watching(leave):
+        with self.watching(leave):
             try:
                 return await task
             except asyncio.CancelledError:
@@ -170,7 +171,7 @@ class Exchange:
                 raise
 
     @contextlib.contextmanager
-    def _watching(self, leave: Callable[[], None]) -> Iterator[None]:
+    def watching(self, leave: Callable[[], None]) -> Iterator[None]:
         """Calls `leave` if the client leaves meanwhile."""
         connection = self.connection
         if connection is not None:
