@@ -387,7 +387,7 @@ def over_http(server: Server, threads: int, rounds: int = 9) -> tuple[Figures, F
         assert process.stdin is not None and process.stdout is not None
         clock = Clock([server, Server("in process", 0, server.model, process.pid)])
         turns = list[tuple[Figures, Figures]]()
-        for seed in range(rounds + 1):
+        for seed in range(1000, 1001 + rounds):
             print(seed, file=process.stdin, flush=True)
             inside: Figures = json.loads(process.stdout.readline())
             outside = {"texts_s": embeddings(server)} if server.model == ENCODER else one_stream(server, 1, seed)
