@@ -30,7 +30,7 @@ import numpy as np
 
 READ_S = 1.0  # between readings of memory
 WARM_UP = 1 / 3  # of the time
-CACHE_MIB = 512  # so that the prefix cache is full before memory is judged
+CACHE_MIB = 256  # so that the prefix cache is full, and all of its memory written, before memory is judged
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no", "perhaps"]}}}
 
 
