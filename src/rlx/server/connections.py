@@ -94,7 +94,7 @@ class Connection(H11Protocol):
 
     def write_part(self, data: bytes) -> None:
         """Write part of the body of an answer that has begun: what ASGI's `send` does, without awaiting."""
-        if self.cycle is not None and not self.cycle.disconnected:
+        if self.cycle is not None and not self.cycle.disconnected and not self.transport.is_closing():
             self.transport.write(self.conn.send(h11.Data(data=data)))  # type: ignore[arg-type]
 
     def send_400_response(self, msg: str) -> None:
