@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import re
-import threading
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -162,44 +161,6 @@ def test_eight_threads_at_once_get_the_same_bits(model: EmbeddingModel) -> None:
     with ThreadPoolExecutor(8) as pool:
         for vectors in pool.map(lambda size: model.embed(TEXTS, batch_size=size), [1, 2, 3, 4] * 4):
             assert np.array_equal(vectors, wanted)
-
-
-def test_threads_compute_batches_of_their_own_with_the_same_bits(
-    folder: Path, model: EmbeddingModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = np.stack([model.embed(text) for text in TEXTS])
-    pair, runs, reported = encoder(folder, threads=2), list[int](), list[int]()
-    run_alone = pair.compiled.run_alone
-
-    def counted(inputs: Any) -> Any:
-        runs.append(threading.get_ident())
-        return run_alone(inputs)
-
-    monkeypatch.setattr(pair.compiled, "run_alone", counted)
-    for _ in range(5):
-        assert np.array_equal(pair.embed(TEXTS, batch_size=1), wanted)
-    rows = pair.text_rows(TEXTS)
-    assert np.array_equal(pair.embed_tokens(rows, batch_size=1, on_batch=reported.append), wanted)
-    assert len(runs) == 6 * len(TEXTS) and threading.get_ident() not in runs and sum(reported) == len(TEXTS)
-    assert np.array_equal(pair.embed(TEXTS[:3], batch_size=1), wanted[:3]) and len(runs) == 6 * len(TEXTS), "too few"
-
-
-def test_an_error_in_a_batch_of_a_thread_ends_the_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = encoder(folder, threads=2)
-    wanted = pair.embed(TEXTS)
-
-    def stop(done: int) -> None:
-        raise KeyboardInterrupt
-
-    rows = pair.text_rows(TEXTS)
-    with pytest.raises(KeyboardInterrupt):
-        pair.embed_tokens(rows, batch_size=1, on_batch=stop)
-    with monkeypatch.context() as patch:
-        patch.setattr(pair.compiled, "run_alone", lambda inputs: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            pair.embed(TEXTS, batch_size=1)
-    assert np.array_equal(pair.embed(TEXTS, batch_size=1), wanted)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rlx-embed")]
 
 
 def test_equal_texts_are_computed_once(model: EmbeddingModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,10 +281,6 @@ class Executable(ABC):
     def run(self, key: Key, inputs: Sequence[Any]) -> list[Any]:
         """Runs on inputs of the declared types, in order. Inputs and outputs are in device memory."""
 
-    def run_alone(self, key: Key, inputs: Sequence[Any]) -> list[Any]:
-        """Like `run`, on the calling thread alone, so that several threads can run side by side."""
-        return self.run(key, inputs)
-
     def enqueue(self, key: Key, inputs: Sequence[Any], read: Sequence[int]) -> Enqueued:
         """Starts a run, whose outputs with the indices `read` the host will ask for; by default it ends at once."""
         return Enqueued(self.run(key, inputs), read)

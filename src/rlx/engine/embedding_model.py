@@ -6,7 +6,7 @@ The bits of a vector depend only on its text, not on the other texts, the batch 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,14 +15,14 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.foreign_names import embed_hint
-from rlx.engine.interventions import Execute, run_of
+from rlx.engine.interventions import run_of
 from rlx.engine.load_settings import as_int
 from rlx.engine.logs import warn
 from rlx.engine.model import Model
 from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
-from rlx.fork_safe_locks import Lock, cached_property
+from rlx.fork_safe_locks import cached_property
 from rlx.hub.progress import progress_bar
 from rlx.models.pooling import EmbedSettings, read_settings
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 TOKENS = 256  # maximum per batch and thread: activations stay in cache, and threads rarely wait
 ENOUGH = 128  # per batch and thread for full speed: beyond it, a shorter text starts a new batch
-LEAST_SHARE = 2  # batches per thread from which on each thread computes batches of its own
 WINDOW = 8192  # texts tokenised and sorted together
 MIN_NORM = 1e-12  # lower bound of the norm that vectors are divided by, as in torch
 
@@ -277,48 +276,13 @@ class EmbeddingModel(Model):
         first: dict[tuple[int, ...], int] = {}
         same = [first.setdefault(tuple(row), i) for i, row in enumerate(rows)]
         vectors = np.zeros((len(rows), self.dim), np.float32)
-        lengths = {i: len(row) for row, i in first.items() if row}
-        with contextlib.closing(self._run_batches(rows, lengths, size, recorder)) as computed:
-            for batch, results in computed:
-                vectors[batch] = results
-                advance(len(batch))
+        for batch in batches({i: len(row) for row, i in first.items() if row}, size, self.threads):
+            vectors[batch] = self._run_batch([rows[i] for i in batch], recorder)
+            advance(len(batch))
         advance(len(rows) - len(first))
         return vectors[same]
 
-    def _run_batches(
-        self, rows: Sequence[Sequence[int]], lengths: dict[int, int], size: int | None, recorder: CallRecorder | None
-    ) -> Generator[tuple[list[int], Array], None, None]:
-        """Batches and their vectors. If there are several per thread, each thread computes batches of its own.
-
-        Threads that share no batch never wait for each other. One call at a time does so: others would need more
-        threads than there are.
-        """
-        threads = self.threads
-        parts = list(batches(lengths, size)) if threads > 1 and recorder is None else []
-        if len(parts) < LEAST_SHARE * threads or not self._own_batches.acquire(blocking=False):
-            run = run_of(self.compiled, recorder)
-            for batch in batches(lengths, size, threads):
-                yield batch, self._run_batch([rows[i] for i in batch], run)
-            return
-        from concurrent.futures import ThreadPoolExecutor
-
-        self.compiled.prepare()
-        pool = ThreadPoolExecutor(threads, "rlx-embed")
-        try:
-            run = self.compiled.run_alone
-            yield from zip(
-                parts, pool.map(lambda part: self._run_batch([rows[i] for i in part], run), parts), strict=True
-            )
-        finally:
-            pool.shutdown(cancel_futures=True)
-            self._own_batches.release()
-
-    @cached_property
-    def _own_batches(self) -> Lock:
-        """Held by the call whose threads compute batches of their own."""
-        return Lock()
-
-    def _run_batch(self, rows: Sequence[Sequence[int]], run: Execute | None = None) -> Array:
+    def _run_batch(self, rows: Sequence[Sequence[int]], recorder: CallRecorder | None = None) -> Array:
         shape = len(rows), max(map(len, rows))
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for i, row in enumerate(rows):
@@ -332,7 +296,7 @@ class EmbeddingModel(Model):
             "attention_mask": mask,
         }
         compiled = self.compiled
-        return np.asarray((run or compiled.run)({name: inputs[name] for name in compiled.input_types})[0])
+        return np.asarray(run_of(compiled, recorder)({name: inputs[name] for name in compiled.input_types})[0])
 
 
 def batches(lengths: dict[int, int], size: int | None = None, threads: int = 1) -> Iterator[list[int]]:

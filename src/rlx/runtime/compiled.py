@@ -267,14 +267,6 @@ class CompiledGraph:
         with self._run_lock():
             return self._run(inputs, trace)
 
-    def run_alone(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """Like `run`, on the calling thread alone, so that several threads can run side by side without waiting."""
-        if nan_switch.watching or self._sized:
-            return self.run(inputs)
-        self._ensure_bound()
-        buffers, key = self._prepare(inputs)
-        return self.executable.run_alone(key, buffers)
-
     def enqueue(self, inputs: Mapping[str, Any], read: Sequence[int]) -> Enqueued:
         """Start a run, which may still be under way when this returns; `read()` of the result waits for it.
 

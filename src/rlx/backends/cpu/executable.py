@@ -283,17 +283,14 @@ class CpuExecutable(base.Executable):
     # -- running -------------------------------------------------------------------------------------------------------
     def run(
         self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None,
-        into: Sequence[Array] | None = None, *, alone: bool = False,
+        into: Sequence[Array] | None = None,
     ) -> list[Array]:  # fmt: skip
-        """Runs on contiguous inputs of the declared types with symbol values `key`; returns new arrays, or `into`.
-
-        `alone`: on the calling thread.
-        """
+        """Runs on contiguous inputs of the declared types with symbol values `key`; returns new arrays, or `into`."""
         size_plan = self._size_plans.get(key)
         if size_plan is None:
             pieces = None if into is not None else self.pieces(key)
             if pieces is not None:
-                return self._run_pieces(pieces, inputs, trace, alone)
+                return self._run_pieces(pieces, inputs, trace)
             size_plan = self.size_plan(key)
         contexts = self._contexts
         try:
@@ -304,7 +301,7 @@ class CpuExecutable(base.Executable):
             self._make_room(context, size_plan, size_plan.output_bytes if into is None else 0)
             self._fill(context, size_plan)
         elif (
-            context.fast_run is _no_fast_run and self._inputs is not None and not alone and fast_call.usable()
+            context.fast_run is _no_fast_run and self._inputs is not None and fast_call.usable()
         ):  # the second run of these sizes
             self._prepare_fast_run(context, size_plan, inputs)
         outputs = self._allocate(size_plan.outputs) if into is None else list(into)
@@ -312,16 +309,13 @@ class CpuExecutable(base.Executable):
             self._run_checked(context, inputs, outputs, trace)
         else:
             self._point_outputs(context, outputs)
-            self._execute(context, inputs, trace, alone)
+            self._execute(context, inputs, trace)
         status = context.status
         for header in context.headers:
             if status[header]:
                 raise self._fault(context, is_piece=into is not None)
         contexts.append(context)  # the same list: `bind` replaces it
         return outputs
-
-    def run_alone(self, key: tuple[int, ...], inputs: Sequence[Array]) -> list[Array]:
-        return self.run(key, inputs, alone=True)
 
     def run_again(self, inputs: object) -> list[Array] | None:
         contexts = self._contexts
@@ -336,15 +330,11 @@ class CpuExecutable(base.Executable):
         return outputs
 
     def _run_pieces(
-        self,
-        pieces: BatchSplit,
-        inputs: Sequence[Array],
-        trace: np.ndarray[Any, np.dtype[np.int64]] | None,
-        alone: bool,
+        self, pieces: BatchSplit, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None
     ) -> list[Array]:
         outputs = self._allocate(pieces.outputs)
         for start, stop, key in pieces.parts:
-            self.run(key, [a[start:stop] for a in inputs], trace, [a[start:stop] for a in outputs], alone=alone)
+            self.run(key, [a[start:stop] for a in inputs], trace, [a[start:stop] for a in outputs])
         return outputs
 
     def pieces(self, key: tuple[int, ...]) -> BatchSplit | None:
@@ -391,21 +381,19 @@ class CpuExecutable(base.Executable):
             context.view[position] = places[buffer] + offset
 
     def _execute(
-        self, context: RunContext, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None,
-        alone: bool = False,
-    ) -> None:  # fmt: skip
+        self, context: RunContext, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    ) -> None:
         words, places = context.view, [address(array) for array in inputs]
         for position, buffer, offset in context.inputs:
             words[position] = places[buffer] + offset
-        if trace is None and not alone:
+        if trace is None:
             self.pool.execute(context.call)
             return
-        context.request[driver.TRACE // 8] = 0 if trace is None else address(trace)
-        context.request[driver.SLOTS // 8] = 1 if alone else self.threads
+        context.request[driver.TRACE // 8] = address(trace)
         try:
             self.pool.execute(context.call)
         finally:
-            context.request[driver.TRACE // 8], context.request[driver.SLOTS // 8] = 0, self.threads
+            context.request[driver.TRACE // 8] = 0
 
     def _make_room(self, context: RunContext, size_plan: SizePlan, outputs: int) -> None:
         """Allocates arena and scratch, provided that `outputs` bytes of outputs fit as well."""
