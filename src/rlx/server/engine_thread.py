@@ -141,7 +141,7 @@ class EmbeddingQueue:
         if not queues:
             return []
         self._shares.keep(queues)
-        self._shares.choose(queues)
+        self._shares.choose(queues)  # gives clients that are new their credit
         turns, size, following = self._shares.copy(), 0, list[tuple[EmbeddingJob, int]]()
         left = {client: ((job, i) for job in of for i in job.left) for client, of in queues.items()}
         while left and size < LOOKAHEAD * EMBED_TOKENS:

@@ -30,9 +30,7 @@ STATIC_SHARED = {
     "token_each": 8 << 10,
     "scalar": 44 << 10,
 }  # bytes that kernels declare, at most
-EACH_WAVES = (
-    2  # blocks of one split each, as a multiple of those that the GPU has room for; those without one end at once
-)
+EACH_WAVES = 2  # times the blocks that the GPU has room for: so many may have one split each, or none and end at once
 FEW_TOKENS = 64  # ragged tokens up to which each is by itself
 MOST_SCRATCH = 256 << 20  # bytes of results of splits; a launch that would leave more takes its splits in order
 MOST_QUERIES = 48 << 10  # bytes of queries of a tile of `scalar`
